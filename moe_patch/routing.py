@@ -1,0 +1,235 @@
+"""Routing: from router logits to the chosen experts and their weights. Pure functions, torch only.
+
+Every family's router is one of the named functions below, each a set of fixed choices for
+:func:`route`, which is the definition (a Triton implementation of ``route`` has the same signature).
+
+Rules, whatever the family:
+    ties      equal scores go to the lower expert id, equal groups to the lower group: a stable
+              descending sort. ``torch.topk`` promises no order; ``ties="torch"`` takes it anyway.
+    NaN       a row with NaN or Inf gets distinct ids in range and NaN weights; other rows are exact.
+    bias      a correction bias decides which experts are chosen and never enters the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_patch.types import Routing
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class RouteSpec:
+    """The choices that tell one family's routing from another's.
+
+    Attributes:
+        top_k: experts per token.
+        score: "softmax", "sigmoid", "sqrtsoftplus" or "none".
+        order: "score_topk" scores all experts and picks the best; "topk_score" picks the best
+            logits and scores only those.
+        fp32: evaluate the score in fp32; otherwise in the dtype of the logits.
+        bias_on: the correction bias is added to "scores" or to "logits" (for the choice only).
+        groups, top_groups: keep only the experts of the best ``top_groups`` of ``groups`` groups;
+            0 means no group limit.
+        group_score: a group's score is the sum of its two best ("top2") or its best ("max").
+        group_fill: what excluded experts' scores become: -inf, or 0.0 in some families.
+        renormalize: divide a token's weights by their sum plus ``eps`` (or, with ``clamp_eps``, by
+            their sum clamped to at least ``eps``).
+        scale: multiplies the weights at the end.
+        weights_dtype: dtype of the weights; None keeps the dtype of the score.
+        ties: "lower" (stable, lower id first) or "torch" (whatever torch.topk picks).
+    """
+
+    top_k: int
+    score: str = "softmax"
+    order: str = "score_topk"
+    fp32: bool = True
+    bias_on: str = "scores"
+    groups: int = 0
+    top_groups: int = 0
+    group_score: str = "top2"
+    group_fill: float = NEG_INF
+    renormalize: bool = False
+    eps: float = 0.0
+    clamp_eps: bool = False
+    scale: float = 1.0
+    weights_dtype: torch.dtype | None = None
+    ties: str = "lower"
+
+
+def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor, Tensor]:
+    """The k largest of each row, descending; equal values in order of their index.
+
+    Args:
+        scores_TE: [rows, candidates], any floating dtype. NaN counts as the largest value.
+        k: how many, at most the number of candidates.
+        ties: "lower" or "torch" (torch.topk's own, undefined, choice).
+
+    Returns:
+        (values [rows, k], indices [rows, k] int64).
+    """
+    if ties == "torch":
+        values, ids = torch.topk(scores_TE, k, dim=-1)
+        return values, ids
+    values, ids = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
+    return values[:, :k], ids[:, :k]
+
+
+def score(logits: Tensor, name: str) -> Tensor:
+    """Elementwise or row-wise score of the logits, in their own dtype."""
+    if name == "softmax":
+        return torch.softmax(logits, dim=-1)
+    if name == "sigmoid":
+        return torch.sigmoid(logits)
+    if name == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    if name == "none":
+        return logits
+    raise ValueError(f"score is {name!r}; accepted: softmax, sigmoid, sqrtsoftplus, none")
+
+
+def limit_groups(choice_TE: Tensor, spec: RouteSpec) -> Tensor:
+    """Mask the experts outside each row's best groups (group-limited routing, DeepSeek-V2/V3)."""
+    T, E = choice_TE.shape
+    grouped_TGe = choice_TE.view(T, spec.groups, E // spec.groups)
+    if spec.group_score == "top2":
+        group_TG = grouped_TGe.topk(2, dim=-1).values.sum(dim=-1)
+    elif spec.group_score == "max":
+        group_TG = grouped_TGe.amax(dim=-1)
+    else:
+        raise ValueError(f"group_score is {spec.group_score!r}; accepted: top2, max")
+    _, best_Tg = stable_topk(group_TG, spec.top_groups, spec.ties)
+    keep_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_Tg, True)
+    return grouped_TGe.masked_fill(~keep_TG.unsqueeze(-1), spec.group_fill).view(T, E)
+
+
+def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
+    """The definition of routing: choose ``spec.top_k`` experts per row and weight them.
+
+    Args:
+        logits_TE: raw router logits, fp64, fp32, bf16 or fp16, any strides.
+        spec: the family's choices.
+        bias_E: correction bias, for the choice only; receives no gradient.
+
+    Returns:
+        Routing with int64 ids in descending order of the choice score and differentiable weights.
+    """
+    if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
+        scored_TE = logits_TE.float()
+    else:
+        scored_TE = logits_TE
+    if spec.order == "topk_score":
+        values_TK, ids_TK = stable_topk(_biased(scored_TE, bias_E), spec.top_k, spec.ties)
+        if bias_E is not None:
+            values_TK = scored_TE.gather(1, ids_TK)
+        weights_TK = score(values_TK, spec.score)
+    else:
+        scores_TE = score(scored_TE, spec.score)
+        choice_TE = (scores_TE if spec.bias_on == "scores" else scored_TE).detach()
+        choice_TE = _biased(choice_TE, bias_E)
+        if spec.groups > 1 and spec.top_groups < spec.groups:
+            choice_TE = limit_groups(choice_TE, spec)
+        _, ids_TK = stable_topk(choice_TE, spec.top_k, spec.ties)
+        weights_TK = scores_TE.gather(1, ids_TK)
+    if spec.renormalize:
+        total_T1 = weights_TK.sum(dim=-1, keepdim=True)
+        total_T1 = total_T1.clamp(min=spec.eps) if spec.clamp_eps else total_T1 + spec.eps
+        weights_TK = weights_TK / total_T1
+    if spec.scale != 1.0:
+        weights_TK = weights_TK * spec.scale
+    if spec.weights_dtype is not None:
+        weights_TK = weights_TK.to(spec.weights_dtype)
+    return Routing(ids_TK, weights_TK, logits_TE)
+
+
+def _biased(choice: Tensor, bias_E: Tensor | None) -> Tensor:
+    return choice if bias_E is None else choice.detach() + bias_E.detach()
+
+
+RouteImpl = Callable[[Tensor, RouteSpec, Tensor | None], Routing]
+
+
+def softmax_topk(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    renormalize: bool = False,
+    eps: float = 0.0,
+    clamp_eps: bool = False,
+    scale: float = 1.0,
+    groups: int = 0,
+    top_groups: int = 0,
+    group_score: str = "max",
+    group_fill: float = 0.0,
+    fp32: bool = True,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """Softmax over all experts, then the best k. w = softmax(l)[ids], optionally renormalised.
+
+    Source: Qwen2/3-MoE, OLMoE, Mixtral (renormalised), DeepSeek-V2 (groups by max, masked with 0),
+    Mistral-4 (groups by top-2 sum), ERNIE-4.5 (bias, clamp).
+    """
+    spec = RouteSpec(
+        top_k=top_k, score="softmax", fp32=fp32, renormalize=renormalize, eps=eps,
+        clamp_eps=clamp_eps, scale=scale, groups=groups, top_groups=top_groups,
+        group_score=group_score, group_fill=group_fill, weights_dtype=weights_dtype, ties=ties,
+    )  # fmt: skip
+    return impl(logits_TE, spec, bias_E)
+
+
+def topk_softmax(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    scale: float = 1.0,
+    fp32: bool = False,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """The best k logits, then softmax over those k alone. Source: gpt_oss, Granite-MoE, Aria."""
+    spec = RouteSpec(
+        top_k=top_k, score="softmax", order="topk_score", fp32=fp32, scale=scale,
+        weights_dtype=weights_dtype, ties=ties,
+    )  # fmt: skip
+    return impl(logits_TE, spec, bias_E)
+
+
+def sigmoid_topk(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    renormalize: bool = True,
+    eps: float = 0.0,
+    scale: float = 1.0,
+    groups: int = 0,
+    top_groups: int = 0,
+    group_fill: float = NEG_INF,
+    bias_on: str = "scores",
+    fp32: bool = True,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """Independent sigmoid scores; a correction bias and group limits shape the choice only.
+
+    s = sigmoid(l); choose by s + bias within the best groups (top-2 sum); w = s[ids], optionally
+    divided by its sum + eps, times scale. Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
+    GLM-4.5, MiniMax-M2 (no groups).
+    """
+    spec = RouteSpec(
+        top_k=top_k, score="sigmoid", fp32=fp32, renormalize=renormalize, eps=eps, scale=scale,
+        groups=groups, top_groups=top_groups, group_fill=group_fill, bias_on=bias_on,
+        weights_dtype=weights_dtype, ties=ties,
+    )  # fmt: skip
+    return impl(logits_TE, spec, bias_E)

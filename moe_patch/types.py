@@ -1,0 +1,174 @@
+"""The data that flows between the stages, and the one shape legend of the code base.
+
+Legend (suffixes of tensor names):
+    T tokens            K top-k                N = T*K rows (a row = one (token, slot) pair)
+    E experts           D hidden size          F expert width
+    H = 2F with a gate, F without (the output width of the up projection)
+    R LoRA rank         G groups               P = sqrt(E) product-key axis
+    S = E + 1 (row offsets per expert)
+so ``x_TD`` is [tokens, hidden] and ``ids_TK`` is [tokens, top-k].
+
+Data flows one way: logits -> Routing -> Plan -> experts -> combine -> + shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router decided.
+
+    Attributes:
+        ids_TK: integer expert ids; an id outside [0, E) is an empty slot.
+        weights_TK: floating-point routing weights, in the family's own dtype.
+        logits_TE: the raw router logits (what transformers records for the auxiliary loss).
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    logits_TE: Tensor
+
+    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``(token_N, expert_N, weight_N)`` in row order n = t*K + k."""
+        T, K = self.ids_TK.shape
+        token_N = torch.arange(T, device=self.ids_TK.device).repeat_interleave(K)
+        return token_N, self.ids_TK.reshape(-1), self.weights_TK.reshape(-1)
+
+
+class Plan(NamedTuple):
+    """The deterministic alignment of rows to experts: a stable sort by expert id.
+
+    Attributes:
+        row_of_N: int32. Sorted slot -> row t*K + k. Slots past the last valid row hold -1.
+        slot_of_TK: int32. The inverse: row (t, k) -> sorted slot, -1 where the id is outside [0, E).
+        offsets_S: int32. Expert e owns the sorted slots offsets_S[e] .. offsets_S[e + 1] - 1.
+    """
+
+    row_of_N: Tensor
+    slot_of_TK: Tensor
+    offsets_S: Tensor
+
+
+@dataclass(frozen=True)
+class Glu:
+    """How the up projection's output h becomes the expert activation a.
+
+    ``kind`` names the formula, all evaluated in fp32 (fp64 for fp64) and rounded once:
+        silu, gelu, gelu_tanh, relu, relu2   a = act(gate) * up, or act(h) when not ``gated``
+        swiglu_oai                           g = min(gate, limit), u = clamp(up, -limit, limit),
+                                             a = (u + 1) * g * sigmoid(alpha * g)
+    ``limit`` is finite only for families that clamp: for the other kinds gate is clamped from above
+    and up from both sides before the activation (DeepSeek-V4, GLM-5).
+
+    Attributes:
+        gated: h holds gate and up (H = 2F); otherwise H = F and a = act(h).
+        interleaved: gate and up alternate column by column (gpt_oss) instead of lying side by side.
+    """
+
+    kind: str
+    gated: bool = True
+    interleaved: bool = False
+    alpha: float = 1.0
+    limit: float = float("inf")
+
+    KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai")
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise ValueError(f"Glu.kind is {self.kind!r}; accepted: {', '.join(self.KINDS)}")
+        if self.interleaved and not self.gated:
+            raise ValueError("Glu.interleaved needs a gate")
+
+
+class Lora(NamedTuple):
+    """Low-rank factors of one projection: W_e + scaling * B_e @ A_e, never formed.
+
+    Attributes:
+        A_ERI: [E, R, in features].
+        B_EOR: [E, out features, R].
+        scaling: multiplies the product; several active adapters are concatenated along R with
+            their scalings folded into B and scaling = 1.
+    """
+
+    A_ERI: Tensor
+    B_EOR: Tensor
+    scaling: float
+
+
+class ExpertWeights(NamedTuple):
+    """The experts' parameters in logical [E, out, in] orientation, whatever the storage.
+
+    A transposed storage ([E, in, out], gpt_oss and llama4) arrives as a transposed view, so strides
+    are arbitrary and gradients are allocated with the strides of the weight they belong to.
+
+    Attributes:
+        w13_EHD: up projection (gate and up together when gated).
+        w2_EDF: down projection.
+        b13_EH, b2_ED: optional biases.
+    """
+
+    w13_EHD: Tensor
+    w2_EDF: Tensor
+    b13_EH: Tensor | None = None
+    b2_ED: Tensor | None = None
+
+
+class ExpertsForward(NamedTuple):
+    """What one forward of the experts leaves behind.
+
+    Attributes:
+        out_TD: the weighted sum over a token's experts, in the dtype of x.
+        plan: the plan that was used; backward reuses it.
+        h_NH: the up projection's output in plan order, or an empty tensor when not saved.
+        act_norm_TK: fp32 (fp64 for fp64) row norms of each expert's output, or an empty tensor.
+    """
+
+    out_TD: Tensor
+    plan: Plan
+    h_NH: Tensor
+    act_norm_TK: Tensor
+
+
+class ExpertsNeeds(NamedTuple):
+    """Which gradients a backward call has to compute; the others stay None and cost nothing."""
+
+    x: bool = False
+    weights: bool = False
+    w13: bool = False
+    w2: bool = False
+    b13: bool = False
+    b2: bool = False
+    lora13_A: bool = False
+    lora13_B: bool = False
+    lora2_A: bool = False
+    lora2_B: bool = False
+    norms: bool = False
+
+
+class ExpertsBackward(NamedTuple):
+    """Gradients in the order of :class:`ExpertsNeeds`; None where not asked for.
+
+    ``grad_norm_out_TK`` is ||dL/dy_tk||, ``grad_norm_params_TK`` the row's share of the norm of the
+    gradient of w13, w2 and the biases, ``grad_norm_lora_TK`` the same for the low-rank factors
+    (DESIGN: per-token, per-expert signals).
+    """
+
+    x: Tensor | None = None
+    weights: Tensor | None = None
+    w13: Tensor | None = None
+    w2: Tensor | None = None
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    lora13_A: Tensor | None = None
+    lora13_B: Tensor | None = None
+    lora2_A: Tensor | None = None
+    lora2_B: Tensor | None = None
+    grad_norm_out_TK: Tensor | None = None
+    grad_norm_params_TK: Tensor | None = None
+    grad_norm_lora_TK: Tensor | None = None
