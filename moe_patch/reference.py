@@ -111,6 +111,6 @@ def experts(
         h_nH = project(x_TD[token_n], w.w13_EHD[e], None if w.b13_EH is None else w.b13_EH[e], lora13, e)
         a_nF = gated_activation(h_nH, glu)
         y_nD = project(a_nF, w.w2_EDF[e], None if w.b2_ED is None else w.b2_ED[e], lora2, e)
-        weighted_nD = weights_TK[token_n, slot_n, None].to(y_nD.dtype) * y_nD
-        out_TD = out_TD.index_add(0, token_n, weighted_nD)
+        weighted_nD = weights_TK[token_n, slot_n, None] * y_nD
+        out_TD = out_TD.index_add(0, token_n, weighted_nD.to(out_TD.dtype))
     return out_TD
