@@ -1,0 +1,71 @@
+"""The gated activation of the torch backend and its analytic derivative.
+
+Forward is the reference's. Backward also returns a, because the weight gradient of the down
+projection and the routing weight's gradient both need it and it is not saved.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_patch.reference import activate, gated_activation, split_gate
+from moe_patch.types import Glu
+
+__all__ = ["gated_activation", "gated_activation_backward"]
+
+_aten = torch.ops.aten
+
+
+def gated_activation_backward(h_NH: Tensor, da_NF: Tensor, w_N1: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+    """a and dL/dh from h and the unweighted gradient of a.
+
+    Args:
+        h_NH: the up projection's output.
+        da_NF: W2ᵀ dout, before the routing weight.
+        w_N1: routing weights of the rows, fp32 (fp64 for fp64).
+        glu: the activation.
+
+    Returns:
+        (a_NF, dh_NH) in the dtype of h, each rounded once.
+    """
+    wide = torch.float64 if h_NH.dtype == torch.float64 else torch.float32
+    a_NF = gated_activation(h_NH, glu)
+    h = h_NH.to(wide)
+    da = da_NF.to(wide) * w_N1.to(wide)
+    if not glu.gated:
+        return a_NF, activate_backward(da, h, glu.kind).to(h_NH.dtype)
+    gate, up = split_gate(h, glu)
+    clamped = glu.limit != float("inf")
+    gate_c = gate.clamp(max=glu.limit) if clamped else gate
+    up_c = up.clamp(min=-glu.limit, max=glu.limit) if clamped else up
+    if glu.kind == "swiglu_oai":
+        s = torch.sigmoid(glu.alpha * gate_c)
+        dgate = da * (up_c + 1) * (s + glu.alpha * gate_c * s * (1 - s))
+        dup = da * gate_c * s
+    else:
+        dgate = activate_backward(da * up_c, gate_c, glu.kind)
+        dup = da * activate(gate_c, glu.kind)
+    if clamped:
+        dgate = torch.where(gate > glu.limit, 0.0, dgate)
+        dup = torch.where(up.abs() > glu.limit, 0.0, dup)
+    dh_NH = torch.empty_like(h_NH)
+    dh_gate, dh_up = split_gate(dh_NH, glu)
+    dh_gate.copy_(dgate)
+    dh_up.copy_(dup)
+    return a_NF, dh_NH
+
+
+def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
+    """grad * act'(x), elementwise."""
+    if kind == "silu":
+        return _aten.silu_backward(grad, x)
+    if kind == "gelu":
+        return _aten.gelu_backward(grad, x)
+    if kind == "gelu_tanh":
+        return _aten.gelu_backward(grad, x, approximate="tanh")
+    if kind == "relu":
+        return torch.where(x > 0, grad, 0.0)
+    if kind == "relu2":
+        return grad * 2 * torch.relu(x)
+    raise ValueError(f"activation is {kind!r}; accepted: silu, gelu, gelu_tanh, relu, relu2")

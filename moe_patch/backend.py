@@ -1,0 +1,54 @@
+"""Which backend runs a block, and why. Pure functions of the request, the device and the dtype."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+from moe_patch.errors import UnsupportedOptionError
+
+BACKENDS = ("auto", "torch", "triton")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class BackendChoice(NamedTuple):
+    """The backend that runs ("torch" or "triton") and the reason, in words for the report."""
+
+    name: str
+    reason: str
+
+
+def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton cannot run here, or None if it can."""
+    if dtype not in TRITON_DTYPES:
+        return f"Triton kernels take bf16, fp16 and fp32, not {dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.type != "cuda":
+        return f"no Triton kernels on {device.type}"
+    if torch.version.hip is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"compute capability {major}.{minor} is below 8.0"
+    return None
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+    """Resolve ``backend``: auto takes Triton on CUDA (capability >= 8.0), torch elsewhere.
+
+    Raises:
+        UnsupportedOptionError: ``triton`` was asked for and cannot run on this device and dtype.
+    """
+    if requested == "torch":
+        return BackendChoice("torch", "asked for")
+    obstacle = triton_obstacle(device, dtype)
+    if requested == "triton":
+        if obstacle is not None:
+            raise UnsupportedOptionError(f"backend='triton' cannot hold: {obstacle}; use backend='auto' or 'torch'")
+        return BackendChoice("triton", "asked for")
+    if obstacle is None and torch.version.hip is not None:
+        obstacle = "on HIP Triton runs only when asked for (backend='triton')"
+    return BackendChoice("triton", "auto") if obstacle is None else BackendChoice("torch", obstacle)

@@ -1,0 +1,101 @@
+"""Grouped products on the torch backend: one matrix product per expert over its slice of rows.
+
+On CPU (and wherever torch's own grouped_mm does not serve) this is a loop over experts that own
+rows; on CUDA with bf16 operands of 16-byte rows it is torch's grouped_mm, without a host sync.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_patch.types import Lora, Plan
+
+
+class Groups:
+    """The rows of each expert, and the products over them.
+
+    Rows past the last valid one belong to nobody: outputs there are zero or unspecified, and no
+    consumer may read them (the plan's slots never point there).
+    """
+
+    def __init__(self, plan: Plan, like: Tensor) -> None:
+        self.offsets_S = plan.offsets_S
+        self.native = like.is_cuda and like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+        self.bounds = [] if self.native else _bounds(plan.offsets_S)
+
+    def linear(self, x_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None = None, lora: Lora | None = None) -> Tensor:
+        """y_n = W_e x_n + b_e + s * B_e (A_e x_n), [N, O]."""
+        y_NO = self._product(x_NI, w_EOI)
+        if lora is not None:
+            u_NR = self._product(x_NI, lora.A_ERI)
+            y_NO = y_NO.add_(self._product(u_NR, lora.B_EOR), alpha=lora.scaling)
+        if b_EO is not None:
+            self._add_bias(y_NO, b_EO)
+        return y_NO
+
+    def linear_T(self, dy_NO: Tensor, w_EOI: Tensor, lora: Lora | None = None) -> tuple[Tensor, Tensor | None]:
+        """The data gradient W_eᵀ dy_n + s * A_eᵀ (B_eᵀ dy_n), and B_eᵀ dy_n when there is LoRA."""
+        dx_NI = self._product(dy_NO, w_EOI.transpose(1, 2))
+        if lora is None:
+            return dx_NI, None
+        p_NR = self._product(dy_NO, lora.B_EOR.transpose(1, 2))
+        dx_NI = dx_NI.add_(self._product(p_NR, lora.A_ERI.transpose(1, 2)), alpha=lora.scaling)
+        return dx_NI, p_NR
+
+    def outer_sum(self, dy_NO: Tensor, x_NI: Tensor, like_EOI: Tensor) -> Tensor:
+        """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros for experts without rows."""
+        dw_EOI = torch.empty_like(like_EOI)
+        if self.native and _aligned(dy_NO, x_NI):
+            dw_EOI.copy_(torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:]))
+            return dw_EOI.masked_fill_((self.offsets_S.diff() == 0)[:, None, None], 0.0)
+        for e, (start, end) in enumerate(self._python_bounds()):
+            if start == end:
+                dw_EOI[e].zero_()
+            else:
+                torch.mm(dy_NO[start:end].T, x_NI[start:end], out=dw_EOI[e])
+        return dw_EOI
+
+    def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
+        """sum_n dy_n per expert, [E, O]."""
+        db_EO = torch.zeros_like(like_EO)
+        for e, (start, end) in enumerate(self._python_bounds()):
+            if start != end:
+                torch.sum(dy_NO[start:end], dim=0, out=db_EO[e])
+        return db_EO
+
+    def _product(self, x_NI: Tensor, w_EOI: Tensor) -> Tensor:
+        if self.native and _aligned(x_NI, w_EOI):
+            return torch.nn.functional.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=self.offsets_S[1:])
+        y_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
+        bounds = self._python_bounds()
+        for e, (start, end) in enumerate(bounds):
+            if start != end:
+                torch.mm(x_NI[start:end], w_EOI[e].T, out=y_NO[start:end])
+        y_NO[bounds[-1][1] :].zero_()
+        return y_NO
+
+    def _add_bias(self, y_NO: Tensor, b_EO: Tensor) -> None:
+        for e, (start, end) in enumerate(self._python_bounds()):
+            if start != end:
+                y_NO[start:end].add_(b_EO[e])
+
+    def _python_bounds(self) -> list[tuple[int, int]]:
+        if not self.bounds:
+            self.bounds = _bounds(self.offsets_S)
+        return self.bounds
+
+
+def _bounds(offsets_S: Tensor) -> list[tuple[int, int]]:
+    offsets = offsets_S.tolist()
+    return list(zip(offsets[:-1], offsets[1:], strict=True))
+
+
+def _aligned(*operands: Tensor) -> bool:
+    """torch's grouped_mm wants unit-stride rows (or columns) of a multiple of 16 bytes."""
+    return all(
+        o.shape[-1] * o.element_size() % 16 == 0
+        and o.shape[-2] * o.element_size() % 16 == 0
+        and 1 in (o.stride(-1), o.stride(-2))
+        for o in operands
+    )

@@ -1,0 +1,197 @@
+"""The experts as one operator per direction, with autograd: where the backends meet torch.
+
+``experts_mlp`` is what everything above calls. It dispatches to ``torch.ops.moe_patch.experts`` (and
+``experts_bwd`` in backward), opaque operators with fake implementations, so that compile, CUDA
+graphs and checkpointing see one call; inside, a backend module supplies ``experts_forward`` and
+``experts_backward``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from moe_patch.backend import choose_backend
+from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
+
+_BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
+
+_lib = torch.library.Library("moe_patch", "DEF")
+_WEIGHTS = (
+    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, "
+    "float s13, float s2, str kind, bool gated, bool interleaved, float alpha, float limit, str backend"
+)
+_lib.define(
+    f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, bool save_h, bool norms, Tensor? signals)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_lib.define(
+    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_WEIGHTS}, Tensor row_of_N, Tensor slot_of_TK, "
+    "Tensor offsets, Tensor h, bool[] needs) -> Tensor[]"
+)
+
+
+@dataclass
+class Signals:
+    """Per-row signals of one experts call, filled by forward and backward when asked for.
+
+    Attributes:
+        act_norm_TK: ||y_tk||, set by forward.
+        grads_3TK: written by backward: ||dL/dy_tk||, the row's gradient norm over the parameters,
+            and over the low-rank factors (zeros without LoRA). fp32, fp64 for fp64 models.
+    """
+
+    grads_3TK: Tensor
+    act_norm_TK: Tensor | None = None
+
+
+def experts_mlp(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    glu: Glu,
+    *,
+    lora13: Lora | None = None,
+    lora2: Lora | None = None,
+    backend: str = "auto",
+    recompute: bool = False,
+    signals: Signals | None = None,
+) -> Tensor:
+    """The weighted sum of each token's expert MLPs, differentiable in every floating input.
+
+    Args:
+        x_TD: hidden states; x, the weights and the low-rank factors share one floating dtype.
+        ids_TK: integer expert ids; outside [0, E) is an empty slot (weight and gradient 0).
+        weights_TK: routing weights, any floating dtype.
+        w, glu: the experts' weights ([E, out, in] views) and their activation.
+        lora13, lora2: low-rank factors of the up and the down projection.
+        backend: "auto", "torch" or "triton".
+        recompute: keep no h between forward and backward.
+        signals: asks for per-row norms and receives them.
+
+    Returns:
+        out_TD in the dtype of x.
+
+    Raises:
+        UnsupportedOptionError: the backend cannot run on this device and dtype.
+    """
+    backend = choose_backend(backend, x_TD.device, x_TD.dtype).name
+    inputs = (x_TD, weights_TK, *w, *(lora13 or ())[:2], *(lora2 or ())[:2])
+    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+    out_TD, _, _, _, _, act_norm_TK = torch.ops.moe_patch.experts(
+        x_TD,
+        ids_TK,
+        weights_TK,
+        *_flatten(w, glu, lora13, lora2),
+        backend,
+        graph and not recompute,
+        signals is not None,
+        None if signals is None else signals.grads_3TK,
+    )
+    if signals is not None:
+        signals.act_norm_TK = act_norm_TK.detach()
+    return out_TD
+
+
+def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None) -> tuple:
+    a13, lb13, s13 = lora13 or (None, None, 1.0)
+    a2, lb2, s2 = lora2 or (None, None, 1.0)
+    return (*w, a13, lb13, a2, lb2, s13, s2, glu.kind, glu.gated, glu.interleaved, glu.alpha, glu.limit)
+
+
+def _unflatten(args: tuple) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType]:
+    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, kind, gated, interleaved, alpha, limit, backend = args
+    return (
+        ExpertWeights(w13, w2, b13, b2),
+        Glu(kind, gated, interleaved, alpha, limit),
+        None if a13 is None else Lora(a13, lb13, s13),
+        None if a2 is None else Lora(a2, lb2, s2),
+        importlib.import_module(_BACKEND_MODULES[backend]),
+    )
+
+
+def _experts(x, ids, weights, *args):
+    *flat, save_h, norms, _ = args
+    w, glu, lora13, lora2, backend = _unflatten(flat)
+    with torch.autocast(x.device.type, enabled=False):
+        out, plan, h, act_norm = backend.experts_forward(
+            x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms
+        )
+    return out, *plan, h, act_norm
+
+
+def _experts_bwd(dout, x, weights, *args):
+    *flat, row_of_N, slot_of_TK, offsets, h, needs = args
+    w, glu, lora13, lora2, backend = _unflatten(flat)
+    needs = ExpertsNeeds(*needs)
+    plan = Plan(row_of_N, slot_of_TK, offsets)
+    with torch.autocast(x.device.type, enabled=False):
+        grads = backend.experts_backward(dout, x, weights, w, glu, lora13, lora2, plan, h, needs)
+    return [x.new_empty(0) if g is None else g for g in grads]
+
+
+def _experts_fake(x, ids, weights, w13, *args):
+    save_h, norms = args[-3], args[-2]
+    T, K = ids.shape
+    return (
+        x.new_empty(x.shape),
+        ids.new_empty(T * K, dtype=torch.int32),
+        ids.new_empty(T, K, dtype=torch.int32),
+        ids.new_empty(w13.shape[0] + 1, dtype=torch.int32),
+        x.new_empty(T * K, w13.shape[1]) if save_h else x.new_empty(0),
+        x.new_empty(T, K, dtype=torch.promote_types(x.dtype, torch.float32)) if norms else x.new_empty(0),
+    )
+
+
+def _experts_bwd_fake(dout, x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *args):
+    slot_of_TK, needs = args[-4], args[-1]
+    inputs = (x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2)
+    grads = [
+        torch.empty_like(t) if need and t is not None else x.new_empty(0)
+        for t, need in zip(inputs, needs[:10], strict=True)
+    ]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    has_lora = a13 is not None or a2 is not None
+    norms = [
+        x.new_empty(slot_of_TK.shape, dtype=wide) if needs[10] and present else x.new_empty(0)
+        for present in (True, True, has_lora)
+    ]
+    return grads + norms
+
+
+def _setup_context(ctx, inputs, output):
+    x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars, _, _, signals = inputs
+    _, row_of_N, slot_of_TK, offsets, h, act_norm = output
+    ctx.mark_non_differentiable(row_of_N, slot_of_TK, offsets, h, act_norm)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h)
+    ctx.scalars = scalars
+    ctx.signals = signals
+
+
+def _backward(ctx, dout, *_):
+    if dout is None:
+        return (None,) * len(ctx.needs_input_grad)
+    x, weights, *tensors, row_of_N, slot_of_TK, offsets, h = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
+    *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
+        dout, x, weights, *tensors, *ctx.scalars, row_of_N, slot_of_TK, offsets, h, needs
+    )
+    if ctx.signals is not None:
+        lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK
+        ctx.signals.copy_(torch.stack([out_TK, params_TK, lora_TK]))
+    grads = [g if need else None for g, need in zip(grads, needs[:10], strict=True)]
+    return (grads[0], None, *grads[1:], *(None,) * (len(wanted) - 11))
+
+
+_lib.impl("experts", _experts, "CompositeExplicitAutograd")
+_lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_patch::experts", _experts_fake, lib=_lib)
+torch.library.register_fake("moe_patch::experts_bwd", _experts_bwd_fake, lib=_lib)
+torch.library.register_autograd("moe_patch::experts", _backward, setup_context=_setup_context, lib=_lib)
