@@ -1,0 +1,130 @@
+"""Tokenizer, model, adapters and Trainer arguments of a TrainConfig: whatever can fail early."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    TrainingArguments,
+    set_seed,
+)
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
+from moe_patch.train.data import train_tokenizer
+from moe_patch.train.schema import check_known, check_mapping
+
+# Set from the top level of the file; a second value here would contradict it.
+TOP_LEVEL = ("output_dir", "seed")
+TRAINING_DEFAULTS: dict[str, Any] = {
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+}
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's text, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def check_options(config: TrainConfig) -> None:
+    """Check what is passed on to other libraries, without building anything.
+
+    Raises:
+        UnsupportedOptionError: an unknown key or a wrong type, by name.
+    """
+    twice = set(TOP_LEVEL) & set(config.training)
+    if twice:
+        raise UnsupportedOptionError(f"training.{min(twice)}: set it at the top level of the file")
+    check_mapping("training", config.training, TrainingArguments)
+    if config.lora is not None:
+        check_mapping("lora", config.lora, LoraConfig)
+    model_type = config.model.model_type
+    if model_type is not None:
+        check_known("model.model_type is", model_type, CONFIG_MAPPING.keys())
+        cls = CONFIG_MAPPING[model_type]
+        # attribute_map holds second names of fields, such as num_local_experts; head_dim is read
+        # by many attention layers whose config class does not declare it.
+        accepted = {f.name for f in dataclasses.fields(cls)} | {*cls.attribute_map, "head_dim"}
+        for key in config.model.overrides:
+            check_known(f"model ({model_type}): unknown key", key, accepted)
+
+
+def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> TrainingArguments:
+    """TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
+    values = {**TRAINING_DEFAULTS, **config.training, **overrides}
+    try:
+        return TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
+    except (ImportError, TypeError, ValueError) as error:
+        raise UnsupportedOptionError(f"training: {one_line(error)}") from error
+
+
+def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:
+    """The tokenizer that the config names. Raises UnsupportedOptionError."""
+    if tokenizer.source == "train":
+        return train_tokenizer(texts, tokenizer.vocab_size)
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer.source)
+    except (OSError, ValueError) as error:
+        raise UnsupportedOptionError(
+            f"tokenizer: cannot load {tokenizer.source!r}: {one_line(error)}"
+        ) from error
+
+
+def build_base(model: ModelConfig, tokenizer: Any, seed: int) -> Any:
+    """The model without adapters, in training mode on the CPU; equal weights for equal arguments.
+
+    Raises:
+        UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
+    """
+    set_seed(seed)
+    kwargs: dict[str, Any] = {"dtype": "auto" if model.dtype == "auto" else _dtype(model.dtype)}
+    if model.attn_implementation is not None:
+        kwargs["attn_implementation"] = model.attn_implementation
+    try:
+        if model.path is not None:
+            base = AutoModelForCausalLM.from_pretrained(model.path, **kwargs)
+        else:
+            end = tokenizer.eos_token_id
+            defaults = {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": None}
+            hf_config = AutoConfig.for_model(model.model_type, **{**defaults, **model.overrides})
+            base = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        what = model.path or model.model_type
+        raise UnsupportedOptionError(f"model: cannot make {what!r}: {one_line(error)}") from error
+    rows = base.get_input_embeddings().weight.shape[0]
+    if rows < len(tokenizer):
+        raise UnsupportedOptionError(
+            f"model: its vocabulary of {rows} is smaller than the tokenizer's of {len(tokenizer)}"
+        )
+    return base.train()
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
+    """``base`` itself without ``lora``, else a PeftModel around it.
+
+    Raises:
+        UnsupportedOptionError: PEFT refuses the arguments or finds none of the targets.
+    """
+    if lora is None:
+        return base
+    set_seed(seed)
+    try:
+        return get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedOptionError(f"lora: {one_line(error)}") from error

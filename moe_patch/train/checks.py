@@ -1,0 +1,95 @@
+"""What a finished run is checked for: equal losses without the patch, and a portable adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from moe_patch.train.config import ModelConfig
+from moe_patch.train.data import TokenBlocks
+
+# Logits of W + s*B*A computed in one product and in two, through all layers. Rounding in the weight
+# dtype is the only difference; in 16 bits it also decides near ties of the router.
+LOGITS_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+# The first step compares forward and backward alone. Later ones compound: each optimizer step turns
+# rounding into slightly different weights, and near ties of the router into different experts.
+FIRST_STEP_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+ALL_STEPS_LIMIT = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what was compared, the largest relative difference and its limit."""
+
+    name: str
+    difference: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """False also for NaN."""
+        return self.difference <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "FAILED"
+        return f"{self.name}: {self.difference:.1e} relative (limit {self.limit:.0e}) {verdict}"
+
+
+def compare_losses(
+    patched: dict[int, float], unpatched: dict[int, float], dtype: torch.dtype
+) -> list[Check]:
+    """Compare two loss curves at the steps that both have: the first of them, and all."""
+    steps = sorted(patched.keys() & unpatched.keys())
+    differences = [abs(patched[s] - unpatched[s]) / abs(unpatched[s]) for s in steps]
+    if not differences:
+        return [Check("no common step of the two losses", float("nan"), 0.0)]
+    # max() may pass over a NaN; a sum never does.
+    worst = max(differences) if sum(differences) == sum(differences) else float("nan")
+    return [
+        Check(f"loss, step {steps[0]}", differences[0], FIRST_STEP_LIMIT[dtype]),
+        Check(f"loss, steps {steps[0]}-{steps[-1]}", worst, ALL_STEPS_LIMIT[dtype]),
+    ]
+
+
+def check_logits(reference: Tensor, reloaded: Tensor, dtype: torch.dtype) -> Check:
+    """Norm of the difference of two logits tensors over the norm of the first, in fp64."""
+    wide = reference.double()
+    difference = (reloaded.double() - wide).norm() / wide.norm()
+    return Check("logits, reloaded and unpatched", difference.item(), LOGITS_LIMIT[dtype])
+
+
+def probe_logits(model: Any, blocks: TokenBlocks, rows: int = 4) -> Tensor:
+    """Logits of the first ``rows`` examples in eval mode, on the CPU."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        logits = model(input_ids=blocks.ids_NL[:rows].to(device)).logits.cpu()
+    model.train(was_training)
+    return logits
+
+
+def reload_unpatched(folder: Path, model: ModelConfig, device: torch.device) -> Any:
+    """The saved result as a stranger loads it: no patch, the adapter merged into the weights.
+
+    Args:
+        folder: holds ``adapter`` or ``model``, and ``base`` for a model built from a config.
+        model: says where the base comes from otherwise, and its dtype.
+        device: where to put it.
+    """
+    dtype = "auto" if model.dtype == "auto" else getattr(torch, model.dtype)
+    kwargs: dict[str, Any] = {"dtype": dtype}
+    if model.attn_implementation is not None:
+        kwargs["attn_implementation"] = model.attn_implementation
+    adapter = folder / "adapter"
+    if not adapter.is_dir():
+        return AutoModelForCausalLM.from_pretrained(folder / "model", **kwargs).to(device)
+    base = folder / "base" if model.path is None else model.path
+    loaded = AutoModelForCausalLM.from_pretrained(base, **kwargs).to(device)
+    return PeftModel.from_pretrained(loaded, adapter).merge_and_unload()

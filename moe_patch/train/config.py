@@ -1,0 +1,212 @@
+"""The YAML file of a training run, as frozen dataclasses that have been checked.
+
+    model: PATH_OR_HUB_ID | {path: ..., dtype: ...} | {model_type: ..., <config overrides>}
+    tokenizer: PATH_OR_HUB_ID | train | {source: ..., vocab_size: ...}     default: the model's
+    data: python-stdlib-docstrings | FILE.txt | FILE.jsonl | DATASETS_ID | {source: ..., ...}
+    lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
+    training: arguments of transformers.TrainingArguments
+    moe_patch: true | false | options of moe_patch.PatchConfig             default: true
+    compare_unpatched: true | false | number of steps                      default: false
+    seed: 0
+    output_dir: FOLDER
+
+Relative paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.train.schema import check_known, check_mapping, check_type
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+MODEL_KEYS = ("path", "model_type", "dtype", "attn_implementation")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Where the model comes from: exactly one of ``path`` and ``model_type``.
+
+    Attributes:
+        path: a local folder or a hub id for ``from_pretrained``.
+        model_type: a transformers model type, built with random weights from ``overrides``.
+        dtype: dtype of the weights; "auto" (only with ``path``) is the checkpoint's own.
+        attn_implementation: passed on to transformers.
+        overrides: arguments of the model type's config class.
+    """
+
+    path: str | None = None
+    model_type: str | None = None
+    dtype: str = "float32"
+    attn_implementation: str | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """``source``: a path, a hub id, or "train" (byte-level BPE of ``vocab_size`` on the data)."""
+
+    source: str
+    vocab_size: int = 2048
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which text, and how it is cut.
+
+    Attributes:
+        source: "python-stdlib-docstrings", a text or JSONL file, or an id for the package datasets.
+        text_field: the field of a JSONL line or of a datasets row that holds the text.
+        subset: configuration name of a datasets id.
+        split: split of a datasets id.
+        block_size: tokens per training example; texts are joined by the end token and cut.
+    """
+
+    source: str
+    text_field: str = "text"
+    subset: str | None = None
+    split: str = "train"
+    block_size: int = 128
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run; see the head of this module."""
+
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    output_dir: str
+    lora: dict[str, Any] | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    moe_patch: bool | dict[str, Any] = True
+    compare_unpatched: bool | int = False
+    seed: int = 0
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number (YAML 1.1 does not) and refuses a key given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key) for key, _ in node.value]
+        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice[0]!r} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The YAML node in ``text``.
+
+    Raises:
+        UnsupportedOptionError: on a syntax error or a key given twice, with the line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        # PyYAML reports a position over several lines; a command line wants one.
+        raise UnsupportedOptionError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Read and check a YAML file.
+
+    Args:
+        path: the file.
+        overrides: dotted key -> value, put over what the file says ({"training.max_steps": 3}).
+
+    Raises:
+        UnsupportedOptionError: the file is missing or wrong; one line that says where.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedOptionError(f"cannot read the configuration {path}: {error}") from error
+    node = parse_yaml(text, str(path))
+    if not isinstance(node, dict):
+        raise UnsupportedOptionError(f"{path}: expected a mapping, found {type(node).__name__}")
+    for dotted, value in (overrides or {}).items():
+        _put(node, dotted, value)
+    return make_config(node, str(path))
+
+
+def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
+    """Check a YAML node and make a TrainConfig of it. Raises UnsupportedOptionError."""
+    shape = {**node}
+    for key in ("model", "tokenizer", "data"):
+        shape.pop(key, None)
+    check_mapping(where, shape, TrainConfig)
+    for key in ("model", "data", "output_dir"):
+        if node.get(key) is None:
+            raise UnsupportedOptionError(f"{where}: the key {key!r} is missing")
+    model = _model(node["model"], f"{where}: model")
+    if node.get("tokenizer") is not None:
+        tokenizer = _named(node["tokenizer"], TokenizerConfig, f"{where}: tokenizer")
+    elif model.path is not None:
+        tokenizer = TokenizerConfig(model.path)
+    else:
+        raise UnsupportedOptionError(
+            f"{where}: a model built from a config has no tokenizer; "
+            "add `tokenizer: train` or a path or hub id"
+        )
+    data = _named(node["data"], DataConfig, f"{where}: data")
+    if data.block_size < 2:
+        raise UnsupportedOptionError(f"{where}: data.block_size is {data.block_size}; at least 2")
+    compare = node.get("compare_unpatched", False)
+    if compare is not True and compare is not False and compare < 1:
+        raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
+    training = dict(shape.pop("training", None) or {})
+    return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
+
+
+def _named(node: Any, cls: Any, where: str) -> Any:
+    """A dataclass from a mapping, or from a string that is its ``source``."""
+    if isinstance(node, str):
+        return cls(node)
+    check_mapping(where, node, cls)
+    if "source" not in node:
+        raise UnsupportedOptionError(f"{where}: the key 'source' is missing")
+    return cls(**node)
+
+
+def _model(node: Any, where: str) -> ModelConfig:
+    if isinstance(node, str):
+        return ModelConfig(path=node)
+    if not isinstance(node, Mapping):
+        raise UnsupportedOptionError(f"{where} is {node!r}; expected a path, hub id or mapping")
+    overrides = {key: value for key, value in node.items() if key not in MODEL_KEYS}
+    own = {key: value for key, value in node.items() if key in MODEL_KEYS}
+    check_mapping(where, own, ModelConfig)
+    if ("path" in own) == ("model_type" in own):
+        raise UnsupportedOptionError(f"{where}: give exactly one of 'path' and 'model_type'")
+    if "path" in own and overrides:
+        accepted = set(MODEL_KEYS) - {"model_type"}
+        check_known(f"{where} (with 'path'): unknown key", next(iter(overrides)), accepted)
+    dtypes = DTYPES if "path" in own else DTYPES[:-1]
+    dtype = own.get("dtype", "float32")
+    if dtype not in dtypes:
+        raise UnsupportedOptionError(f"{where}.dtype is {dtype!r}; accepted: {', '.join(dtypes)}")
+    return ModelConfig(**own, overrides=overrides)
+
+
+def _put(node: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for key in parents:
+        child = node.setdefault(key, {})
+        check_type(f"{dotted}: {key}", child, dict)
+        node = child
+    node[last] = value

@@ -1,0 +1,180 @@
+"""Text for training: where it comes from, a tokenizer trained on it, and blocks of token ids."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.train.config import DataConfig
+
+DOCSTRINGS = "python-stdlib-docstrings"
+END_OF_TEXT = "<|endoftext|>"
+# Not part of the library's own documentation, and not installed everywhere.
+SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class TokenBlocks(Dataset[dict[str, Tensor]]):
+    """Examples of equal length for a causal language model.
+
+    Args:
+        ids_NL: int64 token ids, one example a row.
+    """
+
+    def __init__(self, ids_NL: Tensor) -> None:
+        self.ids_NL = ids_NL
+
+    def __len__(self) -> int:
+        return len(self.ids_NL)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        # transformers shifts the labels itself.
+        return {"input_ids": self.ids_NL[index], "labels": self.ids_NL[index]}
+
+
+def read_texts(data: DataConfig) -> list[str]:
+    """The documents that a DataConfig names, in a fixed order, without empty ones.
+
+    Raises:
+        UnsupportedOptionError: a missing or unreadable file, a missing field, no text at all.
+    """
+    path = Path(data.source)
+    if data.source == DOCSTRINGS:
+        texts = list(stdlib_docstrings())
+    elif path.is_file():
+        texts = _read_file(path, data.text_field)
+    elif path.suffix in (".txt", ".md", ".json", ".jsonl") or path.is_absolute() or path.is_dir():
+        raise UnsupportedOptionError(f"data: no such file: {path}")
+    else:
+        texts = _read_datasets(data)
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise UnsupportedOptionError(f"data: {data.source} holds no text")
+    return texts
+
+
+def stdlib_docstrings() -> Iterator[str]:
+    """Every docstring of this interpreter's standard library, one or two megabytes of text.
+
+    Files are parsed, never imported. The order is that of the sorted paths.
+
+    Raises:
+        UnsupportedOptionError: the library is not there as source files (a zipped Python).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts)
+    ]
+    if not files:
+        raise UnsupportedOptionError(f"data: no Python source files in {root}; name a text file")
+    for path in files:
+        with warnings.catch_warnings():
+            # Old modules hold invalid escapes; that is no news to who trains a model.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            tree = ast.parse(path.read_bytes(), filename=str(path))
+        for node in ast.walk(tree):
+            if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+                yield text
+
+
+def _read_file(path: Path, text_field: str) -> list[str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnsupportedOptionError(f"data: cannot read {path}: {error}") from error
+    if path.suffix != ".jsonl":
+        return [text]
+    texts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UnsupportedOptionError(f"data: {path}, line {number}: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+            raise UnsupportedOptionError(
+                f"data: {path}, line {number}: no text in the field {text_field!r}; "
+                "set data.text_field"
+            )
+        texts.append(row[text_field])
+    return texts
+
+
+def _read_datasets(data: DataConfig) -> list[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UnsupportedOptionError(
+            f"data: {data.source!r} is no local file, and the package datasets, which would look "
+            "it up as a data set, is not installed: pip install 'moe-patch[train]'"
+        ) from error
+    try:
+        rows = datasets.load_dataset(data.source, data.subset, split=data.split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise UnsupportedOptionError(
+            f"data: {data.source!r} is neither a local file nor a data set that can be loaded: "
+            f"{_first_line(error)}"
+        ) from error
+    if data.text_field not in rows.column_names:
+        raise UnsupportedOptionError(
+            f"data: {data.source} has no field {data.text_field!r}; "
+            f"set data.text_field to one of: {', '.join(rows.column_names)}"
+        )
+    return list(rows[data.text_field])
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer (so that any text can be encoded) of at most ``vocab_size``."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < 257:
+        raise UnsupportedOptionError(
+            f"tokenizer.vocab_size is {vocab_size}; at least 257 (all bytes and an end token)"
+        )
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
+
+
+def make_blocks(texts: list[str], tokenizer: Any, block_size: int) -> TokenBlocks:
+    """Join the documents by the end token and cut them into rows of ``block_size`` ids.
+
+    Raises:
+        UnsupportedOptionError: the tokenizer has no end token, or the text fills no single row.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UnsupportedOptionError("tokenizer: it has no end-of-text token to join documents by")
+    ids: list[int] = []
+    # verbose=False: a document may be longer than the model's context, since it is cut here.
+    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    for document in encoded:
+        ids += [*document, tokenizer.eos_token_id]
+    rows = len(ids) // block_size
+    if rows == 0:
+        raise UnsupportedOptionError(
+            f"data: {len(ids)} tokens do not fill one block of data.block_size = {block_size}"
+        )
+    return TokenBlocks(torch.tensor(ids[: rows * block_size]).view(rows, block_size))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,96 @@
+"""One training with HF Trainer: losses per step, a progress bar, an optional early end."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from moe_patch.train.data import TokenBlocks
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training leaves.
+
+    Attributes:
+        losses: optimizer step -> training loss, for the steps that were logged.
+        seconds: wall time of the training alone.
+    """
+
+    losses: dict[int, float]
+    seconds: float
+
+
+class _Recorder(TrainerCallback):
+    """Keeps the losses, shows them in one progress bar, and ends the run after ``last_step``."""
+
+    def __init__(self, name: str, last_step: int | None, show: bool) -> None:
+        self.name = name
+        self.last_step = last_step
+        self.show = show
+        self.losses: dict[int, float] = {}
+        self.bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        total = min(state.max_steps, self.last_step or state.max_steps)
+        hidden = not (self.show and state.is_world_process_zero)
+        self.bar = tqdm(
+            total=total, initial=state.global_step, desc=self.name, unit="step", disable=hidden
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update(state.global_step - self.bar.n)
+        if self.last_step is not None and state.global_step >= self.last_step:
+            control.should_training_stop = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.losses[state.global_step] = logs["loss"]
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
+
+
+def train_once(
+    model: Any,
+    args: TrainingArguments,
+    blocks: TokenBlocks,
+    *,
+    name: str,
+    last_step: int | None = None,
+) -> Trained:
+    """Train ``model`` in place.
+
+    Args:
+        model: a causal language model, with or without adapters.
+        args: the Trainer's arguments; learning-rate schedule and data order follow from them alone.
+        blocks: the training examples.
+        name: label of the progress bar.
+        last_step: stop after this optimizer step without changing the schedule.
+    """
+    recorder = _Recorder(name, last_step, show=not args.disable_tqdm)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=blocks,
+        data_collator=default_data_collator,
+        callbacks=[recorder],
+    )
+    # The recorder replaces both: a line for each logged step would drown the bar.
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    start = time.perf_counter()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    return Trained(recorder.losses, time.perf_counter() - start)

@@ -1,0 +1,88 @@
+"""The output folder: checked before anything is computed, filled aside, moved there at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from moe_patch.errors import UnsupportedOptionError
+
+# Written last into every finished run; only a folder that holds it is ever replaced.
+MARKER = "run.json"
+
+
+class OutputFolder:
+    """Where a run's results go.
+
+    Args:
+        path: the folder; it must not exist, be empty, or (with ``overwrite``) hold a finished run.
+        overwrite: replace a finished run, and what an interrupted one has left.
+
+    Raises:
+        UnsupportedOptionError: the path is taken or cannot be written.
+    """
+
+    def __init__(self, path: str | Path, overwrite: bool = False) -> None:
+        self.path = Path(path).absolute()
+        self.partial = self.path.with_name(f".{self.path.name}.partial")
+        self.overwrite = overwrite
+        self._check()
+
+    def _check(self) -> None:
+        where = f"output_dir {self.path}"
+        try:
+            taken = self.path.exists() and any(self.path.iterdir())
+            if taken and not self.overwrite:
+                raise UnsupportedOptionError(
+                    f"{where} is not empty; name another, or pass --overwrite to replace a run"
+                )
+            if taken and not (self.path / MARKER).is_file():
+                raise UnsupportedOptionError(
+                    f"{where} holds no {MARKER}, so it is no run of this command and is left alone"
+                )
+            if self.partial.exists() and not self.overwrite:
+                raise UnsupportedOptionError(
+                    f"{where}: {self.partial} is in use or left by an interrupted run; "
+                    "delete it, or pass --overwrite"
+                )
+            # Permission bits lie (root, read-only mounts): only a write tells.
+            existing = next(p for p in self.path.parents if p.exists())
+            os.rmdir(tempfile.mkdtemp(prefix=".moe_patch-", dir=existing))
+        except OSError as error:
+            raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
+
+    @contextmanager
+    def open(self) -> Iterator[Path]:
+        """A folder to write to. It becomes ``path`` when the block ends without an error.
+
+        After an error it is deleted, unless it holds checkpoints: hours of work are kept.
+        """
+        if self.partial.exists():
+            shutil.rmtree(self.partial)
+        self.partial.mkdir(parents=True)
+        try:
+            yield self.partial
+        except BaseException:
+            if any(self.partial.glob("checkpoints/checkpoint-*")):
+                print(f"moe_patch: checkpoints kept in {self.partial}", file=sys.stderr)
+            else:
+                shutil.rmtree(self.partial)
+            raise
+        self._publish()
+
+    def _publish(self) -> None:
+        checkpoints = self.partial / "checkpoints"
+        if checkpoints.is_dir() and not any(checkpoints.iterdir()):
+            checkpoints.rmdir()
+        if not self.path.exists():
+            self.partial.rename(self.path)
+            return
+        old = self.path.with_name(f".{self.path.name}.old")
+        self.path.rename(old)
+        self.partial.rename(self.path)
+        shutil.rmtree(old)

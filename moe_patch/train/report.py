@@ -1,0 +1,90 @@
+"""What a run tells at its end: tables, the loss curve, and run.json."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from moe_patch._version import __version__
+from moe_patch.train.checks import Check
+from moe_patch.train.config import TrainConfig
+from moe_patch.train.loop import Trained
+from moe_patch.train.output import MARKER
+
+SHOWN_STEPS = 8
+
+
+def loss_table(patched: dict[int, float], unpatched: dict[int, float]) -> str:
+    """Losses side by side at a few evenly spaced steps; a dash where a run has none."""
+    steps = sorted(patched.keys() | unpatched.keys())
+    if not steps:
+        return "no loss was logged"
+    last = len(steps) - 1
+    shown = sorted({round(i * last / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)})
+    lines = [f"{'step':>6}  {'patched':>12}  {'unpatched':>12}"]
+    for step in (steps[i] for i in shown):
+        left, right = (
+            f"{losses[step]:12.7f}" if step in losses else f"{'-':>12}"
+            for losses in (patched, unpatched)
+        )
+        lines.append(f"{step:>6}  {left}  {right}")
+    return "\n".join(lines)
+
+
+def write_losses(path: Path, patched: dict[int, float], unpatched: dict[int, float]) -> None:
+    """A CSV file with one row per logged step; an empty cell where a run has none."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss_patched", "loss_unpatched"])
+        for step in sorted(patched.keys() | unpatched.keys()):
+            writer.writerow([step, patched.get(step, ""), unpatched.get(step, "")])
+
+
+def draw_losses(path: Path, curves: dict[str, dict[int, float]], title: str) -> str:
+    """Draw the curves into a PNG file. Returns one line that says what became of it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "loss curve: not drawn, matplotlib is missing (pip install 'moe-patch[train]')"
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    # The later curve is dashed, so that two equal ones are both seen.
+    for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
+        axes.plot(list(losses), list(losses.values()), style, label=name, linewidth=1.5)
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    return f"loss curve: {path.name}"
+
+
+def write_summary(
+    folder: Path,
+    config: TrainConfig,
+    trained: dict[str, Trained],
+    checks: list[Check],
+    patch_rows: list[Any],
+) -> None:
+    """run.json: the configuration, versions, times, final losses, checks and the patch report."""
+    packages = ("torch", "transformers", "peft", "accelerate")
+    summary = {
+        "config": asdict(config),
+        "versions": {
+            "moe_patch": __version__,
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in packages},
+        },
+        "runs": {
+            name: {"seconds": run.seconds, "final_loss": list(run.losses.values())[-1:]}
+            for name, run in trained.items()
+        },
+        "checks": [{**asdict(check), "passed": check.passed} for check in checks],
+        "patch": [asdict(row) for row in patch_rows],
+    }
+    text = json.dumps(summary, indent=2, default=str)
+    (folder / MARKER).write_text(text + "\n", encoding="utf-8")

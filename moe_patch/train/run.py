@@ -1,0 +1,178 @@
+"""READ FIRST for training. The run from a checked TrainConfig to a finished output folder."""
+
+from __future__ import annotations
+
+import gc
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments
+
+from moe_patch.train import build, checks, report
+from moe_patch.train.checks import Check
+from moe_patch.train.config import TrainConfig
+from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
+from moe_patch.train.loop import Trained, train_once
+from moe_patch.train.output import OutputFolder
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run ends with.
+
+    Attributes:
+        folder: adapter/ (or model/), base/ (of a model built from a config), losses.csv, loss.png
+            and run.json.
+        trained: "patched" (or "unpatched", with ``moe_patch: false``), and "unpatched" where the
+            comparison was asked for.
+        checks: the comparisons made; the run is good when all have passed.
+    """
+
+    folder: Path
+    trained: dict[str, Trained]
+    checks: list[Check]
+
+    @property
+    def failed(self) -> list[Check]:
+        """The checks that did not pass."""
+        return [check for check in self.checks if not check.passed]
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Everything the runs share, made and checked before the first step."""
+
+    config: TrainConfig
+    tokenizer: Any
+    blocks: TokenBlocks
+    args: TrainingArguments
+
+
+def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
+    """Train, compare, reload, and leave a finished folder at ``config.output_dir``.
+
+    Args:
+        config: the checked configuration.
+        overwrite: replace a finished run at the same place.
+
+    Raises:
+        UnsupportedOptionError: an option, a file, the data or the folder cannot be used.
+        UnsupportedModelError: the model cannot be patched.
+        In both cases nothing has been trained and nothing is left on the disk.
+    """
+    start = time.perf_counter()
+    build.check_options(config)
+    output = OutputFolder(config.output_dir, overwrite)
+    args = build.training_arguments(config, output.partial / "checkpoints")
+    texts = read_texts(config.data)
+    tokenizer = build.build_tokenizer(config.tokenizer, texts)
+    blocks = make_blocks(texts, tokenizer, config.data.block_size)
+    inputs = _Inputs(config, tokenizer, blocks, args)
+    print(
+        f"data: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.2f} M characters, "
+        f"{len(blocks)} blocks of {config.data.block_size} tokens; "
+        f"vocabulary of {len(tokenizer)}"
+    )
+    model = _build(inputs)
+    print(_describe(model))
+    rows = _patch(model, config)
+    with output.open() as folder:
+        name = "unpatched" if config.moe_patch is False else "patched"
+        trained = {name: train_once(model, args, blocks, name=name)}
+        logits, dtype, device = _save(model, inputs, folder, output.path)
+        del model
+        found = _compare(inputs, trained, dtype) if name == "patched" else []
+        found.append(_reload(inputs, folder, logits, dtype, device))
+        _tell(folder, config, trained, found)
+        report.write_summary(folder, config, trained, found, rows)
+    print(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
+    return RunResult(output.path, trained, found)
+
+
+def _build(inputs: _Inputs) -> Any:
+    config = inputs.config
+    base = build.build_base(config.model, inputs.tokenizer, config.seed)
+    return build.add_adapters(base, config.lora, config.seed)
+
+
+def _describe(model: Any) -> str:
+    total = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"model: {total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M of them trained"
+
+
+def _patch(model: Any, config: TrainConfig) -> list[Any]:
+    """Patch in place and print the report; an empty list when the file says not to."""
+    if config.moe_patch is False:
+        print("moe_patch: off, as the configuration says")
+        return []
+    from moe_patch import patch_model, patch_report
+
+    patch_model(model, config.moe_patch)
+    rows = patch_report(model)
+    print(rows)
+    return rows
+
+
+def _save(
+    model: Any, inputs: _Inputs, folder: Path, final: Path
+) -> tuple[Tensor, torch.dtype, torch.device]:
+    """Save the trained model; returns its logits on the first examples, dtype and device."""
+    config = inputs.config
+    target = folder / ("model" if config.lora is None else "adapter")
+    if config.lora is not None and config.model.path is None:
+        # Weights drawn at random exist nowhere else, and an adapter is worth nothing without them.
+        base = build.build_base(config.model, inputs.tokenizer, config.seed)
+        base.save_pretrained(folder / "base")
+        inputs.tokenizer.save_pretrained(folder / "base")
+        for peft_config in model.peft_config.values():
+            peft_config.base_model_name_or_path = str(final / "base")
+    # The vocabulary is never resized here, and PEFT's "auto" would ask the hub about it.
+    options = {} if config.lora is None else {"save_embedding_layers": False}
+    model.save_pretrained(target, **options)
+    inputs.tokenizer.save_pretrained(target)
+    weight = next(p for p in model.parameters() if not p.requires_grad or config.lora is None)
+    return checks.probe_logits(model, inputs.blocks), weight.dtype, weight.device
+
+
+def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -> list[Check]:
+    """Train again without the patch, from the same seed, if the configuration asks for it."""
+    compare = inputs.config.compare_unpatched
+    if compare is False:
+        return []
+    gc.collect()
+    args = replace(inputs.args, resume_from_checkpoint=None, save_strategy="no")
+    last_step = None if compare is True else compare
+    trained["unpatched"] = train_once(
+        _build(inputs), args, inputs.blocks, name="unpatched", last_step=last_step
+    )
+    return checks.compare_losses(trained["patched"].losses, trained["unpatched"].losses, dtype)
+
+
+def _reload(
+    inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype, device: torch.device
+) -> Check:
+    gc.collect()
+    reloaded = checks.reload_unpatched(folder, inputs.config.model, device)
+    return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
+
+
+def _tell(
+    folder: Path, config: TrainConfig, trained: dict[str, Trained], found: list[Check]
+) -> None:
+    patched, unpatched = (
+        trained[name].losses if name in trained else {} for name in ("patched", "unpatched")
+    )
+    print(report.loss_table(patched, unpatched))
+    for name, one in trained.items():
+        print(f"{name}: {len(one.losses)} losses logged, {one.seconds:.1f} s")
+    for check in found:
+        print(check)
+    report.write_losses(folder / "losses.csv", patched, unpatched)
+    curves = {name: one.losses for name, one in trained.items()}
+    title = config.model.path or str(config.model.model_type)
+    print(report.draw_losses(folder / "loss.png", curves, title))

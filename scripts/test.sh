@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Linter, type checker and the CPU tests on a bare machine, in their own environment.
+# Usage: bash scripts/test.sh [arguments for pytest]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/_env.sh
+install_moe_patch train,dev
+
+failed=()
+"$venv_python" -m ruff check . || failed+=("ruff check")
+"$venv_python" -m ruff format --check . || failed+=("ruff format")
+"$venv_python" -m mypy || failed+=("mypy")
+# Two workers with one thread each: more threads than cores make small tensors many times slower.
+env HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
+    "$venv_python" -m pytest -n 2 -m "not gpu" "$@" || failed+=("pytest")
+if ((${#failed[@]})); then
+    printf 'scripts/test.sh: failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi
