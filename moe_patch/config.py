@@ -1,0 +1,106 @@
+"""PatchConfig: every option of patch_model, with the same names as the YAML keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_patch.backend import BACKENDS
+from moe_patch.errors import UnsupportedOptionError
+
+_CHOICES = {"backend": BACKENDS, "fuse_lora": ("auto", "require", "off"), "ties": ("lower", "torch")}
+_FLAGS = ("strict", "self_check", "recompute")
+_PATTERNS = ("include", "exclude")
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """Options of :func:`moe_patch.patch_model`.
+
+    Attributes:
+        backend: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
+        strict: an MoE block that cannot be patched is an error; otherwise it is left alone, with
+            one warning and a row in the report.
+        self_check: compare each distinct kind of block with transformers before binding anything.
+        fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible,
+            "require" makes an adapter that cannot be fused an error, "off" leaves them to PEFT.
+        recompute: keep no expert activations between forward and backward.
+        ties: "lower" gives equal scores to the lower expert id, "torch" whatever torch.topk picks.
+        include, exclude: glob patterns on block paths; an empty ``include`` means every block.
+    """
+
+    backend: str = "auto"
+    strict: bool = True
+    self_check: bool = True
+    fuse_lora: str = "auto"
+    recompute: bool = False
+    ties: str = "lower"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, accepted in _CHOICES.items():
+            if getattr(self, name) not in accepted:
+                raise UnsupportedOptionError(
+                    f"moe_patch: {name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}"
+                )
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise UnsupportedOptionError(f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false")
+
+    @classmethod
+    def parse(cls, value: Any = None, **options: Any) -> PatchConfig | None:
+        """A config from what a user or a YAML file gives; None means "do not patch".
+
+        Args:
+            value: None or True (defaults), False (do not patch), a PatchConfig, a mapping, or a
+                YAML node of these.
+            options: override single keys.
+
+        Raises:
+            UnsupportedOptionError: unknown key (the nearest is named) or a wrong value.
+        """
+        if type(value).__module__ == "yaml.nodes":
+            from yaml.constructor import SafeConstructor
+
+            value = SafeConstructor().construct_document(value)
+        if value is False:
+            if options:
+                raise UnsupportedOptionError(f"moe_patch: false together with options {sorted(options)}")
+            return None
+        if isinstance(value, PatchConfig):
+            return dataclasses.replace(value, **_normalise(options))
+        if value is None or value is True:
+            return cls(**_normalise(options))
+        if not isinstance(value, Mapping):
+            raise UnsupportedOptionError(
+                f"moe_patch: found {value!r} ({type(value).__name__}); accepted: true, false or a mapping of options"
+            )
+        return cls(**_normalise({**value, **options}))
+
+
+def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(PatchConfig)]
+    result = {}
+    for key, value in options.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+            raise UnsupportedOptionError(
+                f"moe_patch: unknown option {key!r}; did you mean {near[0]!r}? Known: {', '.join(known)}"
+            )
+        if key in _PATTERNS:
+            value = _patterns(key, value)
+        if key == "fuse_lora" and value is False:
+            value = "off"  # YAML 1.1 reads a bare `off` as false
+        result[key] = value
+    return result
+
+
+def _patterns(key: str, value: Any) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
+        raise UnsupportedOptionError(f"moe_patch: {key} is {value!r}; accepted: a glob pattern or a list of them")
+    return tuple(patterns)

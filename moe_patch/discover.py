@@ -1,0 +1,110 @@
+"""Finding MoE blocks in a model by the classes of its modules, whatever wraps them."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from moe_patch.families import lookup
+from moe_patch.families.spec import FamilySpec
+from moe_patch.lora import is_param_wrapper
+
+Named = tuple[str, nn.Module]
+
+
+@dataclass
+class FoundBlock:
+    """One MoE block: its modules with their paths, and the family entry that serves them.
+
+    ``path`` is the block's module path; where a family has no block class, that of the module that
+    holds the experts. ``routers`` may be several (PEFT's modules_to_save keeps a second one).
+    """
+
+    path: str
+    spec: FamilySpec
+    block: nn.Module | None = None
+    routers: list[Named] = field(default_factory=list)
+    experts: list[Named] = field(default_factory=list)
+    wrappers: list[Named] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the block cannot be patched."""
+        return bool(self.reason)
+
+    @property
+    def model_type(self) -> str:
+        """The model type of the experts' own config, else the family's first."""
+        for _, experts in self.experts:
+            if hasattr(experts, "config"):
+                return experts.config.model_type
+        return self.spec.model_types[0]
+
+
+def discover(model: nn.Module) -> list[FoundBlock]:
+    """All MoE blocks of a model, in module order; unknown ones come back refused, with a reason."""
+    blocks: dict[str, FoundBlock] = {}
+    order: list[str] = []
+    named = list(model.named_modules())
+
+    def block_at(path: str, spec: FamilySpec) -> FoundBlock:
+        if path not in blocks:
+            blocks[path] = FoundBlock(path, spec)
+            order.append(path)
+        return blocks[path]
+
+    for path, module in named:
+        found = lookup(module)
+        if found is None:
+            if (reason := _looks_like_moe(module)) and not _inside(path, order):
+                block_at(path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)).reason = reason
+            continue
+        spec, role = found
+        if role == "block":
+            block = block_at(path, spec)
+            block.block = module
+        else:
+            owner = _inside(path, order) or _holder(path)
+            block = block_at(owner, spec)
+            (block.routers if role == "router" else block.experts).append((path, module))
+        if spec.tier == "refused":
+            block.reason = spec.reason
+    for path, module in named:
+        if is_param_wrapper(module) and (owner := _inside(path, order)):
+            base = module.get_base_layer()
+            if any(base is experts for _, experts in blocks[owner].experts):
+                blocks[owner].wrappers.append((path, module))
+    return [blocks[path] for path in order]
+
+
+def selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+    """Whether glob patterns select a block path (no include pattern means every block)."""
+    chosen = not include or any(fnmatch.fnmatchcase(path, pattern) for pattern in include)
+    return chosen and not any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude)
+
+
+def _inside(path: str, owners: list[str]) -> str | None:
+    """The innermost block path that contains ``path``."""
+    return max((o for o in owners if path == o or path.startswith(f"{o}.")), key=len, default=None)
+
+
+def _holder(path: str) -> str:
+    """The path of the module that holds an experts or router module, through PEFT's wrappers."""
+    parts = path.split(".")
+    while parts and parts[-1] == "base_layer":
+        parts.pop()
+    return ".".join(parts[:-1])
+
+
+def _looks_like_moe(module: nn.Module) -> str | None:
+    """Why an unregistered module is taken for an MoE block, in words for the report; else None."""
+    experts = module._modules.get("experts")
+    if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
+        return (
+            f"{type(module).__module__}.{type(module).__name__} keeps its experts as a {type(experts).__name__} "
+            "of single MLPs; accepted: experts stored as 3-D parameters by a registered family"
+        )
+    return None

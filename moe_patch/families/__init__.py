@@ -1,0 +1,69 @@
+"""The registry: transformers classes -> FamilySpec. Data only; transformers is not imported here."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from moe_patch.families import deepseek, gpt_oss, minimax, mixtral, qwen
+from moe_patch.families.spec import FamilySpec
+
+ROLES = ("experts", "router", "block")
+
+_BY_CLASS: dict[str, list[tuple[FamilySpec, str]]] = {}
+_FAMILIES: list[FamilySpec] = []
+
+
+def register_family(spec: FamilySpec) -> None:
+    """Add a family, or replace the one that names the same classes in the same module.
+
+    Args:
+        spec: checked on construction; its class names are matched against live modules by class.
+    """
+    same = [s for s in _FAMILIES if _identity(s) == _identity(spec)]
+    for old in same:
+        _FAMILIES.remove(old)
+        for entries in _BY_CLASS.values():
+            entries[:] = [entry for entry in entries if entry[0] is not old]
+    _FAMILIES.append(spec)
+    for role in ROLES:
+        name = getattr(spec, role)
+        if name is not None:
+            _BY_CLASS.setdefault(name, []).append((spec, role))
+
+
+def families() -> tuple[FamilySpec, ...]:
+    """All registered families."""
+    return tuple(_FAMILIES)
+
+
+def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
+    """The family and role ("experts", "router" or "block") of a module, by its class.
+
+    Base classes count too: FSDP and parametrizations give instances a generated subclass.
+    """
+    for cls in type(module).__mro__:
+        for spec, role in _BY_CLASS.get(cls.__name__, ()):
+            if spec.module is None or f".{spec.module}." in f".{cls.__module__}.":
+                return spec, role
+    return None
+
+
+def supported_model_types() -> dict[str, str]:
+    """Every registered model type that the installed transformers has -> its tier."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return {
+        model_type: spec.tier
+        for spec in _FAMILIES
+        for model_type in spec.model_types
+        if model_type in CONFIG_MAPPING_NAMES
+    }
+
+
+def _identity(spec: FamilySpec) -> tuple:
+    return (spec.module, spec.experts, spec.router, spec.block)
+
+
+for _file in (qwen, mixtral, deepseek, minimax, gpt_oss):
+    for _spec in _file.FAMILIES:
+        register_family(_spec)

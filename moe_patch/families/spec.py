@@ -1,0 +1,172 @@
+"""FamilySpec: what one family of MoE models needs told, as data that checks itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.routing import RouteImpl, route
+from moe_patch.types import Routing
+
+TIERS = ("full", "experts", "refused")
+_SET_AT_CALL = ("weights_dtype", "ties", "impl")
+
+
+@dataclass(frozen=True)
+class Const:
+    """A routing or activation parameter that is fixed for the family, not read from the model."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor that the block passes to the router: the router's positional argument ``index``."""
+
+    index: int
+
+
+Source = str | Const
+
+
+@dataclass(frozen=True)
+class GluRule:
+    """Where a family's activation comes from when the experts class overrides ``_apply_gate``.
+
+    Attributes:
+        kind: a kind of :class:`moe_patch.types.Glu`, or "act_fn" to follow ``experts.act_fn``.
+        alpha, limit: attribute paths on the experts module, or Const.
+    """
+
+    kind: str
+    alpha: Source = Const(1.0)
+    limit: Source = Const(float("inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilySpec:
+    """One family: class names, routing function and where its parameters live.
+
+    Everything else (weight layout, biases, activation) is read from the model's own modules.
+
+    Attributes:
+        model_types: transformers model types served by these classes.
+        module: the transformers model folder that defines the classes ("qwen3_moe"); None matches
+            the class names in any module.
+        experts, router, block: class names; None where the family has none.
+        logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
+        routing: one of the functions of moe_patch.routing.
+        params: routing parameter -> attribute path on the router, or Const.
+        bias: correction bias: attribute path on the router, Arg(i) when the block passes it, None.
+        weights_dtype: dtype of the routing weights: that of the "score", the "logits" or the
+            "hidden" states.
+        shared, shared_gate: attribute names on the block of a shared expert and of its gate; the
+            bound block forward adds them.
+        router_attr: the router's attribute name on the block.
+        router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
+        glu: set when the experts class overrides ``_apply_gate``.
+        tier: what a patched model of the family reaches; "refused" needs a ``reason``.
+    """
+
+    model_types: tuple[str, ...]
+    module: str | None = None
+    experts: str | None = None
+    router: str | None = None
+    block: str | None = None
+    logits: Callable[[nn.Module, Tensor], Tensor] | None = None
+    routing: Callable[..., Routing] | None = None
+    params: Mapping[str, Source] = field(default_factory=dict)
+    bias: str | Arg | None = None
+    weights_dtype: str = "score"
+    shared: str | None = None
+    shared_gate: str | None = None
+    router_attr: str = "gate"
+    router_input_3d: bool = False
+    glu: GluRule | None = None
+    tier: str = "full"
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        def fail(what: str) -> None:
+            raise ValueError(f"FamilySpec for {self.model_types}: {what}")
+
+        if self.tier not in TIERS:
+            fail(f"tier is {self.tier!r}; accepted: {', '.join(TIERS)}")
+        if self.weights_dtype not in ("score", "logits", "hidden"):
+            fail(f"weights_dtype is {self.weights_dtype!r}; accepted: score, logits, hidden")
+        if self.tier == "refused" and not self.reason:
+            fail("a refused family needs a reason")
+        if self.shared_gate and not self.shared:
+            fail("shared_gate without shared")
+        if self.shared and not self.block:
+            fail("a shared expert needs the block's class name")
+        if self.routing is None:
+            if self.params or self.tier == "full":
+                fail("no routing function")
+            return
+        if self.router is None or self.logits is None:
+            fail("a routing function needs the router's class name and its logits expression")
+        accepted = inspect.signature(self.routing).parameters
+        names = [n for n, p in accepted.items() if p.kind is p.KEYWORD_ONLY and n not in _SET_AT_CALL]
+        if unknown := sorted(set(self.params) - set(names)):
+            fail(f"{self.routing.__name__} has no parameter {unknown}; accepted: {', '.join(names)}")
+        required = {n for n in names if accepted[n].default is inspect.Parameter.empty}
+        if missing := sorted(required - set(self.params)):
+            fail(f"{self.routing.__name__} needs {missing}")
+
+    def route(
+        self, router: nn.Module, hidden: Tensor, args: tuple, *, ties: str = "lower", impl: RouteImpl = route
+    ) -> Routing:
+        """Run the family's routing on a router module: its logits, then the routing function.
+
+        Args:
+            router: the live router; parameters and attributes are read now.
+            hidden: hidden states, [..., D].
+            args: the router's further positional arguments.
+            ties, impl: tie rule and implementation of ``route``.
+
+        Raises:
+            UnsupportedModelError: the router lacks an attribute this entry names.
+        """
+        logits_TE = self.logits(router, hidden)
+        dtypes = {"score": None, "logits": logits_TE.dtype, "hidden": hidden.dtype}
+        bias_E = args[self.bias.index - 1] if isinstance(self.bias, Arg) else None
+        if isinstance(self.bias, str):
+            bias_E = read(router, self.bias)
+        return self.routing(
+            logits_TE,
+            bias_E,
+            weights_dtype=dtypes[self.weights_dtype],
+            ties=ties,
+            impl=impl,
+            **{name: read(router, source) for name, source in self.params.items()},
+        )
+
+
+def read(module: nn.Module, source: Source) -> Any:
+    """The value of a Const, or of an attribute path on ``module``; never a default.
+
+    Raises:
+        UnsupportedModelError: the attribute is missing (names class, attribute, versions).
+    """
+    if isinstance(source, Const):
+        return source.value
+    value: Any = module
+    for name in source.split("."):
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            import transformers
+
+            raise UnsupportedModelError(
+                f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r} "
+                f"(transformers {transformers.__version__}, torch {torch.__version__}); its family entry "
+                "expects one: update moe_patch or correct the entry"
+            ) from None
+    return value

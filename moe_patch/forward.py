@@ -1,0 +1,128 @@
+"""The forwards that a patch binds: where the library meets the model. Read after reference.py.
+
+    router_forward    bound on a router instance:   hidden -> (logits, weights, ids), as transformers'
+    experts_forward   registered with transformers' ExpertsInterface, chosen per instance by its config
+    block_forward     bound on blocks with a shared expert: router, experts, shared expert, as modules
+    lora_forward      bound on PEFT's ParamWrapper: hands low-rank factors down for one call
+
+Each begins by checking that its patch is still active; otherwise the class's own forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.experts_module import compute_dtype, read_tensors, require_glu
+from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle
+from moe_patch.ops import experts_mlp
+from moe_patch.record import ModulePatch, record_of
+
+EXPERTS_NAME = "moe_patch"
+
+
+class ExpertsPatch(ModulePatch):
+    """The record on an experts module: loading it in a fresh process registers EXPERTS_NAME there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        register_experts()
+
+
+def router_forward(router: nn.Module, hidden_states: Tensor, *args: Any) -> Any:
+    """logits_TE, weights_TK and ids_TK, in transformers' order."""
+    record = record_of(router)
+    if record is None:
+        return type(router).forward(router, hidden_states, *args)
+    routing = record.spec.route(router, hidden_states, args, ties=record.config.ties)
+    return routing.logits_TE, routing.weights_TK, routing.ids_TK
+
+
+def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts signature: [T, D], [T, K] ids, [T, K] weights -> [T, D]."""
+    record = record_of(experts)
+    if record is None:
+        return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
+    config, spec = record.config, record.spec
+    dtype = compute_dtype(experts, hidden_states.device.type)
+    glu = require_glu(experts, None if spec is None else spec.glu, type(experts).__name__)
+    tensors = read_tensors(experts, dtype, config.fuse_lora != "off")
+    out_TD = experts_mlp(
+        hidden_states.to(dtype),
+        top_k_index,
+        top_k_weights,
+        tensors.weights,
+        glu,
+        lora13=tensors.lora13,
+        lora2=tensors.lora2,
+        backend=config.backend,
+        recompute=config.recompute,
+    )
+    return out_TD.to(hidden_states.dtype)
+
+
+def block_forward(block: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Routed experts plus the shared expert, times sigmoid(shared gate) where there is one.
+
+    Everything is called as a module and no weight is read, so adapters and hooks act.
+    """
+    record = record_of(block)
+    if record is None:
+        return type(block).forward(block, hidden_states)
+    spec = record.spec
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    block_in = hidden_states if spec.router_input_3d else x_TD
+    _, weights_TK, ids_TK = getattr(block, spec.router_attr)(block_in)
+    routed_TD = block.experts(x_TD, ids_TK, weights_TK)
+    shared = getattr(block, spec.shared)(block_in).reshape(routed_TD.shape)
+    if spec.shared_gate is not None:
+        shared = torch.sigmoid(getattr(block, spec.shared_gate)(x_TD)) * shared
+    return (routed_TD + shared).view(hidden_states.shape)
+
+
+def lora_forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
+
+    PEFT's own forward runs when adapters are disabled, merged or chosen per sample, and where
+    :func:`fusion_obstacle` says so.
+    """
+    record = record_of(wrapper)
+    by_peft = record is None or kwargs.get("adapter_names") is not None or wrapper.disable_adapters or wrapper.merged
+    if by_peft or fusion_obstacle(wrapper) is not None:
+        return type(wrapper).forward(wrapper, x, *args, **kwargs)
+    wrapper._check_forward_args(x, *args, **kwargs)
+    base = wrapper.get_base_layer()
+    previous = base.__dict__.get(HANDED_DOWN)
+    factors = {**(previous or {}), wrapper.parameter_name: active_factors(wrapper)}
+    base.__dict__[HANDED_DOWN] = factors
+    try:
+        return wrapper.base_layer(x, *args, **kwargs)
+    finally:
+        if previous is None:
+            del base.__dict__[HANDED_DOWN]
+        else:
+            base.__dict__[HANDED_DOWN] = previous
+
+
+def register_experts() -> None:
+    """Make EXPERTS_NAME known to transformers' registry of experts implementations (idempotent).
+
+    The FP8 registry gets a named refusal: its weights carry block scales that we do not read.
+    """
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_NAME, experts_forward)
+    type(ALL_FP8_EXPERTS_FUNCTIONS).register(EXPERTS_NAME, refuse_fp8)
+
+
+def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
+    """The entry in transformers' FP8 registry."""
+    from moe_patch.errors import UnsupportedModelError
+
+    raise UnsupportedModelError(
+        f"{type(experts).__name__}: FP8 expert weights are not supported; accepted: bf16, fp16, fp32 and fp64 "
+        "weights; set the model's experts implementation back (unpatch_model) to use transformers' own"
+    )

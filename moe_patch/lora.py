@@ -1,0 +1,108 @@
+"""Low-rank factors of PEFT adapters on expert parameters, read without forming a merged weight.
+
+PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound hands
+its factors down for the duration of the call (see forward.py); one that was added after patching
+shows itself as a live parametrization. Nothing here imports peft: wrappers come from its own module
+when it is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.types import Lora
+
+HANDED_DOWN = "_moe_patch_lora"
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+class Factors(NamedTuple):
+    """One adapter's factors as PEFT gives them: delta = scaling * lhs @ rhs, in storage layout."""
+
+    lhs: Tensor
+    rhs: Tensor
+    scaling: float
+
+
+def param_wrapper_class() -> type[nn.Module] | None:
+    """PEFT's ParamWrapper, or None while peft is not loaded (then no model can hold one)."""
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    return None if layer is None else layer.ParamWrapper
+
+
+def is_param_wrapper(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's wrappers around a parameter."""
+    cls = param_wrapper_class()
+    return cls is not None and isinstance(module, cls)
+
+
+def fusion_obstacle(wrapper: Any) -> str | None:
+    """Why this wrapper must run PEFT's own path whatever its state, or None."""
+    if wrapper.parameter_name not in EXPERT_PARAMETERS:
+        return f"parameter {wrapper.parameter_name!r} is not an expert projection"
+    if wrapper.num_experts == 1:
+        return "a single expert is a plain matrix to PEFT"
+    dtype = wrapper.get_param().dtype
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        return f"experts are stored in {dtype}"
+    return None
+
+
+def active_factors(wrapper: Any) -> list[Factors]:
+    """The factors of a wrapper's active adapters, in their order; read at call time."""
+    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
+    return [Factors(*wrapper.get_delta_factors(name)) for name in names]
+
+
+def live_factors(experts: nn.Module, name: str) -> tuple[Tensor, list[Factors]] | None:
+    """A parametrized parameter's original and factors, without evaluating the merged weight.
+
+    Returns:
+        None when the parameter is not parametrized, or not by PEFT's factor proxies alone (then
+        reading the attribute gives PEFT's own merged weight).
+    """
+    parametrizations = experts._modules.get("parametrizations")
+    if parametrizations is None or name not in parametrizations:
+        return None
+    entry = parametrizations[name]
+    proxy_cls = sys.modules["peft.tuners.lora.layer"]._LoraFactorsProxy if param_wrapper_class() else None
+    if proxy_cls is None or not all(type(proxy) is proxy_cls for proxy in entry):
+        return None
+    return entry.original, [Factors(p.lhs, p.rhs, p.scaling) for p in entry]
+
+
+def to_lora(factors: list[Factors], w_EOI: Tensor, transposed: bool, dtype: torch.dtype, where: str) -> Lora | None:
+    """One Lora for all active adapters: concatenated along the rank, scalings folded into B.
+
+    Args:
+        factors: per adapter, in storage layout.
+        w_EOI: the weight in logical [E, out, in] orientation, for the shape check.
+        transposed: the storage is [E, in, out], so that lhs is [E, in, R].
+        dtype: compute dtype; factors are cast, their gradients keep the factors' own dtype.
+        where: names the module and parameter in errors.
+
+    Raises:
+        UnsupportedModelError: factors do not match the local weight (sharded, meta or foreign).
+    """
+    if not factors:
+        return None
+    pairs = []
+    for lhs, rhs, scaling in factors:
+        a_ERI, b_EOR = (lhs.mT, rhs.mT) if transposed else (rhs, lhs)
+        found = (b_EOR.shape[0], b_EOR.shape[1], a_ERI.shape[2])
+        if found != tuple(w_EOI.shape) or a_ERI.is_meta or type(a_ERI).__name__ == "DTensor":
+            raise UnsupportedModelError(
+                f"{where}: LoRA factors are for (E, out, in) = {found} ({type(a_ERI).__name__} on {a_ERI.device}), "
+                f"the local weight is {tuple(w_EOI.shape)}; sharded experts need fuse_lora='off'"
+            )
+        pairs.append((a_ERI.to(dtype), b_EOR.to(dtype), scaling))
+    if len(pairs) == 1:
+        return Lora(*pairs[0])
+    a_ERI = torch.cat([a for a, _, _ in pairs], dim=1)
+    b_EOR = torch.cat([b * scaling for _, b, scaling in pairs], dim=2)
+    return Lora(a_ERI, b_EOR, 1.0)

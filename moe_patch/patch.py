@@ -1,0 +1,236 @@
+"""patch_model and its undo: resolve and check everything first, then bind.
+
+A failure before binding leaves the model exactly as it was. Weights are never moved, copied, renamed
+or wrapped; classes, configs that others share, and process-wide state are never written.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from moe_patch import forward, selfcheck
+from moe_patch.backend import choose_backend
+from moe_patch.config import PatchConfig
+from moe_patch.discover import FoundBlock, discover, selected
+from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.experts_module import require_glu, up_name
+from moe_patch.families import families
+from moe_patch.lora import fusion_obstacle
+from moe_patch.record import RECORD, ModulePatch, bind, is_ours, record_of, slot_for, unbind
+from moe_patch.report import patch_report
+
+logger = logging.getLogger("moe_patch")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
+    """Run a model's MoE blocks on this library, in place.
+
+    Args:
+        model: a transformers model, bare or inside PEFT, DDP or a compiled wrapper.
+        config: None or True (defaults), False (leave the model alone), a PatchConfig, a mapping or
+            a YAML node.
+        options: single options, see :class:`PatchConfig`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: no MoE block, or one that cannot be patched (with ``strict``).
+        UnsupportedOptionError: an option is unknown, wrong, or cannot hold on this model.
+        PatchStateError: the model is already patched with another config.
+    """
+    parsed = PatchConfig.parse(config, **options)
+    if parsed is None:
+        logger.info("moe_patch: false, the model is left as it is")
+        return model
+    again = _check_state(model, parsed)
+    blocks = [b for b in discover(model) if selected(b.path, parsed.include, parsed.exclude)]
+    refused = _resolve(model, blocks, parsed)
+    checks = {} if not parsed.self_check else _self_checks([b for b in blocks if b.path not in refused], parsed)
+    forward.register_experts()
+    bound = 0
+    for block in blocks:
+        if block.path in refused:
+            _mark_refused(block, parsed, refused[block.path])
+        else:
+            bound += _bind_block(block, parsed, checks.get(block.path, "off"))
+    if again:
+        logger.info("moe_patch: already patched with an equal config; %d modules bound that were new", bound)
+    else:
+        _announce_conflict(blocks)
+    return model
+
+
+def unpatch_model(model: Model) -> Model:
+    """Undo :func:`patch_model` exactly; one call undoes any number of equal patches.
+
+    Raises:
+        PatchStateError: the model is not patched.
+    """
+    touched = [m for m in model.modules() if m.__dict__.get(RECORD) is not None]
+    if not touched:
+        raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
+    for module in touched:
+        record = module.__dict__[RECORD]
+        if "config" in record.saved:
+            module.config = record.saved["config"]
+        unbind(module)
+    return model
+
+
+@contextmanager
+def patched(model: Model, config: Any = None, **options: Any) -> Iterator[Model]:
+    """Patch for the duration of a ``with`` block; arguments as :func:`patch_model`."""
+    patch_model(model, config, **options)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def _check_state(model: nn.Module, config: PatchConfig) -> bool:
+    """Whether the model already carries this patch.
+
+    Raises:
+        PatchStateError: it carries another one.
+    """
+    configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
+    if configs - {config}:
+        raise PatchStateError(
+            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; asked for {config}; "
+            "call unpatch_model first"
+        )
+    return bool(configs)
+
+
+def _resolve(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
+    """Check every block; the refused ones by path with the reason.
+
+    Raises:
+        UnsupportedModelError: nothing to patch, or a refusal under ``strict``.
+        UnsupportedOptionError: an option that cannot hold on some block.
+    """
+    refused = {block.path: why for block in blocks if (why := _refusal(block, config)) is not None}
+    if not blocks:
+        known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
+        raise UnsupportedModelError(
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block found"
+            f"{' among the selected paths' if config.include or config.exclude else ''}; accepted model types: {known}"
+        )
+    if refused and config.strict:
+        path, reason = next(iter(refused.items()))
+        raise UnsupportedModelError(
+            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves such blocks to "
+            "transformers"
+        )
+    if refused:
+        path, reason = next(iter(refused.items()))
+        warnings.warn(
+            f"moe_patch leaves {len(refused)} of {len(blocks)} MoE blocks to transformers, first {path}: {reason}",
+            stacklevel=3,
+        )
+    return refused
+
+
+def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
+    if block.refused:
+        return block.reason
+    if not block.experts:
+        return "no experts module found in the block"
+    for path, module in block.routers:
+        slot = slot_for(module)
+        foreign = module.__dict__.get(slot)
+        if slot == "forward" and foreign is not None and not is_ours(foreign):
+            return f"{path} ({type(module).__name__}) already has a forward bound by {_origin(foreign)}"
+    try:
+        for path, experts in block.experts:
+            if not hasattr(experts, "config"):
+                return f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
+            require_glu(experts, block.spec.glu, path)
+            weight = experts._parameters.get(up_name(experts))
+            if weight is not None and not weight.is_meta:
+                choose_backend(config.backend, weight.device, weight.dtype)
+    except UnsupportedModelError as error:
+        return str(error)
+    _check_lora(block, config)
+    return None
+
+
+def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
+    if config.fuse_lora != "require":
+        return
+    for path, wrapper in block.wrappers:
+        if why := fusion_obstacle(wrapper):
+            raise UnsupportedOptionError(f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'")
+
+
+def _origin(function: Any) -> str:
+    target = getattr(function, "func", function)
+    return f"{target.__module__}.{target.__qualname__}"
+
+
+def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
+    results: dict[tuple, str] = {}
+    by_path = {}
+    for block in blocks:
+        kind = selfcheck.kind_of(block)
+        if kind not in results:
+            results[kind] = selfcheck.check(block, config.backend)
+        by_path[block.path] = results[kind]
+    return by_path
+
+
+def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
+    """Bind what is not bound yet; the number of modules bound."""
+    spec = block.spec
+    todo: list[tuple[nn.Module, Any, str]] = []
+    if spec.routing is not None:
+        todo += [(module, forward.router_forward, "router") for _, module in block.routers]
+    if block.block is not None and spec.shared is not None:
+        todo.append((block.block, forward.block_forward, "block"))
+    if config.fuse_lora != "off":
+        todo += [(module, forward.lora_forward, "lora") for _, module in block.wrappers]
+    bound = 0
+    for module, function, role in todo:
+        if record_of(module) is None:
+            bind(module, function, ModulePatch(role, spec, config, self_check=self_check))
+            bound += 1
+    for _, experts in block.experts:
+        if record_of(experts) is None:
+            record = forward.ExpertsPatch("experts", spec, config, self_check=self_check)
+            record.saved["config"] = experts.config
+            own = copy.copy(experts.config)
+            own._experts_implementation_internal = forward.EXPERTS_NAME
+            experts.config = own
+            experts.__dict__[RECORD] = record
+            bound += 1
+    return bound
+
+
+def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
+    anchor = block.block if block.block is not None else next(m for _, m in [*block.experts, *block.routers])
+    anchor.__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
+
+
+def _announce_conflict(blocks: list[FoundBlock]) -> None:
+    for block in blocks:
+        for _, experts in block.experts:
+            record = record_of(experts)
+            chosen = record.saved["config"]._experts_implementation if record and "config" in record.saved else None
+            if chosen not in (None, "eager", "grouped_mm"):
+                logger.warning(
+                    "moe_patch: experts_implementation=%r was set on the model; the patch wins until unpatch_model",
+                    chosen,
+                )
+                return
+
+
+__all__ = ["patch_model", "patch_report", "patched", "unpatch_model"]

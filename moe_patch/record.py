@@ -1,0 +1,85 @@
+"""The record a patch leaves on each module it touches, and how forwards are bound and unbound.
+
+Everything lives on instances: the record in ``module.__dict__["_moe_patch"]``, a bound forward as
+``functools.partial(function, module)``. Both survive deepcopy and pickle pointing at the copy, which
+closures and bound methods do not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from moe_patch.config import PatchConfig
+from moe_patch.families.spec import FamilySpec
+
+RECORD = "_moe_patch"
+SLOTS = ("forward", "_old_forward")
+
+
+@dataclass
+class ModulePatch:
+    """What was done to one module.
+
+    Attributes:
+        role: "router", "experts", "block", "lora" or "refused".
+        spec: the family entry; None where a module is served without one.
+        config: the options of the patch.
+        active: cleared by undo; bound functions then run the class's own forward.
+        saved: what was in each slot or attribute that was replaced (absent key = was absent).
+        self_check: "passed", "off" or "skipped: why".
+        reason: why a module is refused or served differently from the rule.
+    """
+
+    role: str
+    spec: FamilySpec | None
+    config: PatchConfig
+    active: bool = True
+    saved: dict[str, Any] = field(default_factory=dict)
+    self_check: str = ""
+    reason: str = ""
+
+
+def record_of(module: nn.Module) -> ModulePatch | None:
+    """The module's active record, or None."""
+    record = module.__dict__.get(RECORD)
+    return record if record is not None and record.active else None
+
+
+def is_ours(value: Any) -> bool:
+    """Whether a forward found on an instance was bound by this library."""
+    return isinstance(value, functools.partial) and value.func.__module__.startswith("moe_patch.")
+
+
+def slot_for(module: nn.Module) -> str:
+    """Where a forward has to be bound: behind accelerate's hook if there is one."""
+    return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+
+
+def bind(module: nn.Module, function: Callable[..., Any], record: ModulePatch) -> None:
+    """Bind ``function(module, ...)`` as the instance's forward and leave the record."""
+    slot = slot_for(module)
+    if slot in module.__dict__:
+        record.saved[slot] = module.__dict__[slot]
+    module.__dict__[slot] = functools.partial(function, module)
+    module.__dict__[RECORD] = record
+
+
+def unbind(module: nn.Module) -> None:
+    """Undo :func:`bind`, also when a hook has moved our forward to another slot since."""
+    record = module.__dict__.pop(RECORD)
+    record.active = False
+    for slot in SLOTS:
+        if not is_ours(module.__dict__.get(slot)):
+            continue
+        if slot in record.saved:
+            module.__dict__[slot] = record.saved[slot]
+        elif slot == "_old_forward":
+            module.__dict__[slot] = MethodType(type(module).forward, module)
+        else:
+            del module.__dict__[slot]

@@ -1,0 +1,176 @@
+"""The patch-time self-check: each distinct kind of block against transformers, before binding.
+
+Router and experts are compared one by one, so that a tie in the router cannot blur the experts: the
+router with transformers' own forward on random weights and inputs, the experts with the class's
+original eager forward on equal ids. Eval mode, forked RNG, no hooks, at most 64 tokens; afterwards
+every attribute, buffer, gradient, training flag and RNG state is what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.discover import FoundBlock
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.experts_module import read_tensors, require_glu, up_name
+from moe_patch.families.spec import Arg, FamilySpec
+from moe_patch.ops import experts_mlp
+from moe_patch.record import is_ours
+
+TOKENS = 48
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+def obstacle(found: FoundBlock) -> str | None:
+    """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
+    for _, module in [*found.routers, *found.experts]:
+        if "_hf_hook" in module.__dict__:
+            return "an accelerate hook moves the weights"
+        if "forward" in module.__dict__ and not is_ours(module.__dict__["forward"]):
+            return "another library bound a forward"
+        if any("FSDP" in cls.__name__ for cls in type(module).__mro__):
+            return "FSDP unit"
+        if module._modules.get("parametrizations") is not None:
+            return "a parametrization is active"
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if tensor.is_meta:
+                return "meta weights"
+            if hasattr(tensor, "ds_id"):
+                return "ZeRO-3 partitioned weights"
+            if type(tensor).__name__ == "DTensor":
+                return "DTensor weights"
+            if tensor.is_floating_point() and not torch.isfinite(tensor.sum()):
+                return "weights hold NaN or Inf"
+    return None
+
+
+def kind_of(found: FoundBlock) -> tuple:
+    """What makes two blocks the same kind for the check."""
+    modules = [m for _, m in [*found.routers, *found.experts]]
+    shapes = tuple((n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters(recurse=False))
+    attributes = tuple(repr(found.spec.params and sorted(vars_of(m))) for m in modules)
+    return tuple(type(m) for m in modules), shapes, attributes
+
+
+def vars_of(module: nn.Module) -> list[tuple[str, str]]:
+    """The plain attributes of a module that may steer its forward."""
+    return [(k, str(v)) for k, v in module.__dict__.items() if isinstance(v, (bool, int, float, str)) and k != "training"]
+
+
+def check(found: FoundBlock, backend: str) -> str:
+    """Compare one block with transformers; "passed", or "skipped: why".
+
+    Raises:
+        UnsupportedModelError: a difference above the limit, with module, error and limit.
+    """
+    if why := obstacle(found):
+        return f"skipped: {why}"
+    modules = [m for _, m in [*found.routers, *found.experts]]
+    devices = {p.device for m in modules for p in m.parameters()}
+    cuda = [d for d in devices if d.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda), _eval(modules), torch.enable_grad():
+        torch.manual_seed(0)
+        for path, router in found.routers:
+            if found.spec.routing is not None:
+                _check_router(path, router, found.spec)
+        for path, experts in found.experts:
+            _check_experts(path, experts, found.spec, backend)
+    return "passed"
+
+
+class _Direct(nn.Module):
+    """Runs a function of a module under functional_call without calling the module (no hooks)."""
+
+    def __init__(self, module: nn.Module, function: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.module, *args)
+
+
+def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
+    tensors = {}
+    for name, t in [*router.named_parameters(), *router.named_buffers()]:
+        if t.is_floating_point():
+            noise = torch.randn(t.shape, device=t.device)
+            tensors[f"module.{name}"] = (noise * (t.shape[-1] ** -0.5 if t.dim() > 1 else 0.3)).to(t.dtype)
+    weight = next(p for p in router.parameters() if p.dim() == 2)
+    x = torch.randn(TOKENS, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    if spec.router_input_3d:
+        x = x.view(2, TOKENS // 2, -1)
+    args: tuple = ()
+    if isinstance(spec.bias, Arg):
+        args = (torch.randn(weight.shape[0], device=weight.device) * 0.3,)
+
+    def ours(module: nn.Module, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        routing = spec.route(module, hidden, rest)
+        return routing.logits_TE, routing.weights_TK, routing.ids_TK
+
+    def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
+        return type(module).forward(module, hidden, *rest)
+
+    logits, weights, ids = torch.func.functional_call(_Direct(router, ours), tensors, (x, *args))
+    ref_logits, ref_weights, ref_ids = torch.func.functional_call(_Direct(router, theirs), tensors, (x, *args))
+    limit = LIMITS[weight.dtype]
+    _compare(path, "router logits", logits, ref_logits, limit)
+    dense = torch.zeros_like(logits, dtype=torch.float64)
+    mine = dense.scatter(1, ids, weights.double())
+    theirs_TE = dense.scatter(1, ref_ids, ref_weights.double())
+    agree_T = (ids.sort(-1).values == ref_ids.sort(-1).values).all(-1)
+    needed = 1.0 if limit <= 1e-5 else 0.75
+    if agree_T.double().mean() < needed:
+        raise UnsupportedModelError(
+            f"{path} ({type(router).__name__}): self-check: {int((~agree_T).sum())} of {len(agree_T)} rows choose other "
+            "experts than transformers; pass self_check=False only if you know why"
+        )
+    _compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
+
+
+def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
+    weight = getattr(experts, up_name(experts))
+    E = weight.shape[0]
+    K = min(E, 2)
+    D = weight.shape[1] if experts.is_transposed else weight.shape[2]
+    ids = torch.rand(TOKENS, E, device=weight.device).argsort(-1)[:, :K].contiguous()
+    x = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype).requires_grad_()
+    weights = torch.rand(TOKENS, K, device=weight.device).to(weight.dtype).requires_grad_()
+    grad = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype)
+    glu = require_glu(experts, spec.glu, path)
+    tensors = read_tensors(experts, weight.dtype, fuse_lora=True)
+    out = experts_mlp(x, ids, weights, tensors.weights, glu, backend=backend)
+    ref = type(experts).forward.__wrapped__(experts, x, ids, weights)
+    limit = LIMITS[weight.dtype]
+    _compare(path, "experts output", out, ref, limit)
+    mine = torch.autograd.grad(out, (x, weights), grad)
+    theirs = torch.autograd.grad(ref, (x, weights), grad)
+    for name, a, b in zip(("hidden-state gradient", "routing-weight gradient"), mine, theirs, strict=True):
+        _compare(path, name, a, b, limit)
+
+
+def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
+    norm = theirs.double().norm()
+    error = ((ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)).item()
+    if not error <= limit:
+        raise UnsupportedModelError(
+            f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), limit {limit:.0e}; "
+            "report this with the model's config; self_check=False patches anyway"
+        )
+
+
+@contextmanager
+def _eval(modules: list[nn.Module]) -> Iterator[None]:
+    flags = [(sub, sub.training) for module in modules for sub in module.modules()]
+    try:
+        for sub, _ in flags:
+            sub.training = False
+        yield
+    finally:
+        for sub, training in flags:
+            sub.training = training
