@@ -1,0 +1,47 @@
+"""What a launch needs to know of the device, and the few switches that depend on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Device(NamedTuple):
+    """The properties that choose tiles: never a device's name.
+
+    Attributes:
+        capability: (major, minor); (0, 0) for Triton's CPU interpreter.
+        shared_memory: bytes one block may opt in to.
+        multiprocessors: how many programs a persistent kernel starts.
+    """
+
+    capability: tuple[int, int]
+    shared_memory: int
+    multiprocessors: int
+
+
+INTERPRETER = Device((0, 0), 1 << 30, 2)
+
+
+def device_of(tensor: Tensor) -> Device:
+    """The device that will run kernels over ``tensor``."""
+    return _cuda_device(tensor.device.index) if tensor.is_cuda else INTERPRETER
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        (properties.major, properties.minor),
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
+
+
+def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,175 @@
+"""The heart of backward: da'_n = W2_eᵀ dout_t, and from it and h, in one epilogue, all that follows.
+
+    a_n = act(h_n)     dw_n = <da'_n, a_n>     dh_n = act'(h_n) (w_n da'_n)     wa_n = w_n a_n
+
+so that neither y nor a had to be kept. dw leaves as one partial sum per column tile, added up in a
+fixed order by :func:`moe_patch.kernels.reduce.routing_gradient`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward
+from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.tiling import (
+    join_pair,
+    locate_tile,
+    pair_columns,
+    split_pair,
+    weight_operand,
+    weight_pointers,
+)
+from moe_patch.types import Glu
+
+
+class HiddenGradients(NamedTuple):
+    """What :func:`hidden_gradients` wrote; empty where it was not asked to.
+
+    Attributes:
+        dh_NH: gradient of h.
+        wa_NF: routing weight times activation.
+        partial_NC: fp32 partial sums of <da', a>, one per column tile.
+    """
+
+    dh_NH: Tensor
+    wa_NF: Tensor
+    partial_NC: Tensor
+
+
+def hidden_gradients(
+    dout_TD: Tensor,
+    rows: Rows,
+    w_EDF: Tensor,
+    weights_TK: Tensor,
+    h_NH: Tensor,
+    glu: Glu,
+    tile: Tile,
+    *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    dh: bool,
+    wa: bool,
+    partial: bool,
+) -> HiddenGradients:
+    """The gradients that the down projection and the activation pass on.
+
+    Args:
+        dout_TD: gradient of the output, last axis contiguous.
+        rows: the plan and its tile table for ``tile.m``.
+        w_EDF: down projection, any strides.
+        weights_TK: routing weights, contiguous.
+        h_NH: saved or recomputed up projection.
+        glu: the activation.
+        tile: sizes; n counts columns of a.
+        low_rank: (q_NR, A_ERF): adds A_eᵀ q_n to da'.
+        dh, wa, partial: which outputs to compute; without dh and partial the product is left out.
+    """
+    N, (D, F) = rows.count, w_EDF.shape[1:]
+    H = h_NH.shape[1]
+    columns = triton.cdiv(F, tile.n)
+    dh_NH = h_NH.new_empty((N, H) if dh else 0)
+    wa_NF = h_NH.new_empty((N, F) if wa else 0)
+    partial_NC = h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32)
+    w_EFD = w_EDF.transpose(1, 2)
+    weight, mode = weight_operand(w_EFD, tile)
+    q_NR, a_EFR = (low_rank[0], low_rank[1].transpose(1, 2)) if low_rank is not None else (h_NH, w_EFD)
+    R = q_NR.shape[1] if low_rank is not None else 0
+    _dh_kernel[(programs(rows.bound * columns, tile, device_of(h_NH)),)](
+        dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, dh_NH, wa_NF, partial_NC,
+        rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(), *a_EFR.stride(),
+        **glu_constants(glu, fast=h_NH.is_cuda and h_NH.dtype.itemsize == 2),
+        LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return HiddenGradients(dh_NH, wa_NF, partial_NC)
+
+
+@triton.jit
+def _dh_kernel(
+    dout_ptr, w, q_ptr, l_ptr, weights_ptr, h_ptr, dh_ptr, wa_ptr, partial_ptr,
+    row_ptr, offsets_ptr, table_ptr,
+    M, columns, D, F, R, K, stride_dout, stride_we, stride_wo, stride_wi, stride_le, stride_lo, stride_li,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
+    LOW_RANK: tl.constexpr, DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr,
+    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of a."""
+    row_tiles = tl.load(table_ptr)
+    for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
+        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
+        e = tl.load(table_ptr + 1 + row_tile)
+        n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
+        end = tl.load(offsets_ptr + e + 1)
+        row = tl.load(row_ptr + tl.minimum(n, end - 1))
+        f = column_tile * BN + tl.arange(0, BN)
+        n64 = n.to(tl.int64)[:, None]
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if DH or PARTIAL:
+            dout_row = dout_ptr + (row // K).to(tl.int64)[:, None] * stride_dout
+            for k0 in range(0, D, BK):
+                k = k0 + tl.arange(0, BK)
+                if EVEN_K:
+                    dout = tl.load(dout_row + k[None, :])
+                else:
+                    dout = tl.load(dout_row + k[None, :], mask=(k < D)[None, :], other=0.0)
+                if MODE == 0:
+                    here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, f, k)
+                    weight = tl.load(here, mask=(k < D)[:, None] & (f < F)[None, :], other=0.0)
+                elif MODE == 1:
+                    weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
+                else:
+                    weight = tl.reshape(w.load([e, k0, 0, column_tile * BN]), (BK, BN))
+                acc = tl.dot(dout, weight, acc, input_precision="ieee")
+            if LOW_RANK:
+                low = l_ptr + e.to(tl.int64) * stride_le
+                for r0 in range(0, R, BR):
+                    r = r0 + tl.arange(0, BR)
+                    q_mask = (n < end)[:, None] & (r < R)[None, :]
+                    q = tl.load(q_ptr + n64 * R + r[None, :], mask=q_mask, other=0.0)
+                    here = weight_pointers(low, stride_lo, stride_li, f, r)
+                    factor = tl.load(here, mask=(r < R)[:, None] & (f < F)[None, :], other=0.0)
+                    acc = tl.dot(q, factor, acc, input_precision="ieee")
+        stored = (n < end)[:, None] & (f < F)[None, :]
+        weight_n = tl.load(weights_ptr + row).to(tl.float32)[:, None]
+        dtype = h_ptr.dtype.element_ty
+        if INTERLEAVED:
+            column, exists = pair_columns(column_tile, F, 2 * BN, GATED, INTERLEAVED)
+            pair = n64 * (2 * F) + column[None, :]
+            pair_stored = (n < end)[:, None] & exists[None, :]
+            h = tl.load(h_ptr + pair, mask=pair_stored, other=0.0).to(tl.float32)
+            gate, up = split_pair(h, BM, BN, INTERLEAVED)
+        elif GATED:
+            gate = tl.load(h_ptr + n64 * (2 * F) + f[None, :], mask=stored, other=0.0).to(tl.float32)
+            up = tl.load(h_ptr + n64 * (2 * F) + F + f[None, :], mask=stored, other=0.0).to(tl.float32)
+        else:
+            gate = tl.load(h_ptr + n64 * F + f[None, :], mask=stored, other=0.0).to(tl.float32)
+            up = gate
+        if WA or PARTIAL:
+            a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST).to(dtype).to(tl.float32)
+        if WA:
+            tl.store(wa_ptr + n64 * F + f[None, :], (weight_n * a).to(dtype), mask=stored)
+        if PARTIAL:
+            tl.store(partial_ptr + n.to(tl.int64) * columns + column_tile, tl.sum(acc * a, axis=1), mask=n < end)
+        if DH:
+            dgate, dup = glu_backward(
+                gate, up, acc * weight_n, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST
+            )
+            if INTERLEAVED:
+                both = join_pair(dgate.to(dtype), dup.to(dtype), BM, BN, INTERLEAVED)
+                tl.store(dh_ptr + pair, both, mask=pair_stored)
+            elif GATED:
+                tl.store(dh_ptr + n64 * (2 * F) + f[None, :], dgate.to(dtype), mask=stored)
+                tl.store(dh_ptr + n64 * (2 * F) + F + f[None, :], dup.to(dtype), mask=stored)
+            else:
+                tl.store(dh_ptr + n64 * F + f[None, :], dgate.to(dtype), mask=stored)

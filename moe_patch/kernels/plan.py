@@ -1,0 +1,242 @@
+"""The deterministic alignment of rows to experts: a counting sort by (expert, row), in Triton.
+
+    _count_kernel    ids_N -> count_ET       how many rows of tile t chose expert e
+    _prefix_kernel   count_ET, in place      -> rows of e in the tiles before t; total_E
+    _place_kernel    -> slot_of_N, row_of_N, offsets_S
+    _tiles_kernel    offsets_S -> the tile table of the grouped GEMMs (see :func:`tile_table`)
+
+Integer arithmetic only, no atomics and no host sync; every size on the host is an upper bound. The
+result does not depend on the block sizes: it is the stable sort, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.kernels.device import on_device_of
+from moe_patch.types import Plan
+
+# Rows per program of the sort: the rank inside a tile compares all its rows pairwise, so that the
+# work grows with the block and the table of counts shrinks with it.
+ROW_BLOCK = 128
+EXPERT_BLOCK = 64
+
+
+class Grouped(NamedTuple):
+    """Rows grouped by expert, in token order inside a group.
+
+    Attributes:
+        token_N: int32 token of each sorted slot, -1 past the last valid row.
+        weight_N: fp32 routing weight of each slot, 0 past the last valid row.
+        counts_E: int32 rows per expert.
+    """
+
+    token_N: Tensor
+    weight_N: Tensor
+    counts_E: Tensor
+
+
+def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
+    """Align rows to experts: the stable sort of rows n = t*K + k by (expert, n).
+
+    Args:
+        ids_TK: expert ids of any integer dtype; outside [0, num_experts) means an empty slot.
+        num_experts: E.
+
+    Returns:
+        Plan, int32, equal bit for bit to ``moe_patch.reference.build_plan``.
+    """
+    return build_plan_blocked(ids_TK, num_experts, row_block=ROW_BLOCK, expert_block=EXPERT_BLOCK)
+
+
+def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expert_block: int) -> Plan:
+    """:func:`build_plan` with its block sizes given; they change the grid, never the result.
+
+    Args:
+        ids_TK, num_experts: as there.
+        row_block: rows per program, a power of two.
+        expert_block: experts per step, any positive number; a last block that is not full is masked.
+    """
+    T, K = ids_TK.shape
+    N, E = T * K, num_experts
+    ids_N = ids_TK.reshape(-1)
+    row_of_N = torch.empty(N, dtype=torch.int32, device=ids_TK.device)
+    slot_of_TK = torch.empty(T, K, dtype=torch.int32, device=ids_TK.device)
+    if N == 0:
+        return Plan(row_of_N, slot_of_TK, torch.zeros(E + 1, dtype=torch.int32, device=ids_TK.device))
+    offsets_S = torch.empty(E + 1, dtype=torch.int32, device=ids_TK.device)
+    tiles = triton.cdiv(N, row_block)
+    single = tiles == 1
+    count_ET = row_of_N if single else torch.empty(E * (tiles + 1), dtype=torch.int32, device=ids_TK.device)
+    blocks = {"EXPERTS": expert_block, "EXPERTS_P2": triton.next_power_of_2(expert_block)}
+    with on_device_of(ids_TK):
+        if not single:
+            _count_kernel[(tiles,)](ids_N, count_ET, N, E, tiles, BLOCK=row_block, **blocks)
+            _prefix_kernel[(triton.cdiv(E, expert_block),)](
+                count_ET, E, tiles, EXPERTS=expert_block, CHUNK=1024
+            )
+        _place_kernel[(tiles,)](
+            ids_N, count_ET, row_of_N, slot_of_TK, offsets_S, N, E, tiles,
+            SINGLE=single, BLOCK=row_block, **blocks,
+        )  # fmt: skip
+    return Plan(row_of_N, slot_of_TK, offsets_S)
+
+
+def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:
+    """The tokens, weights and row counts of a plan, grouped by expert in token order.
+
+    Args:
+        plan: what :func:`build_plan` returned.
+        weights_TK: routing weights, any floating dtype.
+    """
+    N, K = plan.row_of_N.shape[0], weights_TK.shape[1]
+    token_N = torch.empty_like(plan.row_of_N)
+    weight_N = torch.empty(N, dtype=torch.float32, device=token_N.device)
+    if N > 0:
+        with on_device_of(token_N):
+            _grouped_kernel[(triton.cdiv(N, 1024),)](
+                plan.row_of_N, weights_TK.contiguous(), token_N, weight_N, N, K, BLOCK=1024
+            )
+    return Grouped(token_N, weight_N, plan.offsets_S[1:] - plan.offsets_S[:-1])
+
+
+def tile_bound(rows: int, num_experts: int, block_m: int) -> int:
+    """The most row tiles any routing of ``rows`` rows to ``num_experts`` experts can need."""
+    return min(rows, rows // block_m + num_experts)
+
+
+def tile_table(plan: Plan, block_m: int) -> Tensor:
+    """Row tiles of at most ``block_m`` rows that never cross an expert, in expert order.
+
+    Returns:
+        int32 [1 + 2M], M = :func:`tile_bound`: the number of tiles in use, the tiles' experts, the
+        tiles' first slots; -1 in tiles not in use.
+    """
+    N, E = plan.row_of_N.shape[0], plan.offsets_S.shape[0] - 1
+    M = tile_bound(N, E, block_m)
+    table = torch.empty(1 + 2 * M, dtype=torch.int32, device=plan.row_of_N.device)
+    with on_device_of(table):
+        _tiles_kernel[(E + 1,)](
+            plan.offsets_S, table, E, M, BLOCK_M=block_m, EXPERTS_P2=triton.next_power_of_2(E), CHUNK=256
+        )
+    return table
+
+
+@triton.jit
+def _count_kernel(
+    ids_ptr, count_ptr, N, E, tiles,
+    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles,): program t counts the experts of its BLOCK rows."""
+    tile = tl.program_id(0)
+    n = tile * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + n, mask=n < N, other=0)
+    lane = tl.arange(0, EXPERTS_P2)
+    for e0 in range(0, E, EXPERTS):
+        e = e0 + lane
+        hits = (ids[:, None] == e[None, :]) & (n < N)[:, None]
+        count = tl.sum(hits.to(tl.int32), axis=0)
+        tl.store(count_ptr + e * tiles + tile, count, mask=(lane < EXPERTS) & (e < E))
+
+
+@triton.jit
+def _prefix_kernel(count_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Grid (cdiv(E, EXPERTS),): an exclusive prefix over the tiles, expert by expert.
+
+    The totals follow the table, at count_ptr + E * tiles.
+    """
+    lane = tl.arange(0, CHUNK)
+    for i in range(0, EXPERTS):
+        e = tl.program_id(0) * EXPERTS + i
+        if e < E:
+            run = tl.zeros((), dtype=tl.int32)
+            for t0 in range(0, tiles, CHUNK):
+                here = count_ptr + e * tiles + t0 + lane
+                count = tl.load(here, mask=t0 + lane < tiles, other=0)
+                tl.store(here, run + tl.cumsum(count, axis=0) - count, mask=t0 + lane < tiles)
+                run += tl.sum(count, axis=0)
+            tl.store(count_ptr + E * tiles + e, run)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, count_ptr, row_ptr, slot_ptr, offsets_ptr, N, E, tiles,
+    SINGLE: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles,): slot = offset of the expert + rows before this tile + rank inside the tile.
+
+    With SINGLE there is one tile, which counts for itself. Program 0 writes the offsets.
+    """
+    tile = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    n = tile * BLOCK + i
+    inside = n < N
+    ids = tl.load(ids_ptr + n, mask=inside, other=0)
+    peers = tl.load(ids_ptr + tile * BLOCK + i, mask=inside, other=0)
+    before = (ids[:, None] == peers[None, :]) & (i[None, :] < i[:, None])
+    rank = tl.sum(before.to(tl.int32), axis=1)
+    slot = tl.full((BLOCK,), -1, dtype=tl.int32)
+    lane = tl.arange(0, EXPERTS_P2)
+    total = tl.zeros((), dtype=tl.int32)
+    for e0 in range(0, E, EXPERTS):
+        e = e0 + lane
+        valid = (lane < EXPERTS) & (e < E)
+        hits = (ids[:, None] == e[None, :]) & valid[None, :] & inside[:, None]
+        if SINGLE:
+            count = tl.sum(hits.to(tl.int32), axis=0)
+            earlier = tl.zeros((EXPERTS_P2,), dtype=tl.int32)
+        else:
+            count = tl.load(count_ptr + E * tiles + e, mask=valid, other=0)
+            earlier = tl.load(count_ptr + e * tiles + tile, mask=valid, other=0)
+        offset = total + tl.cumsum(count, axis=0) - count
+        if tile == 0:
+            tl.store(offsets_ptr + e, offset, mask=valid)
+        base = tl.sum(tl.where(hits, (offset + earlier)[None, :], 0), axis=1)
+        slot = tl.where(tl.sum(hits.to(tl.int32), axis=1) > 0, base + rank, slot)
+        total += tl.sum(count, axis=0)
+    if tile == 0:
+        tl.store(offsets_ptr + E, total)
+    tl.store(slot_ptr + n, slot, mask=inside)
+    tl.store(row_ptr + slot, n, mask=inside & (slot >= 0))
+    tl.store(row_ptr + n, -1, mask=inside & (n >= total))
+
+
+@triton.jit
+def _tiles_kernel(
+    offsets_ptr, table_ptr, E, M, BLOCK_M: tl.constexpr, EXPERTS_P2: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Grid (E + 1,): program e writes expert e's tiles; the last one the count and the unused."""
+    e = tl.program_id(0)
+    lane = tl.arange(0, EXPERTS_P2)
+    start = tl.load(offsets_ptr + lane, mask=lane < E, other=0)
+    end = tl.load(offsets_ptr + lane + 1, mask=lane < E, other=0)
+    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    first = tl.sum(tl.where(lane < e, tiles, 0), axis=0)
+    i = tl.arange(0, CHUNK)
+    if e == E:
+        tl.store(table_ptr, first)
+        for m0 in range(first, M, CHUNK):
+            tl.store(table_ptr + 1 + m0 + i, -1, mask=m0 + i < M)
+            tl.store(table_ptr + 1 + M + m0 + i, -1, mask=m0 + i < M)
+    else:
+        mine = tl.sum(tl.where(lane == e, tiles, 0), axis=0)
+        slot = tl.load(offsets_ptr + e)
+        for m0 in range(0, mine, CHUNK):
+            m = m0 + i
+            tl.store(table_ptr + 1 + first + m, e + tl.zeros_like(m), mask=m < mine)
+            tl.store(table_ptr + 1 + M + first + m, slot + m * BLOCK_M, mask=m < mine)
+
+
+@triton.jit
+def _grouped_kernel(row_ptr, weights_ptr, token_ptr, weight_ptr, N, K, BLOCK: tl.constexpr):
+    """Grid (cdiv(N, BLOCK),): token and weight of each sorted slot."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_ptr + n, mask=n < N, other=-1)
+    weight = tl.load(weights_ptr + row, mask=row >= 0, other=0.0).to(tl.float32)
+    tl.store(token_ptr + n, tl.where(row >= 0, row // K, -1), mask=n < N)
+    tl.store(weight_ptr + n, weight, mask=n < N)

@@ -1,0 +1,115 @@
+"""Grouped product of rows with their expert's matrix: out_n = alpha W_e in_n (+ b_e) (+ L_e u_n).
+
+One kernel for the down projection, the gradient of x and the thin products of LoRA: they differ in
+whether the rows are gathered from tokens and in the strides of the weight.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.tiling import locate_tile, row_operand, weight_operand, weight_pointers
+
+
+def grouped_linear(
+    inputs: Tensor,
+    rows: Rows,
+    w_EOI: Tensor,
+    b_EO: Tensor | None,
+    tile: Tile,
+    *,
+    gather: bool = False,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    alpha: float = 1.0,
+) -> Tensor:
+    """[N, out] in plan order, in the dtype of ``inputs``.
+
+    Args:
+        inputs: [N, in] in plan order, or with ``gather`` [T, in] by token; last axis contiguous.
+        rows: the plan and its tile table for ``tile.m``.
+        w_EOI, b_EO: weight and optional bias, any strides.
+        tile: sizes.
+        low_rank: (u_NR, L_EOR): adds L_e u_n.
+        alpha: multiplies the product before it is rounded.
+    """
+    O, I = w_EOI.shape[1:]
+    out_NO = inputs.new_empty(rows.count, O)
+    weight, mode = weight_operand(w_EOI, tile)
+    source, described = (inputs, False) if gather else row_operand(inputs, tile)
+    u_NR, l_EOR = low_rank if low_rank is not None else (inputs, w_EOI)
+    R = u_NR.shape[1] if low_rank is not None else 0
+    bias = b_EO if b_EO is not None else inputs
+    columns = triton.cdiv(O, tile.n)
+    _rows_kernel[(programs(rows.bound * columns, tile, device_of(inputs)),)](
+        source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        rows.bound, columns, O, I, R, rows.top_k, alpha, inputs.stride(0), *w_EOI.stride(),
+        bias.stride(0), bias.stride(1), *l_EOR.stride(),
+        GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None, LOW_RANK=low_rank is not None, MODE=mode,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0, GROUP=tile.group,
+        FLATTEN=tile.flatten and low_rank is None,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out_NO
+
+
+@triton.jit
+def _rows_kernel(
+    in_ptr, w, b_ptr, u_ptr, l_ptr, out_ptr, row_ptr, offsets_ptr, table_ptr,
+    M, columns, O, I, R, K, alpha, stride_in, stride_we, stride_wo, stride_wi,
+    stride_be, stride_bo, stride_le, stride_lo, stride_li,
+    GATHER: tl.constexpr, DESCRIBED: tl.constexpr, BIASED: tl.constexpr, LOW_RANK: tl.constexpr,
+    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of out."""
+    row_tiles = tl.load(table_ptr)
+    for tile in tl.range(tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN):
+        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
+        e = tl.load(table_ptr + 1 + row_tile)
+        start = tl.load(table_ptr + 1 + M + row_tile)
+        end = tl.load(offsets_ptr + e + 1)
+        n = start + tl.arange(0, BM)
+        column = column_tile * BN + tl.arange(0, BN)
+        if not DESCRIBED:
+            source = tl.minimum(n, end - 1)
+            if GATHER:
+                source = tl.load(row_ptr + source) // K
+            in_row = in_ptr + source.to(tl.int64)[:, None] * stride_in
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k0 in range(0, I, BK):
+            k = k0 + tl.arange(0, BK)
+            if DESCRIBED:
+                # Rows past the expert's end are its neighbour's: computed, never stored.
+                x = in_ptr.load([start, k0])
+            elif EVEN_K:
+                x = tl.load(in_row + k[None, :])
+            else:
+                x = tl.load(in_row + k[None, :], mask=(k < I)[None, :], other=0.0)
+            if MODE == 0:
+                here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k)
+                weight = tl.load(here, mask=(k < I)[:, None] & (column < O)[None, :], other=0.0)
+            elif MODE == 1:
+                weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
+            else:
+                weight = tl.reshape(w.load([e, k0, 0, column_tile * BN]), (BK, BN))
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        n64 = n.to(tl.int64)[:, None]
+        if LOW_RANK:
+            low = l_ptr + e.to(tl.int64) * stride_le
+            for r0 in range(0, R, BR):
+                r = r0 + tl.arange(0, BR)
+                u = tl.load(u_ptr + n64 * R + r[None, :], mask=(n < end)[:, None] & (r < R)[None, :], other=0.0)
+                here = weight_pointers(low, stride_lo, stride_li, column, r)
+                factor = tl.load(here, mask=(r < R)[:, None] & (column < O)[None, :], other=0.0)
+                acc = tl.dot(u, factor, acc, input_precision="ieee")
+        acc = acc * alpha
+        if BIASED:
+            here = b_ptr + e.to(tl.int64) * stride_be + column * stride_bo
+            acc += tl.load(here, mask=column < O, other=0.0).to(tl.float32)[None, :]
+        stored = (n < end)[:, None] & (column < O)[None, :]
+        tl.store(out_ptr + n64 * O + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=stored)

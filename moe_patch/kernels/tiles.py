@@ -1,0 +1,150 @@
+"""Tile sizes of the grouped GEMMs: a table and a pure function over it. Never tuned at run time.
+
+A tile is chosen by what the device can do (capability and shared memory), the width of the operands
+and how many rows an average expert has; never by a device's name. ``scripts/tune_tiles.py`` searches
+candidates offline, ``scripts/compile_tiles.py`` proves that every entry compiles and fits.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+OPS = ("up", "rows", "dh", "dw", "thin", "thin_dw")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one grouped GEMM is cut up.
+
+    Attributes:
+        m, n, k: rows, columns and depth of one step. In "up" with a gate, n counts gate and up
+            columns together. In the weight gradients m and n are the gradient's rows and columns
+            and k the token rows of a step.
+        warps, stages: of a program, and the depth of its load pipeline.
+        persistent: as many programs as multiprocessors, each taking tiles in turn.
+        descriptors: weights through tensor descriptors where their storage allows (sm90 and up).
+        flatten: fuse the loop over tiles with the loop over depth.
+        group: row tiles that share a pass over the columns (for the L2 cache).
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    persistent: bool = False
+    descriptors: bool = False
+    flatten: bool = False
+    group: int = 8
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Shared memory of the load pipeline, the lower bound of what the kernel takes."""
+        return self.stages * self.k * (self.m + self.n) * itemsize
+
+
+def rows_bucket(rows: int, num_experts: int) -> str:
+    """The size class of an average expert: "few" (decode), "some" or "many" rows."""
+    mean = rows / max(num_experts, 1)
+    return "few" if mean <= 12 else "some" if mean <= 64 else "many"
+
+
+# Under the interpreter only the arithmetic matters: small tiles keep it quick.
+_INTERPRETER = {op: (Tile(16, 32, 16, 1, 1),) for op in OPS}
+
+# fp32 runs on the ordinary cores (tf32 would not be fp32): registers bound the tile.
+_FP32 = {op: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 1)) for op in OPS} | {
+    "thin": (Tile(64, 16, 32, 4, 2),),
+    "thin_dw": (Tile(16, 64, 32, 4, 2),),
+}
+
+# Ampere, Ada and consumer Blackwell: mma.sync, 99 or 163 KB.
+_SM80 = {
+    "many": {
+        "up": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
+        "rows": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
+        "dh": (Tile(128, 64, 64, 8, 3),),
+        "dw": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 8, 3)),
+    },
+    "some": {
+        "up": (Tile(64, 128, 64, 4, 3),),
+        "rows": (Tile(64, 128, 64, 4, 3),),
+        "dh": (Tile(64, 64, 64, 4, 3),),
+        "dw": (Tile(128, 128, 32, 8, 3),),
+    },
+    "few": {
+        "up": (Tile(16, 64, 128, 4, 3),),
+        "rows": (Tile(16, 64, 128, 4, 3),),
+        "dh": (Tile(16, 64, 128, 4, 3),),
+        "dw": (Tile(64, 128, 16, 4, 3),),
+    },
+}
+_THIN = {
+    "thin": (Tile(128, 16, 64, 4, 4), Tile(64, 16, 64, 4, 3)),
+    "thin_dw": (Tile(16, 128, 64, 4, 4), Tile(16, 128, 32, 4, 3)),
+}
+
+# Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors.
+_SM90 = {
+    "many": {
+        "up": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True),),
+        "rows": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
+        "dh": (Tile(128, 128, 64, 8, 3, persistent=True, descriptors=True),),
+        "dw": (Tile(128, 256, 32, 8, 6),),
+    },
+    "some": {
+        "up": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
+        "rows": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
+        "dh": (Tile(64, 128, 64, 4, 3, persistent=True, descriptors=True),),
+        "dw": (Tile(128, 256, 32, 8, 6),),
+    },
+    "few": {
+        "up": (Tile(16, 64, 128, 4, 4),),
+        "rows": (Tile(16, 64, 128, 4, 4),),
+        "dh": (Tile(16, 64, 128, 4, 4),),
+        "dw": (Tile(64, 128, 16, 4, 4),),
+    },
+}
+
+
+def candidates(op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """The tiles of an op in order of preference, before any check against shared memory.
+
+    Args:
+        op: one of :data:`OPS`.
+        bucket: see :func:`rows_bucket`.
+        dtype: of the operands: bf16, fp16 or fp32.
+        capability: of the device; (0, 0) for the interpreter.
+    """
+    if op not in OPS:
+        raise ValueError(f"op is {op!r}; accepted: {', '.join(OPS)}")
+    if capability == (0, 0):
+        return _INTERPRETER[op]
+    if dtype == torch.float32:
+        return _FP32[op]
+    if op in _THIN:
+        return _THIN[op]
+    hopper_or_later = capability[0] in (9, 10)
+    return (_SM90 if hopper_or_later else _SM80)[bucket][op]
+
+
+@functools.cache
+def pick_tile(
+    op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
+) -> Tile:
+    """The first candidate that fits the device's shared memory.
+
+    Args:
+        op, bucket, dtype, capability: see :func:`candidates`.
+        shared_memory: bytes one block may opt in to.
+
+    Raises:
+        ValueError: no candidate fits.
+    """
+    tried = candidates(op, bucket, dtype, capability)
+    for tile in tried:
+        if tile.shared_bytes(dtype.itemsize) <= shared_memory:
+            return tile
+    raise ValueError(f"no {op} tile for {dtype} fits {shared_memory} bytes of shared memory; tried {tried}")

@@ -1,0 +1,106 @@
+"""What the grouped GEMM kernels share: finding their tile, and their weight operand.
+
+A weight operand is either pointers with strides, which take any storage, or a tensor descriptor over
+storage whose last axis is contiguous and 16-byte aligned (MODE, below).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_patch.kernels.tiles import Tile
+
+# How a weight reaches a kernel: pointers; a descriptor with the summed axis last ([.., out, in]);
+# a descriptor with the output axis last ([.., in, out]).
+POINTERS, DEPTH_LAST, COLUMNS_LAST = 0, 1, 2
+
+
+@triton.jit
+def locate_tile(tile, row_tiles, columns, GROUP: tl.constexpr):
+    """(row tile, column tile) of a tile: GROUP row tiles share one pass over the columns."""
+    first = tile // (GROUP * columns) * GROUP
+    height = min(row_tiles - first, GROUP)
+    local = tile - first * columns
+    return first + local % height, local // height
+
+
+@triton.jit
+def pair_columns(
+    column_tile, F, BN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """The columns of h that belong to one tile of a, and which of them exist.
+
+    Gate and up columns travel together: the first half of the tile gate and the second up, or
+    alternating when interleaved. :func:`split_pair` separates them.
+    """
+    j = tl.arange(0, BN)
+    if GATED and not INTERLEAVED:
+        f = column_tile * (BN // 2) + j % (BN // 2)
+        return (j // (BN // 2)) * F + f, f < F
+    column = column_tile * BN + j
+    return column, column < (2 * F if GATED else F)
+
+
+@triton.jit
+def split_pair(h, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gate and up, [BM, BF] each, of a tile whose columns came from :func:`pair_columns`."""
+    if INTERLEAVED:
+        gate, up = tl.split(tl.reshape(h, (BM, BF, 2)))
+    else:
+        gate, up = tl.split(tl.permute(tl.reshape(h, (BM, 2, BF)), (0, 2, 1)))
+    return gate, up
+
+
+@triton.jit
+def join_pair(gate, up, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The inverse of :func:`split_pair`."""
+    both = tl.join(gate, up)
+    if not INTERLEAVED:
+        both = tl.permute(both, (0, 2, 1))
+    return tl.reshape(both, (BM, 2 * BF))
+
+
+@triton.jit
+def weight_pointers(w, stride_out, stride_in, column, k):
+    """Pointers to the [k, column] tile of one expert's weight [out, in]."""
+    return w + k[:, None] * stride_in + column[None, :] * stride_out
+
+
+def weight_operand(w_EOI: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, int]:
+    """The weight as the kernels take it: ``(pointers or descriptor, MODE)``.
+
+    Args:
+        w_EOI: [E, out, in] with any strides.
+        tile: its n and k are the box of a descriptor.
+        halves: 2 when a box takes half of its columns from each half of ``out`` (gate and up).
+    """
+    E, O, I = w_EOI.shape
+    stride_e, stride_o, stride_i = w_EOI.stride()
+    if not tile.descriptors or w_EOI.data_ptr() % 16 != 0:
+        return w_EOI, POINTERS
+    part = O // halves
+    if stride_i == 1 and _aligned(w_EOI, stride_e, stride_o, part * stride_o):
+        shape, box = [E, halves, part, I], [1, halves, tile.n // halves, tile.k]
+        strides = [stride_e, part * stride_o, stride_o, 1]
+        return TensorDescriptor(w_EOI, shape, strides, box), DEPTH_LAST
+    if stride_o == 1 and _aligned(w_EOI, stride_e, stride_i, part if halves > 1 else 0):
+        shape, box = [E, I, halves, part], [1, tile.k, halves, tile.n // halves]
+        strides = [stride_e, stride_i, part if halves > 1 else stride_i, 1]
+        return TensorDescriptor(w_EOI, shape, strides, box), COLUMNS_LAST
+    return w_EOI, POINTERS
+
+
+def row_operand(rows_NI: Tensor, tile: Tile) -> tuple[Any, bool]:
+    """Contiguous rows as ``(pointers or descriptor, is it a descriptor)``, in boxes of m x k."""
+    if not tile.descriptors or rows_NI.data_ptr() % 16 != 0 or not _aligned(rows_NI, rows_NI.stride(0)):
+        return rows_NI, False
+    return TensorDescriptor.from_tensor(rows_NI, [tile.m, tile.k]), True
+
+
+def _aligned(tensor: Tensor, *strides: int) -> bool:
+    return all(stride * tensor.element_size() % 16 == 0 for stride in strides)

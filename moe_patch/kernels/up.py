@@ -1,0 +1,132 @@
+"""The up projection: h_n = W13_e x_t (+ b13_e) (+ B13_e u_n), a_n = act(h_n), in one kernel.
+
+x is gathered in the prologue and the activation evaluated in the epilogue from the rounded h, so
+that a recomputed in backward is the same bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.glu import glu_constants, glu_forward
+from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.tiling import locate_tile, pair_columns, split_pair, weight_operand, weight_pointers
+from moe_patch.types import Glu
+
+
+def up(
+    x_TD: Tensor,
+    rows: Rows,
+    w_EHD: Tensor,
+    b_EH: Tensor | None,
+    glu: Glu,
+    tile: Tile,
+    *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    save_h: bool = True,
+    save_a: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """h and a of every row, in plan order.
+
+    Args:
+        x_TD: hidden states, last axis contiguous.
+        rows: the plan and its tile table for ``tile.m``.
+        w_EHD, b_EH: up projection, any strides.
+        glu: the activation.
+        tile: sizes; n counts gate and up columns together.
+        low_rank: (u_NR, B_EHR): adds B_e u_n to h.
+        save_h, save_a: which outputs to write; the other is an empty tensor.
+    """
+    N, D = rows.count, x_TD.shape[1]
+    H = w_EHD.shape[1]
+    F = H // 2 if glu.gated else H
+    h_NH = x_TD.new_empty((N, H) if save_h else 0)
+    a_NF = x_TD.new_empty((N, F) if save_a else 0)
+    weight, mode = weight_operand(w_EHD, tile, 2 if glu.gated and not glu.interleaved else 1)
+    u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
+    R = u_NR.shape[1] if low_rank is not None else 0
+    bias = b_EH if b_EH is not None else x_TD
+    columns = triton.cdiv(H, tile.n)
+    if glu.gated and not glu.interleaved:
+        columns = triton.cdiv(F, tile.n // 2)
+    _up_kernel[(programs(rows.bound * columns, tile, device_of(x_TD)),)](
+        x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        rows.bound, columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(),
+        bias.stride(0), bias.stride(1), *lb_EHR.stride(),
+        **glu_constants(glu, fast=x_TD.is_cuda and x_TD.dtype.itemsize == 2),
+        BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a, MODE=mode,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return h_NH, a_NF
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr, w, b_ptr, u_ptr, lb_ptr, h_ptr, a_ptr, row_ptr, offsets_ptr, table_ptr,
+    M, columns, D, F, R, K, stride_x, stride_we, stride_wo, stride_wi,
+    stride_be, stride_bo, stride_le, stride_lo, stride_li,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
+    BIASED: tl.constexpr, LOW_RANK: tl.constexpr, SAVE_H: tl.constexpr, SAVE_A: tl.constexpr,
+    MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid: row tiles x column tiles, or persistent. One tile: BM rows of h by BN columns."""
+    BF: tl.constexpr = BN // 2 if GATED else BN
+    SPLIT: tl.constexpr = GATED and not INTERLEAVED
+    H = 2 * F if GATED else F
+    row_tiles = tl.load(table_ptr)
+    for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
+        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
+        e = tl.load(table_ptr + 1 + row_tile)
+        n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
+        end = tl.load(offsets_ptr + e + 1)
+        # Rows past the expert's end repeat its last row: no mask in the loop, and nothing is stored.
+        token = tl.load(row_ptr + tl.minimum(n, end - 1)) // K
+        x_row = x_ptr + token.to(tl.int64)[:, None] * stride_x
+        column, exists = pair_columns(column_tile, F, BN, GATED, INTERLEAVED)
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k0 in range(0, D, BK):
+            k = k0 + tl.arange(0, BK)
+            if EVEN_K:
+                x = tl.load(x_row + k[None, :])
+            else:
+                x = tl.load(x_row + k[None, :], mask=(k < D)[None, :], other=0.0)
+            if MODE == 0:
+                here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k)
+                weight = tl.load(here, mask=(k < D)[:, None] & exists[None, :], other=0.0)
+            elif MODE == 1:
+                weight = tl.reshape(w.load([e, 0, column_tile * (BF if SPLIT else BN), k0]), (BN, BK)).T
+            else:
+                weight = tl.reshape(w.load([e, k0, 0, column_tile * (BF if SPLIT else BN)]), (BK, BN))
+            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        n64 = n.to(tl.int64)[:, None]
+        if LOW_RANK:
+            lb = lb_ptr + e.to(tl.int64) * stride_le
+            for r0 in range(0, R, BR):
+                r = r0 + tl.arange(0, BR)
+                u = tl.load(u_ptr + n64 * R + r[None, :], mask=(n < end)[:, None] & (r < R)[None, :], other=0.0)
+                here = weight_pointers(lb, stride_lo, stride_li, column, r)
+                factor = tl.load(here, mask=(r < R)[:, None] & exists[None, :], other=0.0)
+                acc = tl.dot(u, factor, acc, input_precision="ieee")
+        if BIASED:
+            here = b_ptr + e.to(tl.int64) * stride_be + column * stride_bo
+            acc += tl.load(here, mask=exists, other=0.0).to(tl.float32)[None, :]
+        h = acc.to(x_ptr.dtype.element_ty)
+        if SAVE_H:
+            stored = (n < end)[:, None] & exists[None, :]
+            tl.store(h_ptr + n64 * H + column[None, :], h, mask=stored)
+        if SAVE_A:
+            f = column_tile * BF + tl.arange(0, BF)
+            if GATED:
+                gate, up = split_pair(h.to(tl.float32), BM, BF, INTERLEAVED)
+            else:
+                gate, up = h.to(tl.float32), h.to(tl.float32)
+            a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+            stored = (n < end)[:, None] & (f < F)[None, :]
+            tl.store(a_ptr + n64 * F + f[None, :], a.to(a_ptr.dtype.element_ty), mask=stored)
