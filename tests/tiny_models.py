@@ -1,0 +1,214 @@
+"""Tiny models of every family, with routers and experts that make faults visible.
+
+    model = build("qwen3_moe")                            fp32, CPU, deterministic
+    model = build("deepseek_v3", dtype=torch.bfloat16, n_group=4)
+    out = model(**inputs(model)); loss(out).backward()
+    for path, block in blocks(model): ...
+
+A new family is one line in FAMILIES. The sizes below apply where a config class declares the name.
+Random values: gates std 0.5 and experts std 0.3 (outputs of size about one, no near-ties), correction
+biases non-zero and of both signs, nothing left at zero.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.numerics import probe
+
+SIZES = {
+    # trunk
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "sliding_window": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "attention_dropout": 0.0, "output_router_logits": True, "num_nextn_predict_layers": 0,
+    # latent attention
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    # experts and routing
+    "intermediate_size": 24, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "num_shared_experts": 1, "n_group": 2, "topk_group": 1,
+    "routed_scaling_factor": 2.5, "first_k_dense_replace": 0, "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One family's recipe.
+
+    Attributes:
+        over: config values beyond SIZES; a value of None for a SIZES key leaves the config's default.
+        config, model: "folder:ClassName" where the auto classes of transformers do not lead there.
+        block_alone: the block's forward takes hidden states alone, so that it can be called by itself.
+    """
+
+    over: dict[str, Any] = field(default_factory=dict)
+    config: str | None = None
+    model: str | None = None
+    block_alone: bool = True
+
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+FAMILIES: dict[str, Tiny] = {
+    "deepseek_v3": Tiny({"num_key_value_heads": 4}),
+    "glm4_moe": Tiny(),
+    "gpt_oss": Tiny({"intermediate_size": 16, "rope_parameters": ROPE}),
+    "minimax_m2": Tiny({"intermediate_size": 16}),
+    "mixtral": Tiny({"intermediate_size": 16}),
+    "olmoe": Tiny({"intermediate_size": 16}),
+    "qwen2_moe": Tiny(),
+    "qwen3_moe": Tiny({"norm_topk_prob": True}),
+}
+
+
+def config(model_type: str, **overrides: Any) -> Any:
+    """The family's config object with our sizes; an override that it does not declare is an error."""
+    tiny = FAMILIES[model_type]
+    cls = _load(tiny.config) if tiny.config else _auto("configuration_auto", "CONFIG_MAPPING")[model_type]
+    declared = {f.name for f in fields(cls)} | set(cls.attribute_map)
+    asked = {**tiny.over, **overrides}
+    if unknown := sorted(set(asked) - declared):
+        raise TypeError(f"{cls.__name__} does not declare {unknown}")
+    own = {f.name for f in fields(cls)}
+    values = {k: v for k, v in SIZES.items() if k in own and asked.get(k, v) is not None} | asked
+    values = {k: v for k, v in values.items() if v is not None}
+    return cls(**values, attn_implementation="eager")
+
+
+def build(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A tiny random model on CPU, in train mode, experts on transformers' eager path.
+
+    Args:
+        model_type: a key of FAMILIES.
+        dtype: of the weights; modules that the family keeps in fp32 on load stay fp32.
+        seed: of every weight.
+        overrides: config values.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _model_class(model_type)(config(model_type, **overrides))
+    randomise(model, seed)
+    cast(model, dtype)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model.train()
+
+
+def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """To ``dtype`` in place as from_pretrained would: what the family keeps in fp32 stays fp32.
+
+    fp64 is for references and takes everything along.
+    """
+    kept = {name: t.data for name, t in _tensors(model) if _kept_in_fp32(model, name, dtype)}
+    model.to(dtype)
+    for name, t in _tensors(model):
+        if name in kept:
+            t.data = kept[name]
+    return model
+
+
+def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Values that make faults visible, in place; see the head of this file."""
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def normal(t: Tensor, std: float) -> None:
+        t.copy_(torch.randn(t.shape, generator=generator) * std)
+
+    with torch.no_grad():
+        for name, t in _tensors(model):
+            parts = name.split(".")
+            if not t.is_floating_point():
+                continue
+            if parts[-1] in CORRECTION_BIASES:
+                t.copy_(mixed_bias(t.numel(), generator).view(t.shape))
+            elif any(part in ("gate", "router") for part in parts[:-1]) and t.dim() <= 2:
+                normal(t, 0.5)
+            elif "experts" in parts and t.dim() >= 2:
+                normal(t, 0.3)
+            elif not torch.isfinite(t).all() or not t.any():
+                normal(t, 0.1)
+    return model
+
+
+CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+
+
+def mixed_bias(size: int, generator: torch.Generator) -> Tensor:
+    """Non-zero values of both signs, shuffled: -0.3 .. 0.3 without 0."""
+    half = torch.linspace(0.05, 0.3, (size + 1) // 2)
+    return torch.cat([half, -half])[:size][torch.randperm(size, generator=generator)]
+
+
+def inputs(model: nn.Module, batch: int = 2, seq: int = 7, seed: int = 1) -> dict[str, Tensor]:
+    """Token ids, and labels where the model has a language-model head."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (batch, seq), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()} if has_head(model) else {"input_ids": ids}
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether the model computes a loss from labels."""
+    return "ForCausalLM" in type(model).__name__ or "ForConditional" in type(model).__name__
+
+
+def loss(output: Any) -> Tensor:
+    """The model's own loss, or a fixed random functional of its hidden states."""
+    own = output.get("loss")
+    return probe(output.last_hidden_state) if own is None else own
+
+
+def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(path, block) of every module that holds an ``experts`` module with 3-D weights."""
+    found = []
+    for path, module in model.named_modules():
+        experts = module._modules.get("experts")
+        if experts is not None and any(p.dim() == 3 for p in experts.parameters()):
+            found.append((path, module))
+    return found
+
+
+def hidden(block_or_model: nn.Module, batch: int, seq: int, seed: int = 2, dtype: torch.dtype | None = None) -> Tensor:
+    """Hidden states of size one for a block, [batch, seq, D], requiring grad."""
+    weight = next(p for n, p in block_or_model.named_parameters() if "experts" in n.split("."))
+    D = SIZES["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, seq, D, generator=generator)
+    return x.to(weight.device, dtype or weight.dtype).requires_grad_()
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _kept_in_fp32(model: nn.Module, name: str, dtype: torch.dtype) -> bool:
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict)
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules)
+    return any(f".{pattern}." in f".{name}." for pattern in patterns)
+
+
+def _model_class(model_type: str) -> type[nn.Module]:
+    tiny = FAMILIES[model_type]
+    if tiny.model:
+        return _load(tiny.model)
+    config_class = _auto("configuration_auto", "CONFIG_MAPPING")[model_type]
+    return _auto("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING")[config_class]
+
+
+def _auto(file: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"transformers.models.auto.{file}"), name)
+
+
+def _load(where: str) -> type:
+    folder, name = where.split(":")
+    kind = "configuration" if name.endswith("Config") else "modeling"
+    return getattr(importlib.import_module(f"transformers.models.{folder}.{kind}_{folder}"), name)
