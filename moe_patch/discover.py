@@ -57,7 +57,7 @@ def discover(model: nn.Module) -> list[FoundBlock]:
         return blocks[path]
 
     for path, module in named:
-        found = lookup(module)
+        found = lookup(module) or _decorated(module)
         if found is None:
             if (reason := _looks_like_moe(module)) and not _inside(path, order):
                 block_at(path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)).reason = reason
@@ -97,6 +97,15 @@ def _holder(path: str) -> str:
     while parts and parts[-1] == "base_layer":
         parts.pop()
     return ".".join(parts[:-1])
+
+
+def _decorated(module: nn.Module) -> tuple[FamilySpec, str] | None:
+    """An experts module that transformers' decorator serves and no entry names: tier experts."""
+    flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "_is_expert_parallel")
+    if not all(flag in module.__dict__ for flag in flags):
+        return None
+    model_type = module.config.model_type
+    return FamilySpec(model_types=(model_type,), experts=type(module).__name__, tier="experts"), "experts"
 
 
 def _looks_like_moe(module: nn.Module) -> str | None:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError
-from moe_patch.families.spec import GluRule, read
+from moe_patch.composed import experts_composed
+from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
 from moe_patch.lora import HANDED_DOWN, live_factors, to_lora
+from moe_patch.ops import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _ACT_FN = GluRule("act_fn")
@@ -27,70 +28,82 @@ class ExpertTensors(NamedTuple):
     lora2: Lora | None
 
 
-def up_name(experts: nn.Module) -> str:
+def layout_of(experts: nn.Module, spec: FamilySpec) -> nn.Module | Layout:
+    """Where the layout flags are: on a decorated module itself, else in the family entry."""
+    return experts if spec.layout is None else spec.layout
+
+
+def up_name(experts: nn.Module, spec: FamilySpec) -> str:
     """The name of the up projection's parameter."""
-    return "gate_up_proj" if experts.has_gate else "up_proj"
+    return "gate_up_proj" if layout_of(experts, spec).has_gate else "up_proj"
 
 
-def read_tensors(experts: nn.Module, dtype: torch.dtype, fuse_lora: bool) -> ExpertTensors:
+def stored_weight(experts: nn.Module, spec: FamilySpec) -> Tensor:
+    """The up projection as stored, without evaluating a parametrization."""
+    name = up_name(experts, spec)
+    live = live_factors(experts, name)
+    return getattr(experts, name) if live is None else live[0]
+
+
+def read_tensors(experts: nn.Module, spec: FamilySpec, dtype: torch.dtype, fuse_lora: bool) -> ExpertTensors:
     """Weights, biases and low-rank factors of an experts module.
 
     Args:
         experts: the live module; parametrizations and handed-down factors are honoured.
+        spec: the family entry.
         dtype: compute dtype; tensors in another dtype are cast (their gradients are cast back).
         fuse_lora: read factors instead of PEFT's merged weight.
     """
-    w13, lora13 = _projection(experts, up_name(experts), dtype, fuse_lora)
-    w2, lora2 = _projection(experts, "down_proj", dtype, fuse_lora)
+    layout = layout_of(experts, spec)
+    up = up_name(experts, spec)
+    w13, lora13 = _projection(experts, up, layout.is_transposed, dtype, fuse_lora)
+    w2, lora2 = _projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
     b13 = b2 = None
-    if experts.has_bias:
-        b13 = getattr(experts, f"{up_name(experts)}_bias").to(dtype)
+    if layout.has_bias:
+        b13 = getattr(experts, f"{up}_bias").to(dtype)
         b2 = experts.down_proj_bias.to(dtype)
     return ExpertTensors(ExpertWeights(w13, w2, b13, b2), lora13, lora2)
 
 
 def _projection(
-    experts: nn.Module, name: str, dtype: torch.dtype, fuse_lora: bool
+    experts: nn.Module, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: bool
 ) -> tuple[Tensor, Lora | None]:
     handed_down = experts.__dict__.get(HANDED_DOWN, {})
     live = live_factors(experts, name) if fuse_lora else None
     weight, factors = live if live is not None else (getattr(experts, name), handed_down.get(name, []))
-    w_EOI = weight.mT if experts.is_transposed else weight
-    lora = to_lora(factors, w_EOI, experts.is_transposed, dtype, f"{type(experts).__name__}.{name}")
+    w_EOI = weight.mT if transposed else weight
+    lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora
 
 
-def read_glu(experts: nn.Module, rule: GluRule | None) -> Glu | None:
-    """The experts' activation as a Glu, or None when it is none that the kernels know.
+def read_glu(experts: nn.Module, spec: FamilySpec) -> Glu | None:
+    """The experts' activation as a Glu, or None when it is none that the fused kernels know.
 
     ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
     """
-    if "_apply_gate" in experts.__dict__:
+    layout = layout_of(experts, spec)
+    if "_apply_gate" in experts.__dict__ or layout.has_post_expert_norm:
         return None
-    if rule is None:
+    rule = spec.glu or _ACT_FN
+    if spec.glu is None and layout.has_gate and spec.layout is None:
         from transformers.integrations.moe import _default_apply_gate
 
-        if experts.has_gate and type(experts)._apply_gate is not _default_apply_gate:
+        if type(experts)._apply_gate is not _default_apply_gate:
             return None
-        rule = _ACT_FN
     kind = rule.kind
     if kind == "act_fn":
-        if not hasattr(experts, "act_fn"):
+        act_fn = experts._modules.get("act_fn")
+        if act_fn is None or (known := activation_kind(act_fn)) is None:
             return None
-        kind = activation_kind(experts.act_fn)
-        if kind is None:
-            return None
+        kind = known
+    limit = read(experts, rule.limit)
     return Glu(
         kind,
-        gated=experts.has_gate,
-        interleaved=not experts.is_concatenated,
+        gated=layout.has_gate,
+        interleaved=not layout.is_concatenated,
         alpha=float(read(experts, rule.alpha)),
-        limit=_limit(read(experts, rule.limit)),
+        limit=float("inf") if limit is None else float(limit),
     )
-
-
-def _limit(value: float | None) -> float:
-    return float("inf") if value is None else float(value)
 
 
 def activation_kind(act_fn: object) -> str | None:
@@ -113,28 +126,35 @@ def activation_kind(act_fn: object) -> str | None:
     return kinds.get(type(act_fn))
 
 
-def compute_dtype(experts: nn.Module, device_type: str) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else that of the expert weights."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    live = live_factors(experts, up_name(experts))
-    weight = getattr(experts, up_name(experts)) if live is None else live[0]
-    return weight.dtype
+def run_experts(
+    experts: nn.Module,
+    spec: FamilySpec,
+    hidden_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    backend: str,
+    recompute: bool = False,
+    fuse_lora: bool = True,
+) -> Tensor:
+    """One call of an experts module on this library; the output in the dtype of ``hidden_TD``.
 
-
-def require_glu(experts: nn.Module, rule: GluRule | None, path: str) -> Glu:
-    """:func:`read_glu`, or an error that names the activation.
-
-    Raises:
-        UnsupportedModelError: the activation is none that the kernels know.
+    Computes in autocast's dtype where autocast is on, else in that of the expert weights. An
+    activation or post-expert norm that the fused operator does not know runs the module's own code
+    between grouped products.
     """
-    glu = read_glu(experts, rule)
-    if glu is None:
-        act = type(experts.act_fn).__name__ if hasattr(experts, "act_fn") else "a gate of its own"
-        raise UnsupportedModelError(
-            f"{path} ({type(experts).__name__}): activation {act} is not known; accepted: "
-            f"{', '.join(Glu.KINDS)} through act_fn, or a family entry with a GluRule"
+    device_type = hidden_TD.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else stored_weight(experts, spec).dtype
+    w, lora13, lora2 = read_tensors(experts, spec, dtype, fuse_lora)
+    glu = read_glu(experts, spec)
+    x_TD = hidden_TD.to(dtype)
+    if glu is not None:
+        out_TD = experts_mlp(
+            x_TD, ids_TK, weights_TK, w, glu, lora13=lora13, lora2=lora2, backend=backend, recompute=recompute
         )
-    return glu
-
-
+    else:
+        gate = experts._apply_gate if layout_of(experts, spec).has_gate else experts.act_fn
+        norm = experts.post_expert_norm if layout_of(experts, spec).has_post_expert_norm else None
+        out_TD = experts_composed(x_TD, ids_TK, weights_TK, w, gate, norm, lora13=lora13, lora2=lora2)
+    return out_TD.to(hidden_TD.dtype)

@@ -55,11 +55,11 @@ def experts_forward(
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
     groups = Groups(plan, x_TD)
-    h_NH = groups.linear(_token_rows(x_TD, plan), w.w13_EHD, w.b13_EH, lora13)
+    h_NH = groups.linear(token_rows(x_TD, plan), w.w13_EHD, w.b13_EH, lora13)
     y_ND = groups.linear(gated_activation(h_NH, glu), w.w2_EDF, w.b2_ED, lora2)
-    out_TD = _gather_sum(y_ND, plan.slot_of_TK, weights_TK).to(x_TD.dtype)
+    out_TD = gather_sum(y_ND, plan.slot_of_TK, weights_TK).to(x_TD.dtype)
     empty = x_TD.new_empty(0)
-    act_norm_TK = _to_TK(_row_norm(y_ND), plan) if norms else empty
+    act_norm_TK = to_TK(_row_norm(y_ND), plan) if norms else empty
     return ExpertsForward(out_TD, plan, h_NH if save_h else empty, act_norm_TK)
 
 
@@ -87,10 +87,10 @@ def experts_backward(
         ExpertsBackward; each gradient in the dtype and layout of its input.
     """
     groups = Groups(plan, x_TD)
-    x_ND = _token_rows(x_TD, plan)
+    x_ND = token_rows(x_TD, plan)
     if h_NH.numel() == 0:
         h_NH = groups.linear(x_ND, w.w13_EHD, w.b13_EH, lora13)
-    dout_ND = _token_rows(dout_TD.to(x_TD.dtype), plan)
+    dout_ND = token_rows(dout_TD.to(x_TD.dtype), plan)
     w_N1 = _row_weights(weights_TK, plan).unsqueeze(1)
     da_NF, q_NR = groups.linear_T(dout_ND, w.w2_EDF, lora2)
     a_NF, dh_NH = gated_activation_backward(h_NH, da_NF, w_N1, glu)
@@ -100,7 +100,7 @@ def experts_backward(
         dw_N = (da_NF.to(wide) * a_NF.to(wide)).sum(-1)
         if w.b2_ED is not None:
             dw_N = dw_N + (dout_ND.to(wide) * _expert_rows(w.b2_ED, plan).to(wide)).sum(-1)
-        grads["weights"] = _to_TK(dw_N, plan).to(weights_TK.dtype)
+        grads["weights"] = to_TK(dw_N, plan).to(weights_TK.dtype)
     wa_NF = (w_N1 * a_NF).to(x_TD.dtype) if needs.w2 or lora2 is not None else None
     if needs.w2:
         grads["w2"] = groups.outer_sum(dout_ND, wa_NF, w.w2_EDF)
@@ -113,7 +113,7 @@ def experts_backward(
     p_NR = None
     if needs.x:
         dx_ND, p_NR = groups.linear_T(dh_NH, w.w13_EHD, lora13)
-        grads["x"] = _gather_sum(dx_ND, plan.slot_of_TK, None).to(x_TD.dtype)
+        grads["x"] = gather_sum(dx_ND, plan.slot_of_TK, None).to(x_TD.dtype)
     if lora2 is not None:
         if needs.lora2_A:
             wq_NR = (w_N1 * q_NR).to(x_TD.dtype)
@@ -145,8 +145,8 @@ def _grad_norms(groups, plan, w, lora13, lora2, x_ND, a_NF, dh_NH, dout_ND, w_N1
     if w.b2_ED is not None:
         params_N = params_N + dy_N.square()
     norms = {
-        "grad_norm_out_TK": _to_TK(dy_N, plan),
-        "grad_norm_params_TK": _to_TK(params_N.sqrt(), plan),
+        "grad_norm_out_TK": to_TK(dy_N, plan),
+        "grad_norm_params_TK": to_TK(params_N.sqrt(), plan),
     }
     if lora13 is None and lora2 is None:
         return norms
@@ -157,7 +157,7 @@ def _grad_norms(groups, plan, w, lora13, lora2, x_ND, a_NF, dh_NH, dout_ND, w_N1
     if lora2 is not None:
         u_N = _row_norm(groups.linear(a_NF, lora2.A_ERI))
         lora_N += ((w_N * _row_norm(q_NR) * a_N).square() + (dy_N * u_N).square()) * lora2.scaling**2
-    norms["grad_norm_lora_TK"] = _to_TK(lora_N.sqrt(), plan)
+    norms["grad_norm_lora_TK"] = to_TK(lora_N.sqrt(), plan)
     return norms
 
 
@@ -169,7 +169,8 @@ def _row_norm(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(rows.dtype))
 
 
-def _token_rows(x_TD: Tensor, plan: Plan) -> Tensor:
+def token_rows(x_TD: Tensor, plan: Plan) -> Tensor:
+    """Each row's token, in plan order [N, D]; rows past the last valid one are arbitrary."""
     K = plan.slot_of_TK.shape[1]
     return x_TD.index_select(0, plan.row_of_N.clamp(min=0) // K)
 
@@ -188,14 +189,14 @@ def _row_weights(weights_TK: Tensor, plan: Plan) -> Tensor:
     return torch.where(plan.row_of_N >= 0, picked_N, 0.0)
 
 
-def _to_TK(values_N: Tensor, plan: Plan) -> Tensor:
+def to_TK(values_N: Tensor, plan: Plan) -> Tensor:
     """Per-row values from plan order to [T, K], 0 in empty slots."""
     slot = plan.slot_of_TK
     picked = values_N.index_select(0, slot.reshape(-1).clamp(min=0)).view(slot.shape)
     return torch.where(slot >= 0, picked, 0.0)
 
 
-def _gather_sum(rows_ND: Tensor, slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+def gather_sum(rows_ND: Tensor, slot_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     """sum_k w_tk rows[slot_tk] in slot order, accumulated in fp32 (fp64 for fp64)."""
     wide = _wide(rows_ND.dtype)
     out_TD = torch.zeros(slot_TK.shape[0], rows_ND.shape[1], dtype=wide, device=rows_ND.device)

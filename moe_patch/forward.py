@@ -5,7 +5,8 @@
     block_forward     bound on blocks with a shared expert: router, experts, shared expert, as modules
     lora_forward      bound on PEFT's ParamWrapper: hands low-rank factors down for one call
 
-Each begins by checking that its patch is still active; otherwise the class's own forward runs.
+Each runs only while its patch is active (see :func:`moe_patch.record.bound`); otherwise the class's
+own forward does.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.experts_module import compute_dtype, read_tensors, require_glu
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.experts_module import run_experts
 from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle
-from moe_patch.ops import experts_mlp
-from moe_patch.record import ModulePatch, record_of
+from moe_patch.record import ModulePatch, bound, record_of
 
 EXPERTS_NAME = "moe_patch"
 
@@ -31,12 +32,12 @@ class ExpertsPatch(ModulePatch):
         register_experts()
 
 
-def router_forward(router: nn.Module, hidden_states: Tensor, *args: Any) -> Any:
-    """logits_TE, weights_TK and ids_TK, in transformers' order."""
-    record = record_of(router)
-    if record is None:
-        return type(router).forward(router, hidden_states, *args)
+@bound
+def router_forward(router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any) -> Any:
+    """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
     routing = record.spec.route(router, hidden_states, args, ties=record.config.ties)
+    if record.spec.returns is not None:
+        return record.spec.returns(router, routing)
     return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
 
@@ -45,32 +46,30 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     record = record_of(experts)
     if record is None:
         return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
-    config, spec = record.config, record.spec
-    dtype = compute_dtype(experts, hidden_states.device.type)
-    glu = require_glu(experts, None if spec is None else spec.glu, type(experts).__name__)
-    tensors = read_tensors(experts, dtype, config.fuse_lora != "off")
-    out_TD = experts_mlp(
-        hidden_states.to(dtype),
+    return run_experts(
+        experts,
+        record.spec,
+        hidden_states,
         top_k_index,
         top_k_weights,
-        tensors.weights,
-        glu,
-        lora13=tensors.lora13,
-        lora2=tensors.lora2,
-        backend=config.backend,
-        recompute=config.recompute,
+        backend=record.config.backend,
+        recompute=record.config.recompute,
+        fuse_lora=record.config.fuse_lora != "off",
     )
-    return out_TD.to(hidden_states.dtype)
 
 
-def block_forward(block: nn.Module, hidden_states: Tensor) -> Tensor:
+@bound
+def bound_experts_forward(experts: nn.Module, record: ModulePatch, *args: Any, **kwargs: Any) -> Tensor:
+    """:func:`experts_forward`, bound on an experts class that transformers' registry does not serve."""
+    return experts_forward(experts, *args, **kwargs)
+
+
+@bound
+def block_forward(block: nn.Module, record: ModulePatch, hidden_states: Tensor) -> Tensor:
     """Routed experts plus the shared expert, times sigmoid(shared gate) where there is one.
 
     Everything is called as a module and no weight is read, so adapters and hooks act.
     """
-    record = record_of(block)
-    if record is None:
-        return type(block).forward(block, hidden_states)
     spec = record.spec
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     block_in = hidden_states if spec.router_input_3d else x_TD
@@ -82,21 +81,20 @@ def block_forward(block: nn.Module, hidden_states: Tensor) -> Tensor:
     return (routed_TD + shared).view(hidden_states.shape)
 
 
-def lora_forward(wrapper: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+@bound
+def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
 
     PEFT's own forward runs when adapters are disabled, merged or chosen per sample, and where
     :func:`fusion_obstacle` says so.
     """
-    record = record_of(wrapper)
-    by_peft = record is None or kwargs.get("adapter_names") is not None or wrapper.disable_adapters or wrapper.merged
+    by_peft = kwargs.get("adapter_names") is not None or wrapper.disable_adapters or wrapper.merged
     if by_peft or fusion_obstacle(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     wrapper._check_forward_args(x, *args, **kwargs)
     base = wrapper.get_base_layer()
     previous = base.__dict__.get(HANDED_DOWN)
-    factors = {**(previous or {}), wrapper.parameter_name: active_factors(wrapper)}
-    base.__dict__[HANDED_DOWN] = factors
+    base.__dict__[HANDED_DOWN] = {**(previous or {}), wrapper.parameter_name: active_factors(wrapper)}
     try:
         return wrapper.base_layer(x, *args, **kwargs)
     finally:
@@ -120,8 +118,6 @@ def register_experts() -> None:
 
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
     """The entry in transformers' FP8 registry."""
-    from moe_patch.errors import UnsupportedModelError
-
     raise UnsupportedModelError(
         f"{type(experts).__name__}: FP8 expert weights are not supported; accepted: bf16, fp16, fp32 and fp64 "
         "weights; set the model's experts implementation back (unpatch_model) to use transformers' own"

@@ -20,8 +20,9 @@ from moe_patch.backend import choose_backend
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import require_glu, up_name
+from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families import families
+from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import fusion_obstacle
 from moe_patch.record import RECORD, ModulePatch, bind, is_ours, record_of, slot_for, unbind
 from moe_patch.report import patch_report
@@ -81,7 +82,7 @@ def unpatch_model(model: Model) -> Model:
     for module in touched:
         record = module.__dict__[RECORD]
         if "config" in record.saved:
-            module.config = record.saved["config"]
+            module.config = record.saved.pop("config")
         unbind(module)
     return model
 
@@ -143,7 +144,7 @@ def _resolve(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
 def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if block.refused:
         return block.reason
-    if not block.experts:
+    if not block.experts and block.spec.experts is not None:
         return "no experts module found in the block"
     for path, module in block.routers:
         slot = slot_for(module)
@@ -152,16 +153,28 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
             return f"{path} ({type(module).__name__}) already has a forward bound by {_origin(foreign)}"
     try:
         for path, experts in block.experts:
-            if not hasattr(experts, "config"):
-                return f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
-            require_glu(experts, block.spec.glu, path)
-            weight = experts._parameters.get(up_name(experts))
-            if weight is not None and not weight.is_meta:
-                choose_backend(config.backend, weight.device, weight.dtype)
+            _check_experts_module(path, experts, block.spec, config)
     except UnsupportedModelError as error:
         return str(error)
     _check_lora(block, config)
     return None
+
+
+def _check_experts_module(path: str, experts: nn.Module, spec: FamilySpec, config: PatchConfig) -> None:
+    if spec.experts_forward is None and not hasattr(experts, "config"):
+        raise UnsupportedModelError(
+            f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
+        )
+    if spec.experts_forward is not None and "forward" in experts.__dict__ and not is_ours(experts.forward):
+        raise UnsupportedModelError(
+            f"{path} ({type(experts).__name__}) already has a forward bound by {_origin(experts.forward)}; experts "
+            "outside transformers' registry cannot run under expert or tensor parallelism"
+        )
+    if layout_of(experts, spec) is experts or spec.layout is not None:
+        read_glu(experts, spec)
+        weight = stored_weight(experts, spec)
+        if not weight.is_meta:
+            choose_backend(config.backend, weight.device, weight.dtype)
 
 
 def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
@@ -191,28 +204,36 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     """Bind what is not bound yet; the number of modules bound."""
     spec = block.spec
-    todo: list[tuple[nn.Module, Any, str]] = []
-    if spec.routing is not None:
-        todo += [(module, forward.router_forward, "router") for _, module in block.routers]
-    if block.block is not None and spec.shared is not None:
-        todo.append((block.block, forward.block_forward, "block"))
+    router_forward = spec.router_forward or (forward.router_forward if spec.routing else None)
+    block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
+    todo: list[tuple[nn.Module, Any, str, str]] = []
+    if router_forward is not None:
+        todo += [(module, router_forward, "router", "forward") for _, module in block.routers]
+    if block.block is not None and block_forward is not None:
+        todo.append((block.block, block_forward, "block", spec.block_slot))
+    if spec.experts_forward is not None:
+        todo += [(module, spec.experts_forward, "experts", "forward") for _, module in block.experts]
     if config.fuse_lora != "off":
-        todo += [(module, forward.lora_forward, "lora") for _, module in block.wrappers]
+        todo += [(module, forward.lora_forward, "lora", "forward") for _, module in block.wrappers]
     bound = 0
-    for module, function, role in todo:
+    for module, function, role, slot in todo:
         if record_of(module) is None:
-            bind(module, function, ModulePatch(role, spec, config, self_check=self_check))
+            bind(module, function, ModulePatch(role, spec, config, self_check=self_check), slot)
             bound += 1
     for _, experts in block.experts:
         if record_of(experts) is None:
-            record = forward.ExpertsPatch("experts", spec, config, self_check=self_check)
-            record.saved["config"] = experts.config
-            own = copy.copy(experts.config)
-            own._experts_implementation_internal = forward.EXPERTS_NAME
-            experts.config = own
-            experts.__dict__[RECORD] = record
+            _point_at_registry(experts, forward.ExpertsPatch("experts", spec, config, self_check=self_check))
             bound += 1
     return bound
+
+
+def _point_at_registry(experts: nn.Module, record: ModulePatch) -> None:
+    """Choose our experts function through a private copy of the config that the module reads."""
+    record.saved["config"] = experts.config
+    own = copy.copy(experts.config)
+    own._experts_implementation_internal = forward.EXPERTS_NAME
+    experts.config = own
+    experts.__dict__[RECORD] = record
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:

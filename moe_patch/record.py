@@ -11,15 +11,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from moe_patch.config import PatchConfig
-from moe_patch.families.spec import FamilySpec
+
+if TYPE_CHECKING:
+    from moe_patch.families.spec import FamilySpec
 
 RECORD = "_moe_patch"
-SLOTS = ("forward", "_old_forward")
+_MARK = "_moe_patch_bound"
 
 
 @dataclass
@@ -31,6 +33,7 @@ class ModulePatch:
         spec: the family entry; None where a module is served without one.
         config: the options of the patch.
         active: cleared by undo; bound functions then run the class's own forward.
+        slots: names of the instance attributes that were bound.
         saved: what was in each slot or attribute that was replaced (absent key = was absent).
         self_check: "passed", "off" or "skipped: why".
         reason: why a module is refused or served differently from the rule.
@@ -40,6 +43,7 @@ class ModulePatch:
     spec: FamilySpec | None
     config: PatchConfig
     active: bool = True
+    slots: list[str] = field(default_factory=list)
     saved: dict[str, Any] = field(default_factory=dict)
     self_check: str = ""
     reason: str = ""
@@ -51,9 +55,27 @@ def record_of(module: nn.Module) -> ModulePatch | None:
     return record if record is not None and record.active else None
 
 
+def bound(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make ``function(module, record, ...)`` bindable as ``module.forward``.
+
+    The result looks up the module's record on each call and hands it over; on a module whose patch
+    was undone (a hook may still hold the old forward) the class's own forward runs.
+    """
+
+    @functools.wraps(function)
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        record = record_of(module)
+        if record is None:
+            return type(module).forward(module, *args, **kwargs)
+        return function(module, record, *args, **kwargs)
+
+    setattr(run, _MARK, True)
+    return run
+
+
 def is_ours(value: Any) -> bool:
-    """Whether a forward found on an instance was bound by this library."""
-    return isinstance(value, functools.partial) and value.func.__module__.startswith("moe_patch.")
+    """Whether a function found on an instance was bound by this library."""
+    return isinstance(value, functools.partial) and hasattr(value.func, _MARK)
 
 
 def slot_for(module: nn.Module) -> str:
@@ -61,12 +83,14 @@ def slot_for(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
 
 
-def bind(module: nn.Module, function: Callable[..., Any], record: ModulePatch) -> None:
-    """Bind ``function(module, ...)`` as the instance's forward and leave the record."""
-    slot = slot_for(module)
+def bind(module: nn.Module, function: Callable[..., Any], record: ModulePatch, slot: str = "forward") -> None:
+    """Bind a :func:`bound` function as an instance attribute and leave the record."""
+    if slot == "forward":
+        slot = slot_for(module)
     if slot in module.__dict__:
         record.saved[slot] = module.__dict__[slot]
     module.__dict__[slot] = functools.partial(function, module)
+    record.slots.append(slot)
     module.__dict__[RECORD] = record
 
 
@@ -74,7 +98,7 @@ def unbind(module: nn.Module) -> None:
     """Undo :func:`bind`, also when a hook has moved our forward to another slot since."""
     record = module.__dict__.pop(RECORD)
     record.active = False
-    for slot in SLOTS:
+    for slot in {*record.slots, "forward", "_old_forward"}:
         if not is_ours(module.__dict__.get(slot)):
             continue
         if slot in record.saved:

@@ -10,10 +10,10 @@ from torch import nn
 
 from moe_patch.backend import choose_backend
 from moe_patch.discover import FoundBlock, discover
-from moe_patch.experts_module import up_name
+from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families.spec import FamilySpec
-from moe_patch.lora import fusion_obstacle, live_factors
-from moe_patch.record import RECORD, ModulePatch, record_of
+from moe_patch.lora import fusion_obstacle
+from moe_patch.record import ModulePatch, record_of
 
 
 @dataclass(frozen=True)
@@ -79,42 +79,53 @@ def patch_report(model: nn.Module) -> PatchReport:
 
 
 def _row(found: FoundBlock) -> BlockReport | None:
-    records = [record_of(m) for _, m in [*found.routers, *found.experts]]
-    blocked = None if found.block is None else found.block.__dict__.get(RECORD)
-    if all(record is None for record in records):
-        if blocked is not None and blocked.role == "refused":
-            return refusal_row(found, blocked.reason)
-        return None
-    routed = bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
-    expert_path, experts = found.experts[0]
-    record = record_of(experts)
+    record = _main_record(found)
     if record is None:
-        return refusal_row(found, f"{expert_path} lost its patch")
-    weight = _any_weight(experts)
+        return None
+    if record.role == "refused":
+        return refusal_row(found, record.reason)
+    spec = found.spec
+    routed = bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
+    if spec.block_forward is not None:
+        routed = found.block is not None and record_of(found.block) is not None
+    weight = _a_weight(found)
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
+    reason = choice.reason if choice.name == "torch" and weight.is_cuda else ""
+    if found.experts and read_glu(found.experts[0][1], spec) is None:
+        choice = choose_backend("torch", weight.device, weight.dtype)
+        reason = "the experts' own activation or norm runs between grouped products"
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
         tier="full" if routed else "experts",
-        router=found.spec.routing.__name__ if routed and found.spec.routing else "transformers",
+        router=spec.routing.__name__ if routed and spec.routing else "transformers",
         router_backend="torch" if routed else "transformers",
         experts_backend=choice.name,
-        shared=_shared(found.spec, found.block),
+        shared=_shared(spec, found.block),
         lora=_lora(found, record),
         self_check=record.self_check,
-        reason=record.reason or (choice.reason if choice.name == "torch" and weight.is_cuda else ""),
+        reason=reason,
     )
+
+
+def _main_record(found: FoundBlock) -> ModulePatch | None:
+    """The record that speaks for a block: its experts', else the block's own."""
+    for module in [*(m for _, m in found.experts), found.block, *(m for _, m in found.routers)]:
+        if module is not None and (record := record_of(module)) is not None:
+            return record
+    return None
+
+
+def _a_weight(found: FoundBlock) -> torch.Tensor:
+    if found.experts:
+        return stored_weight(found.experts[0][1], found.spec)
+    return next(p for p in found.block.parameters() if p.is_floating_point())
 
 
 def refusal_row(found: FoundBlock, reason: str) -> BlockReport:
     """The row of a block that is left to transformers."""
     hf = "transformers"
     return BlockReport(found.path, found.model_type, "refused", hf, hf, hf, hf, "none", "", reason)
-
-
-def _any_weight(experts: nn.Module) -> torch.Tensor:
-    live = live_factors(experts, up_name(experts))
-    return getattr(experts, up_name(experts)) if live is None else live[0]
 
 
 def _shared(spec: FamilySpec, block: nn.Module | None) -> str:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.experts_module import read_tensors, require_glu, up_name
+from moe_patch.experts_module import layout_of, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
-from moe_patch.ops import experts_mlp
 from moe_patch.record import is_ours
 
 TOKENS = 48
@@ -76,10 +75,11 @@ def check(found: FoundBlock, backend: str) -> str:
     with torch.random.fork_rng(devices=cuda), _eval(modules), torch.enable_grad():
         torch.manual_seed(0)
         for path, router in found.routers:
-            if found.spec.routing is not None:
+            if found.spec.routing is not None and found.spec.router_forward is None:
                 _check_router(path, router, found.spec)
         for path, experts in found.experts:
-            _check_experts(path, experts, found.spec, backend)
+            if found.spec.experts_forward is None:
+                _check_experts(path, experts, found.spec, backend)
     return "passed"
 
 
@@ -111,6 +111,8 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
 
     def ours(module: nn.Module, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         routing = spec.route(module, hidden, rest)
+        if spec.returns is not None:
+            return spec.returns(module, routing)
         return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
     def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
@@ -134,18 +136,17 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
-    weight = getattr(experts, up_name(experts))
+    weight = stored_weight(experts, spec)
     E = weight.shape[0]
     K = min(E, 2)
-    D = weight.shape[1] if experts.is_transposed else weight.shape[2]
+    D = weight.shape[1] if layout_of(experts, spec).is_transposed else weight.shape[2]
     ids = torch.rand(TOKENS, E, device=weight.device).argsort(-1)[:, :K].contiguous()
     x = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype).requires_grad_()
     weights = torch.rand(TOKENS, K, device=weight.device).to(weight.dtype).requires_grad_()
     grad = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype)
-    glu = require_glu(experts, spec.glu, path)
-    tensors = read_tensors(experts, weight.dtype, fuse_lora=True)
-    out = experts_mlp(x, ids, weights, tensors.weights, glu, backend=backend)
-    ref = type(experts).forward.__wrapped__(experts, x, ids, weights)
+    out = run_experts(experts, spec, x, ids, weights, backend=backend)
+    original = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
+    ref = original(experts, x, ids, weights)
     limit = LIMITS[weight.dtype]
     _compare(path, "experts output", out, ref, limit)
     mine = torch.autograd.grad(out, (x, weights), grad)

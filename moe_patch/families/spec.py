@@ -49,6 +49,24 @@ class GluRule:
     limit: Source = Const(float("inf"))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How an undecorated experts class stores its weights (decorated ones carry these flags).
+
+    Attributes:
+        has_gate: the up projection holds gate and up.
+        has_bias: both projections have a bias.
+        is_transposed: storage is [E, in, out].
+        is_concatenated: gate and up lie side by side, not interleaved.
+    """
+
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_concatenated: bool = True
+    has_post_expert_norm: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
     """One family: class names, routing function and where its parameters live.
@@ -71,6 +89,15 @@ class FamilySpec:
         router_attr: the router's attribute name on the block.
         router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
         glu: set when the experts class overrides ``_apply_gate``.
+        layout: set when the experts class is not decorated by transformers and so does not say how
+            its weights lie.
+        returns: (router, routing) -> what transformers' router returns; None means
+            (logits, weights, ids).
+        router_forward, experts_forward, block_forward: functions made with
+            :func:`moe_patch.record.bound`, for a family whose module is called unlike the rule.
+            Without them: the common router forward, transformers' experts registry, and the common
+            block forward where there is a shared expert.
+        block_slot: the block's attribute that ``block_forward`` replaces.
         tier: what a patched model of the family reaches; "refused" needs a ``reason``.
     """
 
@@ -89,6 +116,12 @@ class FamilySpec:
     router_attr: str = "gate"
     router_input_3d: bool = False
     glu: GluRule | None = None
+    layout: Layout | None = None
+    returns: Callable[[nn.Module, Routing], Any] | None = None
+    router_forward: Callable[..., Any] | None = None
+    experts_forward: Callable[..., Any] | None = None
+    block_forward: Callable[..., Any] | None = None
+    block_slot: str = "forward"
     tier: str = "full"
     reason: str = ""
 
@@ -107,10 +140,10 @@ class FamilySpec:
         if self.shared and not self.block:
             fail("a shared expert needs the block's class name")
         if self.routing is None:
-            if self.params or self.tier == "full":
+            if self.params or (self.tier == "full" and self.router_forward is None and self.block_forward is None):
                 fail("no routing function")
             return
-        if self.router is None or self.logits is None:
+        if self.block_forward is None and (self.router is None or self.logits is None):
             fail("a routing function needs the router's class name and its logits expression")
         accepted = inspect.signature(self.routing).parameters
         names = [n for n, p in accepted.items() if p.kind is p.KEYWORD_ONLY and n not in _SET_AT_CALL]
@@ -134,7 +167,19 @@ class FamilySpec:
         Raises:
             UnsupportedModelError: the router lacks an attribute this entry names.
         """
-        logits_TE = self.logits(router, hidden)
+        return self.choose(router, self.logits(router, hidden), hidden, args, ties=ties, impl=impl)
+
+    def choose(
+        self,
+        router: nn.Module,
+        logits_TE: Tensor,
+        hidden: Tensor,
+        args: tuple = (),
+        *,
+        ties: str = "lower",
+        impl: RouteImpl = route,
+    ) -> Routing:
+        """The family's routing function on given logits; arguments as :meth:`route`."""
         dtypes = {"score": None, "logits": logits_TE.dtype, "hidden": hidden.dtype}
         bias_E = args[self.bias.index - 1] if isinstance(self.bias, Arg) else None
         if isinstance(self.bias, str):

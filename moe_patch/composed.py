@@ -1,0 +1,172 @@
+"""The experts in separate differentiable steps, for activations that no fused kernel knows.
+
+    x_TD -> token rows -> grouped linear -> the module's own gate -> grouped linear
+         -> the module's own post-expert norm, if any -> weighted sum over a token's experts
+
+Each step is an operator with autograd; between them runs the model's own code. More is kept for
+backward than in the fused path (the gathered rows, the activation and the expert outputs), and the
+report says which blocks run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_patch.experts_torch import gather_sum, token_rows, to_TK
+from moe_patch.grouped import Groups
+from moe_patch.reference import build_plan
+from moe_patch.types import ExpertWeights, Lora, Plan
+
+_PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
+_lib = torch.library.Library("moe_patch_steps", "DEF")
+_lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")
+_lib.define(f"combine(Tensor y, Tensor? weights, {_PLAN}) -> Tensor")
+_lib.define(f"combine_bwd(Tensor dout, Tensor y, Tensor weights, {_PLAN}) -> (Tensor, Tensor)")
+_lib.define(f"linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}) -> Tensor")
+_lib.define(
+    f"linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}, bool[] needs)"
+    " -> Tensor[]"
+)
+_ops = torch.ops.moe_patch_steps
+
+
+def experts_composed(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    gate: Callable[[Tensor], Tensor],
+    post_norm: Callable[[Tensor], Tensor] | None = None,
+    *,
+    lora13: Lora | None = None,
+    lora2: Lora | None = None,
+) -> Tensor:
+    """out_t = sum_k w_tk * norm(W2_e gate(W13_e x_t + b13_e) + b2_e); arguments as ``experts_mlp``.
+
+    Args:
+        gate: h_NH -> a_NF, differentiable; the experts module's own.
+        post_norm: y_ND -> y_ND, differentiable; None for none.
+    """
+    plan = build_plan(ids_TK, w.w13_EHD.shape[0])
+    x_ND = _ops.rows(x_TD, *plan)
+    h_NH = _ops.linear(x_ND, w.w13_EHD, w.b13_EH, *(lora13 or (None, None, 1.0)), *plan)
+    y_ND = _ops.linear(gate(h_NH), w.w2_EDF, w.b2_ED, *(lora2 or (None, None, 1.0)), *plan)
+    if post_norm is not None:
+        y_ND = post_norm(y_ND)
+    return _ops.combine(y_ND, weights_TK, *plan).to(x_TD.dtype)
+
+
+def _rows(x, *plan):
+    return token_rows(x, Plan(*plan))
+
+
+def _combine(y, weights, *plan):
+    return gather_sum(y, plan[1], weights).to(y.dtype)
+
+
+def _combine_bwd(dout, y, weights, *plan):
+    plan = Plan(*plan)
+    dout_ND = token_rows(dout, plan)
+    valid_N = plan.row_of_N >= 0
+    flat_N = weights.reshape(-1).index_select(0, plan.row_of_N.clamp(min=0).long())
+    w_N = torch.where(valid_N, flat_N, 0.0)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    dweights_TK = to_TK((dout_ND.to(wide) * y.to(wide)).sum(-1), plan).to(weights.dtype)
+    return (w_N.unsqueeze(1) * dout_ND).to(y.dtype), dweights_TK
+
+
+def _linear(x, w, b, a, lb, s, *plan):
+    plan = Plan(*plan)
+    with torch.autocast(x.device.type, enabled=False):
+        y = Groups(plan, x).linear(x, w, b, None if a is None else Lora(a, lb, s))
+    return y.masked_fill_((plan.row_of_N < 0).unsqueeze(1), 0.0)
+
+
+def _linear_bwd(dy, x, w, b, a, lb, s, *args):
+    *plan, needs = args
+    groups = Groups(Plan(*plan), x)
+    lora = None if a is None else Lora(a, lb, s)
+    dy = dy.contiguous()
+    empty = x.new_empty(0)
+    with torch.autocast(x.device.type, enabled=False):
+        dx, p = groups.linear_T(dy, w, lora)
+        return [
+            dx if needs[0] else empty,
+            groups.outer_sum(dy, x, w) if needs[1] else empty,
+            groups.row_sum(dy, b) if needs[2] else empty,
+            groups.outer_sum(p, x, a).mul_(s) if needs[3] else empty,
+            groups.outer_sum(dy, groups.linear(x, a), lb).mul_(s) if needs[4] else empty,
+        ]
+
+
+def _rows_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _rows_backward(ctx, dx_ND):
+    return _ops.combine(dx_ND, None, *ctx.saved_tensors), None, None, None
+
+
+def _combine_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_backward(ctx, dout):
+    y, weights, *plan = ctx.saved_tensors
+    return *_ops.combine_bwd(dout, y, weights, *plan), None, None, None
+
+
+def _linear_setup(ctx, inputs, output):
+    *tensors, s, row_of_N, slot_of_TK, offsets = inputs
+    ctx.save_for_backward(*tensors, row_of_N, slot_of_TK, offsets)
+    ctx.s = s
+
+
+def _linear_backward(ctx, dy):
+    *tensors, row_of_N, slot_of_TK, offsets = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    grads = _ops.linear_bwd(dy, *tensors, ctx.s, row_of_N, slot_of_TK, offsets, needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None
+
+
+def _rows_fake(x, row_of_N, slot_of_TK, offsets):
+    return x.new_empty(row_of_N.shape[0], x.shape[1])
+
+
+def _combine_fake(y, weights, row_of_N, slot_of_TK, offsets):
+    return y.new_empty(slot_of_TK.shape[0], y.shape[1])
+
+
+def _combine_bwd_fake(dout, y, weights, *plan):
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+def _linear_fake(x, w, *args):
+    return x.new_empty(x.shape[0], w.shape[1])
+
+
+def _linear_bwd_fake(dy, x, w, b, a, lb, s, *args):
+    return [
+        torch.empty_like(t) if need and t is not None else x.new_empty(0)
+        for t, need in zip((x, w, b, a, lb), args[-1], strict=True)
+    ]
+
+
+for _name, _impl, _fake in (
+    ("rows", _rows, _rows_fake),
+    ("combine", _combine, _combine_fake),
+    ("combine_bwd", _combine_bwd, _combine_bwd_fake),
+    ("linear", _linear, _linear_fake),
+    ("linear_bwd", _linear_bwd, _linear_bwd_fake),
+):
+    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_patch_steps::{_name}", _fake, lib=_lib)
+for _name, _bwd, _setup in (
+    ("rows", _rows_backward, _rows_setup),
+    ("combine", _combine_backward, _combine_setup),
+    ("linear", _linear_backward, _linear_setup),
+):
+    torch.library.register_autograd(f"moe_patch_steps::{_name}", _bwd, setup_context=_setup, lib=_lib)
