@@ -1,0 +1,39 @@
+"""moe_patch itself: the experts op on the backend it would choose, on torch, and recomputing h."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from bench_lib.moe_layer import GLU, LayerInputs
+from bench_lib.shapes import Point
+from bench_lib.spec import Impl, Program
+
+
+def build(
+    inputs: LayerInputs, point: Point, *, backend: str = "auto", recompute: bool = False
+) -> Program:
+    """``moe_patch.ops.experts_mlp`` on the op's own tensors."""
+    from moe_patch.ops import experts_mlp
+    from moe_patch.types import ExpertWeights
+
+    w = ExpertWeights(inputs.w13_EHD, inputs.w2_EDF)
+    forward = partial(
+        experts_mlp, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, w, GLU,
+        lora13=inputs.lora13, lora2=inputs.lora2, backend=backend, recompute=recompute,
+    )  # fmt: skip
+    return Program(forward, inputs.leaves())
+
+
+def _covers_adapters(point: Point) -> bool:
+    return point.R is not None
+
+
+EXPERTS_IMPLS = (
+    Impl("moe_patch", build, ours=True),
+    Impl("moe_patch:torch", partial(build, backend="torch"), ours=True),
+    Impl("moe_patch:recompute", partial(build, recompute=True), ours=True),
+)
+LORA_IMPLS = (
+    *EXPERTS_IMPLS[:2],
+    Impl("moe_patch:recompute", partial(build, recompute=True), ours=True, covers=_covers_adapters),
+)

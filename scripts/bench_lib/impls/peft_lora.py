@@ -1,0 +1,71 @@
+"""PEFT's own LoRA on 3-D expert parameters (target_parameters) over transformers' grouped_mm."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from bench_lib.impls.hf import experts_module
+from bench_lib.moe_layer import LayerInputs
+from bench_lib.shapes import Point
+from bench_lib.spec import Impl, Program
+
+# The adapted parameter, and the names of its factors in the op.
+_FACTORS = {"gate_up_proj": ("a13", "b13"), "down_proj": ("a2", "b2")}
+
+
+class _Block(nn.Module):
+    """The smallest module that PEFT can find a parameter called experts.* in."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        return self.experts(x_TD, ids_TK, weights_TK)
+
+
+def to_b(b_EOR: Tensor) -> Tensor:
+    """[E, out, R] -> [out, R * E], rank-major columns."""
+    return b_EOR.permute(1, 2, 0).flatten(1, 2)
+
+
+def from_a(grad: Tensor, E: int) -> Tensor:
+    """A gradient of A back in [E, R, in]."""
+    return grad.view(E, -1, grad.shape[1])
+
+
+def from_b(grad: Tensor, E: int) -> Tensor:
+    """A gradient of B back in [E, out, R]."""
+    return grad.view(grad.shape[0], -1, E).permute(2, 0, 1)
+
+
+def build(inputs: LayerInputs, point: Point) -> Program:
+    """A PEFT model around the experts, its factors set to the op's values."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = experts_module(inputs, point, "grouped_mm")
+    config = LoraConfig(
+        r=point.R,
+        lora_alpha=inputs.lora13.scaling * point.R,
+        target_modules=[],
+        target_parameters=[f"experts.{name}" for name in _FACTORS],
+    )
+    model = get_peft_model(_Block(experts), config, autocast_adapter_dtype=False)
+    leaves = {"x": inputs.x_TD, "weights": inputs.weights_TK}
+    canonical = {}
+    wrapper = model.base_model.model.experts
+    while wrapper is not experts:
+        a, b = _FACTORS[wrapper.parameter_name]
+        leaves[a] = wrapper.lora_A["default"].weight
+        leaves[b] = wrapper.lora_B["default"].weight
+        leaves[a].data = inputs.factors[a].detach().flatten(0, 1).clone()
+        leaves[b].data = to_b(inputs.factors[b].detach()).clone()
+        canonical |= {a: partial(from_a, E=point.sizes.E), b: partial(from_b, E=point.sizes.E)}
+        wrapper = wrapper.base_layer
+    forward = partial(model, inputs.x_TD, inputs.ids_TK, inputs.weights_TK)
+    return Program(forward, {name: leaves[name] for name in inputs.trained}, canonical)
+
+
+PEFT = Impl("peft", build, covers=lambda point: point.R is not None)

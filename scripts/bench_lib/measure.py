@@ -1,0 +1,119 @@
+"""One implementation at one point: is it right, is it repeatable, what does it hold, how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench_lib import timers
+from bench_lib.shapes import Point
+from bench_lib.spec import Grads, Impl, Op, Program
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How thorough a run is.
+
+    Attributes:
+        repeats: passes in the bitwise check of our own implementations.
+        peer_repeats: the same for everyone else.
+        rep_ms: how long each timing measures.
+    """
+
+    repeats: int = 40
+    peer_repeats: int = 5
+    rep_ms: float = 400.0
+
+
+class WrongResultError(RuntimeError):
+    """An implementation's result is further from the reference than the op allows."""
+
+
+def run_pass(
+    op: Op, point: Point, program: Program, dout_TD: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """One pass: the output and, with backward, the gradients in the order of the leaves."""
+    if not op.grad:
+        with torch.no_grad():
+            return program.forward(), ()
+    out = program.forward()
+    if not point.backward:
+        return out, ()
+    return out, torch.autograd.grad(out, tuple(program.leaves.values()), dout_TD)
+
+
+def canonical_grads(program: Program, grads: tuple[Tensor, ...]) -> Grads:
+    """Gradients by leaf name, in the op's layout."""
+    named = dict(zip(program.leaves, grads, strict=False))
+    return {
+        name: program.canonical[name](grad) if name in program.canonical else grad
+        for name, grad in named.items()
+    }
+
+
+def repeatable(op: Op, point: Point, program: Program, dout_TD: Tensor, repeats: int) -> bool:
+    """Whether every one of ``repeats`` passes gives the same bits, output and gradients."""
+    out, grads = run_pass(op, point, program, dout_TD)
+    first = (out.detach().clone(), *(grad.clone() for grad in grads))
+    for _ in range(repeats - 1):
+        out, grads = run_pass(op, point, program, dout_TD)
+        if not all(torch.equal(a, b) for a, b in zip(first, (out, *grads), strict=True)):
+            return False
+    return True
+
+
+def check(op: Op, point: Point, program: Program, inputs: Any, expected: Any) -> float:
+    """The relative error of one pass.
+
+    Raises:
+        WrongResultError: it is above the op's limit for the dtype, or NaN.
+    """
+    out, grads = run_pass(op, point, program, inputs.dout_TD)
+    error = op.compare(point, expected, out.detach(), canonical_grads(program, grads))
+    limit = op.limits[point.dtype]
+    if not error <= limit:
+        raise WrongResultError(f"relative error {error:.2e} is above the limit {limit:.0e}")
+    return error
+
+
+def measure(
+    op: Op, impl: Impl, point: Point, inputs: Any, expected: Any, settings: Settings
+) -> dict[str, Any]:
+    """The measured fields of one row; nothing is timed before the result is right.
+
+    Raises:
+        WrongResultError: see :func:`check`.
+    """
+    device = inputs.x_TD.device
+    program = impl.build(inputs, point)
+    found: dict[str, Any] = {"rel_err": check(op, point, program, inputs, expected)}
+    repeats = settings.repeats if impl.ours else settings.peer_repeats
+    found["bitwise"] = repeatable(op, point, program, inputs.dout_TD, repeats)
+
+    def call() -> object:
+        return run_pass(op, point, program, inputs.dout_TD)
+
+    found["saved_bytes"] = None
+    if op.grad:
+        known = [*inputs.tensors().values(), inputs.ids_TK, *program.leaves.values()]
+        found["saved_bytes"] = timers.saved_bytes(program.forward, known, device)
+    found["peak_bytes"] = timers.peak_bytes(call, op.input_bytes(point), device)
+    found["host_us"] = timers.host_us(call, device)
+    found["median_ms"] = timers.median_ms(call, op.timer, device, settings.rep_ms)
+    return found
+
+
+def bounds(
+    op: Op, point: Point, device: torch.device, settings: Settings
+) -> dict[str, float | None]:
+    """The copy floor and the matmul ceiling of a point, in milliseconds."""
+    work = op.work(point)
+    return {
+        "floor_ms": timers.copy_floor_ms(work.moved_bytes, op.timer, device, settings.rep_ms),
+        "ceiling_ms": timers.matmul_ceiling_ms(
+            work.matmuls, point.torch_dtype, op.timer, device, settings.rep_ms
+        ),
+    }

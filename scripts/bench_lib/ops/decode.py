@@ -1,0 +1,20 @@
+"""Op ``decode``: the experts' forward for a handful of tokens, nothing recorded for backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bench_lib.impls.hf import HF_BATCHED_MM, HF_GROUPED_MM
+from bench_lib.impls.ours import EXPERTS_IMPLS
+from bench_lib.ops.experts import EXPERTS
+
+DECODE = dataclasses.replace(
+    EXPERTS,
+    name="decode",
+    tokens=(1, 2, 4, 8, 16, 32, 64),
+    passes=("fwd",),
+    timer="cudagraph",
+    grad=False,
+    impls=(EXPERTS_IMPLS[0], HF_BATCHED_MM, HF_GROUPED_MM),
+    required=("hf_batched_mm", "hf_grouped_mm"),
+)

@@ -1,0 +1,82 @@
+"""Shapes by name, and the point of the grid that one row stands for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model's MoE layer.
+
+    Attributes:
+        name: as it appears in rows.
+        D, F, E, K: hidden size, expert width, experts, top-k.
+        tokens, dtype: override the op's defaults where the shape is meant for one machine only.
+    """
+
+    name: str
+    D: int
+    F: int
+    E: int
+    K: int
+    tokens: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+_SHAPES = (
+    Shape("qwen3_30b", 2048, 768, 128, 8),
+    Shape("olmoe", 2048, 1024, 64, 8),
+    Shape("mixtral", 4096, 14336, 8, 2),
+    Shape("glm45_air", 4096, 1408, 128, 8),
+    Shape("dsv3_e64", 7168, 2048, 64, 8),
+    # Small enough for a laptop: the shape on which the torch backend is held against HF's default.
+    Shape("cpu_e64", 256, 128, 64, 8, tokens=(2048,), dtype="fp32"),
+    # What --dry-run runs.
+    Shape("tiny", 32, 16, 4, 2, tokens=(16,), dtype="fp32"),
+)
+SHAPES = {shape.name: shape for shape in _SHAPES}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the grid; together with an implementation it makes one row.
+
+    Attributes:
+        shape: a name in :data:`SHAPES`.
+        T: tokens.
+        passes: "fwd" or "fwd+bwd".
+        dtype: a name in :data:`DTYPES`.
+        R: LoRA rank, or None.
+    """
+
+    shape: str
+    T: int
+    passes: str
+    dtype: str
+    R: int | None = None
+
+    @property
+    def sizes(self) -> Shape:
+        return SHAPES[self.shape]
+
+    @property
+    def rows(self) -> int:
+        """N = T * K."""
+        return self.T * self.sizes.K
+
+    @property
+    def backward(self) -> bool:
+        return self.passes == "fwd+bwd"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]

@@ -1,0 +1,120 @@
+"""What an op and an implementation are. A new op or peer is one more value of these types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench_lib.shapes import Point
+
+Grads = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Program:
+    """An implementation, made ready for one point.
+
+    Attributes:
+        forward: runs the op once and returns its output; no arguments, no state between calls.
+        leaves: what backward differentiates, by the op's own names ("x", "w13", ...). They share
+            storage with the op's inputs, or hold the same values in the implementation's layout.
+        canonical: turns one leaf's gradient into the op's layout; the others are in it already.
+    """
+
+    forward: Callable[[], Tensor]
+    leaves: Mapping[str, Tensor]
+    canonical: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Impl:
+    """One contestant.
+
+    Attributes:
+        name: as it appears in rows.
+        build: makes a Program from the op's inputs; imports what it needs itself, and an
+            ImportError there marks the implementation as absent.
+        ours: repeated more often in the bitwise check.
+        peer: third-party code from the peers folder, run in a process of its own.
+        needs_cuda: not even tried elsewhere.
+        obstacle: why it cannot run a point on a device, or None; known before it is tried.
+        covers: whether a row for this point makes sense at all.
+    """
+
+    name: str
+    build: Callable[[Any, Point], Program]
+    ours: bool = False
+    peer: bool = False
+    needs_cuda: bool = False
+    obstacle: Callable[[Point, torch.device], str | None] = lambda point, device: None
+    covers: Callable[[Point], bool] = lambda point: True
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least an op must do at a point: what floors, ceilings and rates are computed from.
+
+    Attributes:
+        flops: floating-point operations that count, or None.
+        moved_bytes: each input read once and each output written once.
+        matmuls: (batch, m, k, n) of the dense batched products that do the same work.
+    """
+
+    flops: int | None
+    moved_bytes: int
+    matmuls: tuple[tuple[int, int, int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation under test.
+
+    Attributes:
+        name: the sub-command and the file of the rows.
+        shapes, tokens, ranks, passes, dtype: the default grid.
+        timer: "do_bench" (L2 flushed before each call) or "cudagraph" (small ops).
+        grad: whether the forward pass records for backward. Training ops do, inference ops do not.
+        impls: every contestant, in the order of the rows.
+        required: names that must have a row for a claim to count, even if only a skipped one.
+        make_inputs: the same tensors for every implementation, from a seed.
+        reference: expected values in fp64, computed once per set of inputs.
+        compare: largest relative error of an output and its gradients against the reference.
+        limits: highest relative error accepted, by dtype name.
+        work: the least the op must do.
+        input_bytes: bytes of the inputs, which every implementation holds.
+    """
+
+    name: str
+    shapes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    ranks: tuple[int | None, ...]
+    passes: tuple[str, ...]
+    dtype: str
+    timer: str
+    grad: bool
+    impls: tuple[Impl, ...]
+    required: tuple[str, ...]
+    make_inputs: Callable[[Point, torch.device], Any]
+    reference: Callable[[Point, Any], Any]
+    compare: Callable[[Point, Any, Tensor, Grads], float]
+    limits: Mapping[str, float]
+    work: Callable[[Point], Work]
+    input_bytes: Callable[[Point], int]
+
+    def impl(self, name: str) -> Impl:
+        """The contestant of that name.
+
+        Raises:
+            KeyError: there is none; the message lists those there are.
+        """
+        for impl in self.impls:
+            if impl.name == name:
+                return impl
+        raise KeyError(f"op {self.name} has no impl {name!r}; it has {', '.join(self.names())}")
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(impl.name for impl in self.impls)

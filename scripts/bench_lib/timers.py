@@ -1,0 +1,136 @@
+"""Clocks and memory meters. Every number in a row comes from one of these."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], object]
+
+HOST_REPEATS = 30
+CPU_WARMUP_S = 0.3
+CPU_MIN_RUNS = 5
+
+
+def _cpu_median_ms(run: Run, rep_ms: float) -> float:
+    """Median wall time; runs until ``rep_ms`` of measured time has passed, at least a few times."""
+    started = time.perf_counter()
+    run()
+    while time.perf_counter() - started < CPU_WARMUP_S:
+        run()
+    times: list[float] = []
+    while len(times) < CPU_MIN_RUNS or sum(times) < rep_ms:
+        start = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
+    """Median time of one call in milliseconds.
+
+    Args:
+        run: the call; what it returns is dropped.
+        timer: "do_bench" (device time between events, L2 flushed before each call) or "cudagraph"
+            (device time of replays, launch gaps excluded). On a CPU both mean wall time.
+        device: where it runs.
+        rep_ms: how long to measure.
+    """
+    if device.type == "cpu":
+        return _cpu_median_ms(run, rep_ms)
+    from triton import testing
+
+    if timer == "cudagraph":
+        return testing.do_bench_cudagraph(run, rep=rep_ms, return_mode="median")
+    if timer == "do_bench":
+        return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
+    raise ValueError(f"timer is {timer!r}; accepted: do_bench, cudagraph")
+
+
+def host_us(run: Run, device: torch.device) -> float | None:
+    """Median time until one eager call returns, in microseconds; None on a CPU (it is the time)."""
+    if device.type == "cpu":
+        return None
+    times = []
+    for _ in range(HOST_REPEATS):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        times.append(1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize(device)
+    return statistics.median(times)
+
+
+def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: torch.device) -> int:
+    """Bytes held from forward to backward beyond the inputs.
+
+    Distinct storages that autograd saved, inputs excluded. A function may also keep tensors outside
+    autograd's sight: on CUDA the growth of allocated memory, less the output, is taken if larger.
+    """
+    known = {t.untyped_storage().data_ptr() for t in inputs}
+    held: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    on_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = forward()
+    saved = sum(held.values())
+    if on_cuda and out.untyped_storage().data_ptr() not in held:
+        grown = torch.cuda.memory_allocated(device) - before - out.untyped_storage().nbytes()
+        saved = max(saved, grown)
+    return saved
+
+
+def peak_bytes(run: Run, input_bytes: int, device: torch.device) -> int | None:
+    """Highest allocation during one call, as if only the inputs had been there before it."""
+    if device.type == "cpu":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before + input_bytes
+
+
+def copy_floor_ms(
+    moved_bytes: int, timer: str, device: torch.device, rep_ms: float
+) -> float | None:
+    """Time of one device copy that moves ``moved_bytes`` in all (half read, half written)."""
+    if device.type == "cpu":
+        return None
+    source = torch.empty(max(1, moved_bytes // 2), dtype=torch.uint8, device=device)
+    source.random_()
+    target = torch.empty_like(source)
+    return median_ms(lambda: target.copy_(source), timer, device, rep_ms)
+
+
+def matmul_ceiling_ms(
+    matmuls: tuple[tuple[int, int, int, int], ...],
+    dtype: torch.dtype,
+    timer: str,
+    device: torch.device,
+    rep_ms: float,
+) -> float | None:
+    """Summed times of dense batched products (batch, m, k, n), each on its own random data."""
+    if device.type == "cpu" or not matmuls:
+        return None
+    total = 0.0
+    for batch, m, k, n in matmuls:
+        left = torch.randn(batch, m, k, device=device, dtype=dtype)
+        right = torch.randn(batch, k, n, device=device, dtype=dtype)
+        out = torch.empty(batch, m, n, device=device, dtype=dtype)
+        total += median_ms(
+            lambda a=left, b=right, o=out: torch.bmm(a, b, out=o), timer, device, rep_ms
+        )
+    return total
