@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -22,7 +23,7 @@ from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families import families
-from moe_patch.families.spec import FamilySpec
+from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.record import RECORD, ModulePatch, bind, is_ours, record_of, slot_for, unbind
 from moe_patch.report import patch_report
@@ -146,12 +147,14 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         return block.reason
     if not block.experts and block.spec.experts is not None:
         return "no experts module found in the block"
-    for path, module in block.routers:
-        slot = slot_for(module)
-        foreign = module.__dict__.get(slot)
-        if slot == "forward" and foreign is not None and not is_ours(foreign):
-            return f"{path} ({type(module).__name__}) already has a forward bound by {_origin(foreign)}"
+    for path, module, _, _, slot in _bindings(block, config):
+        foreign = _foreign(module, slot)
+        if foreign is not None:
+            return f"{path} ({type(module).__name__}) already has a {slot} bound by {_origin(foreign)}"
     try:
+        for _, router in block.routers:
+            for source in block.spec.params.values():
+                read(router, source)
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
     except UnsupportedModelError as error:
@@ -164,11 +167,6 @@ def _check_experts_module(path: str, experts: nn.Module, spec: FamilySpec, confi
     if spec.experts_forward is None and not hasattr(experts, "config"):
         raise UnsupportedModelError(
             f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
-        )
-    if spec.experts_forward is not None and "forward" in experts.__dict__ and not is_ours(experts.forward):
-        raise UnsupportedModelError(
-            f"{path} ({type(experts).__name__}) already has a forward bound by {_origin(experts.forward)}; experts "
-            "outside transformers' registry cannot run under expert or tensor parallelism"
         )
     if layout_of(experts, spec) is experts or spec.layout is not None:
         read_glu(experts, spec)
@@ -204,19 +202,8 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     """Bind what is not bound yet; the number of modules bound."""
     spec = block.spec
-    router_forward = spec.router_forward or (forward.router_forward if spec.routing else None)
-    block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
-    todo: list[tuple[nn.Module, Any, str, str]] = []
-    if router_forward is not None:
-        todo += [(module, router_forward, "router", "forward") for _, module in block.routers]
-    if block.block is not None and block_forward is not None:
-        todo.append((block.block, block_forward, "block", spec.block_slot))
-    if spec.experts_forward is not None:
-        todo += [(module, spec.experts_forward, "experts", "forward") for _, module in block.experts]
-    if config.fuse_lora != "off":
-        todo += [(module, forward.lora_forward, "lora", "forward") for _, module in block.wrappers]
     bound = 0
-    for module, function, role, slot in todo:
+    for _, module, function, role, slot in _bindings(block, config):
         if record_of(module) is None:
             bind(module, function, ModulePatch(role, spec, config, self_check=self_check), slot)
             bound += 1
@@ -225,6 +212,34 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
             _point_at_registry(experts, forward.ExpertsPatch("experts", spec, config, self_check=self_check))
             bound += 1
     return bound
+
+
+def _bindings(block: FoundBlock, config: PatchConfig) -> list[tuple[str, nn.Module, Any, str, str]]:
+    """What gets a bound forward: (path, module, function, role, slot)."""
+    spec = block.spec
+    router_forward = spec.router_forward or (forward.router_forward if spec.routing else None)
+    block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
+    todo: list[tuple[str, nn.Module, Any, str, str]] = []
+    if router_forward is not None:
+        todo += [(path, module, router_forward, "router", "forward") for path, module in block.routers]
+    if block.block is not None and block_forward is not None:
+        todo.append((block.path, block.block, block_forward, "block", spec.block_slot))
+    if spec.experts_forward is not None:
+        todo += [(path, module, spec.experts_forward, "experts", "forward") for path, module in block.experts]
+    if config.fuse_lora != "off":
+        todo += [(path, module, forward.lora_forward, "lora", "forward") for path, module in block.wrappers]
+    return todo
+
+
+def _foreign(module: nn.Module, slot: str) -> Any:
+    """What another library bound in a slot, or None; a module's own bound method is nobody else's."""
+    if slot == "forward":
+        slot = slot_for(module)
+    found = module.__dict__.get(slot)
+    own = getattr(type(module), "forward" if slot == "_old_forward" else slot)
+    if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
+        return None
+    return None if is_ours(found) else found
 
 
 def _point_at_registry(experts: nn.Module, record: ModulePatch) -> None:
