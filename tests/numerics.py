@@ -1,11 +1,12 @@
 """How tests compare tensors. Relative to a norm, never an absolute tolerance; integers exactly.
 
-    rel_err(a, b)                      norm(a - b) / norm(b), in fp64
-    assert_close(a, b, limit)          rel_err at most limit, equal shapes
-    assert_bits(a, b)                  equal bit for bit: dtype, shape, NaN payloads, signed zeros
-    bf16_rule(ours, eager, ref)        our distance to fp64 is at most 1.5 times eager's
-    assert_same_routing(ids, ...)      ids as sets and weights by id, where the choice is certain
-    probe(t)                           a scalar that depends on every element of t
+rel_err(a, b)                      norm(a - b) / norm(b), in fp64
+assert_close(a, b, limit)          rel_err at most limit, equal shapes
+assert_bits(a, b)                  equal bit for bit: dtype, shape, NaN payloads, signed zeros
+bf16_rule(ours, eager, ref)        our distance to fp64 is at most 1.5 times eager's
+assert_same_choice(ids, ref_ids)   the same experts per row, as sets; ties by score
+dense_weights(ids, w, E)           weights by expert, whatever the slot order
+probe(t)                           a scalar that depends on every element of t
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ FP64 = 1e-11
 def rel_err(a: Tensor, b: Tensor) -> float:
     """norm(a - b) / norm(b) in fp64; 0 for equal zeros, inf for anything else over a zero b."""
     a64, b64 = a.detach().double(), b.detach().double()
-    distance, size = torch.linalg.vector_norm(a64 - b64).item(), torch.linalg.vector_norm(b64).item()
+    distance, size = (
+        torch.linalg.vector_norm(a64 - b64).item(),
+        torch.linalg.vector_norm(b64).item(),
+    )
     if size == 0.0:
         return 0.0 if distance == 0.0 else float("inf")
     return distance / size
@@ -42,17 +46,25 @@ def assert_bits(a: Tensor, b: Tensor, what: str = "") -> None:
     assert not different, f"{what}: {different} of {as_bytes[0].numel()} bytes differ"
 
 
-def bf16_rule(ours: Tensor, eager: Tensor, ref: Tensor, what: str = "", factor: float = 1.5) -> None:
+def bf16_rule(
+    ours: Tensor, eager: Tensor, ref: Tensor, what: str = "", factor: float = 1.5
+) -> None:
     """Low precision: our relative distance to an fp64 evaluation, at most ``factor`` times eager's.
 
     Args:
         ours, eager: the two low-precision results; must share dtype and shape.
         ref: the fp64 evaluation of the same low-precision weights and inputs.
     """
-    assert ours.dtype == eager.dtype, f"{what}: dtype {ours.dtype}, transformers gives {eager.dtype}"
-    assert ours.shape == eager.shape == ref.shape, f"{what}: {ours.shape}, {eager.shape}, {ref.shape}"
+    assert ours.dtype == eager.dtype, (
+        f"{what}: dtype {ours.dtype}, transformers gives {eager.dtype}"
+    )
+    assert ours.shape == eager.shape == ref.shape, (
+        f"{what}: {ours.shape}, {eager.shape}, {ref.shape}"
+    )
     mine, theirs = rel_err(ours, ref), rel_err(eager, ref)
-    assert mine <= factor * theirs, f"{what}: {mine:.2e} from fp64, eager {theirs:.2e}, factor {factor}"
+    assert mine <= factor * theirs, (
+        f"{what}: {mine:.2e} from fp64, eager {theirs:.2e}, factor {factor}"
+    )
 
 
 def dense_weights(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
@@ -61,32 +73,28 @@ def dense_weights(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tenso
     return dense.scatter(1, ids_TK, weights_TK.detach().double())
 
 
-def assert_same_routing(
-    ids_TK: Tensor, weights_TK: Tensor, ref_ids_TK: Tensor, ref_weights_TK: Tensor,
-    choice_TE: Tensor, limit: float, what: str = "",
-) -> None:  # fmt: skip
-    """Two routings agree: ids as sets and weights by id, except rows tied at the k-th place.
+def assert_same_choice(
+    ids_TK: Tensor, ref_ids_TK: Tensor, choice_TE: Tensor | None = None
+) -> Tensor:
+    """Two routers choose the same experts, as sets, except in rows tied at the k-th place.
 
-    A tied row must still choose equal scores: the k-th and (k+1)-th choice scores are the same number
-    there, so that which of them was taken cannot matter to the score.
+    A tied row must still choose equal scores, so that no better expert was passed over.
 
     Args:
-        choice_TE: the score that decides (bias added, groups masked), in the family's own dtype.
+        choice_TE: the score that decides (bias added); None where no row may be tied.
+
+    Returns:
+        which rows chose the same experts, bool [T].
     """
-    assert ids_TK.shape == ref_ids_TK.shape, f"{what}: ids {tuple(ids_TK.shape)}"
-    E, K = choice_TE.shape[1], ids_TK.shape[1]
+    assert ids_TK.shape == ref_ids_TK.shape
     same_T = (ids_TK.sort(-1).values == ref_ids_TK.sort(-1).values).all(-1)
-    if K < E:
-        top = choice_TE.detach().sort(-1, descending=True).values
-        certain_T = top[:, K - 1] > top[:, K]
-        wrong = int((certain_T & ~same_T).sum())
-        assert not wrong, f"{what}: {wrong} of {len(same_T)} rows choose other experts without a tie"
-    else:
-        assert same_T.all(), what
+    if choice_TE is None:
+        assert same_T.all(), f"{int((~same_T).sum())} of {len(same_T)} rows choose other experts"
+        return same_T
     mine, theirs = (choice_TE.gather(1, ids).sort(-1).values for ids in (ids_TK, ref_ids_TK))
-    assert torch.equal(mine, theirs), f"{what}: a tied row chose a lower score"
-    dense = [dense_weights(i, w, E)[same_T] for i, w in ((ids_TK, weights_TK), (ref_ids_TK, ref_weights_TK))]
-    assert_close(*dense, limit, f"{what} weights")
+    wrong = int((mine != theirs).any(-1).sum())
+    assert not wrong, f"{wrong} of {len(same_T)} rows choose experts of other scores"
+    return same_T
 
 
 def probe(t: Tensor, seed: int = 3) -> Tensor:

@@ -6,8 +6,8 @@
     for path, block in blocks(model): ...
 
 A new family is one line in FAMILIES. The sizes below apply where a config class declares the name.
-Random values: gates std 0.5 and experts std 0.3 (outputs of size about one, no near-ties), correction
-biases non-zero and of both signs, nothing left at zero.
+Random values: gates std 0.5 and experts std 0.3 (outputs of size about one, no near-ties),
+correction biases non-zero and of both signs, nothing left at zero.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from tests.numerics import probe
 SIZES = {
     # trunk
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,
-    "sliding_window": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "initializer_range": 0.2, "sliding_window": 16, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
     "attention_dropout": 0.0, "output_router_logits": True, "num_nextn_predict_layers": 0,
     # latent attention
-    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
     # experts and routing
     "intermediate_size": 24, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
     "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
@@ -43,9 +45,9 @@ class Tiny:
     """One family's recipe.
 
     Attributes:
-        over: config values beyond SIZES; a value of None for a SIZES key leaves the config's default.
+        over: config values beyond SIZES; None for a SIZES key leaves the config's own default.
         config, model: "folder:ClassName" where the auto classes of transformers do not lead there.
-        block_alone: the block's forward takes hidden states alone, so that it can be called by itself.
+        block_alone: the block's forward takes hidden states alone and can be called by itself.
     """
 
     over: dict[str, Any] = field(default_factory=dict)
@@ -69,9 +71,12 @@ FAMILIES: dict[str, Tiny] = {
 
 
 def config(model_type: str, **overrides: Any) -> Any:
-    """The family's config object with our sizes; an override that it does not declare is an error."""
+    """The family's config with our sizes; an override that it does not declare is an error."""
     tiny = FAMILIES[model_type]
-    cls = _load(tiny.config) if tiny.config else _auto("configuration_auto", "CONFIG_MAPPING")[model_type]
+    if tiny.config:
+        cls = _load(tiny.config)
+    else:
+        cls = _auto("configuration_auto", "CONFIG_MAPPING")[model_type]
     declared = {f.name for f in fields(cls)} | set(cls.attribute_map)
     asked = {**tiny.over, **overrides}
     if unknown := sorted(set(asked) - declared):
@@ -82,7 +87,9 @@ def config(model_type: str, **overrides: Any) -> Any:
     return cls(**values, attn_implementation="eager")
 
 
-def build(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> nn.Module:
+def build(
+    model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> nn.Module:
     """A tiny random model on CPU, in train mode, experts on transformers' eager path.
 
     Args:
@@ -174,7 +181,9 @@ def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def hidden(block_or_model: nn.Module, batch: int, seq: int, seed: int = 2, dtype: torch.dtype | None = None) -> Tensor:
+def hidden(
+    block_or_model: nn.Module, batch: int, seq: int, seed: int = 2, dtype: torch.dtype | None = None
+) -> Tensor:
     """Hidden states of size one for a block, [batch, seq, D], requiring grad."""
     weight = next(p for n, p in block_or_model.named_parameters() if "experts" in n.split("."))
     D = SIZES["hidden_size"]

@@ -1,0 +1,26 @@
+"""Fixtures shared by all tests. Nothing here may hide a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory is NaN: what a kernel forgets to write shows up in its result."""
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled
+    torch.use_deterministic_algorithms(before)

@@ -1,0 +1,138 @@
+"""Running a model, a block, a router or an experts module, and comparing two runs.
+
+A run is a dict from a name ("out", "dx", "grad.experts.down_proj", ...) to a tensor or None; the
+same functions serve the family tests and the negative controls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.families import lookup
+from moe_patch.routing import RouteImpl, route
+from tests.numerics import assert_close, assert_same_choice, bf16_rule, dense_weights, probe
+from tests.tiny_models import loss
+
+Run = dict[str, Tensor | None]
+
+
+def run_model(model: nn.Module, batch: dict[str, Tensor], **kwargs: Any) -> Run:
+    """One training step without the optimiser: outputs, router logits, aux loss, all gradients."""
+    model.zero_grad()
+    out = model(**batch, **kwargs)
+    loss(out).backward()
+    run: Run = {"loss": out.get("loss"), "aux_loss": out.get("aux_loss")}
+    run["out"] = out.logits if "logits" in out else out.last_hidden_state
+    for i, logits in enumerate(out.get("router_logits") or ()):
+        run[f"router_logits.{i}"] = logits
+    return {k: None if v is None else v.detach() for k, v in run.items()} | _gradients(model)
+
+
+def run_block(block: nn.Module, x: Tensor, *args: Tensor) -> Run:
+    """Forward and backward of one module called as a module; further outputs are kept too.
+
+    The gradient that is fed in is the same fixed random tensor for equal shapes.
+    """
+    block.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    args = tuple(a.detach().clone().requires_grad_(a.is_floating_point()) for a in args)
+    out = block(x, *args)
+    outs = out if isinstance(out, tuple) else (out,)
+    if outs[0].requires_grad:
+        probe(outs[0]).backward()
+    run: Run = {f"out.{i}": o.detach() for i, o in enumerate(outs)}
+    run["dx"] = x.grad
+    run |= {f"darg.{i}": a.grad for i, a in enumerate(args) if a.is_floating_point()}
+    return run | _gradients(block)
+
+
+def run_router(call: Callable[..., tuple], router: nn.Module, x: Tensor, *args: Tensor) -> Run:
+    """logits, ids, weights and the gradients of a functional of the weights, by expert.
+
+    Args:
+        call: (router, x, *args) -> (logits, weights, ids); ``theirs`` or ``ours`` below.
+    """
+    router.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    logits, weights, ids = call(router, x, *args)
+    by_expert = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
+    probe(by_expert).backward()
+    run: Run = {"logits": logits.detach(), "ids": ids, "weights": weights.detach(), "dx": x.grad}
+    return run | _gradients(router)
+
+
+def theirs(router: nn.Module, x: Tensor, *args: Tensor) -> tuple:
+    """transformers' own forward of the router's class."""
+    return type(router).forward(router, x, *args)
+
+
+def ours(
+    router: nn.Module, x: Tensor, *args: Tensor, ties: str = "lower", impl: RouteImpl = route
+) -> tuple:
+    """The registry's routing function for the router's class, whatever is bound on the instance."""
+    spec, role = lookup(router)
+    assert role == "router"
+    routing = spec.route(router, x, args, ties=ties, impl=impl)
+    return routing.logits_TE, routing.weights_TK, routing.ids_TK
+
+
+def assert_parity(mine: Run, reference: Run, limit: float, skip: tuple[str, ...] = ()) -> None:
+    """Two runs hold the same names, the same Nones, and tensors within ``limit``."""
+    assert mine.keys() == reference.keys()
+    for name, value in reference.items():
+        if name in skip:
+            continue
+        assert (mine[name] is None) == (value is None), f"{name}: None on one side only"
+        if value is not None:
+            assert mine[name].dtype == value.dtype, f"{name}: {mine[name].dtype}, not {value.dtype}"
+            assert_close(mine[name], value, limit, name)
+
+
+def assert_bf16_parity(mine: Run, eager: Run, fp64: Run, skip: tuple[str, ...] = ()) -> None:
+    """The low-precision rule for every tensor of a run."""
+    assert mine.keys() == eager.keys() == fp64.keys()
+    for name, ref in fp64.items():
+        if ref is not None and name not in skip:
+            bf16_rule(mine[name], eager[name], ref, name)
+
+
+def assert_router_parity(
+    call: Callable[..., tuple],
+    router: nn.Module,
+    x: Tensor,
+    *args: Tensor,
+    limit: float,
+    choice: Callable[..., Tensor] | None = None,
+) -> None:
+    """``call`` decides like transformers' forward of the router's class, gradients included.
+
+    Logits, ids as sets and weights by id on all rows; a row may differ only where ``choice`` ties
+    at the k-th place, and then in no score. Gradients are compared on the rows that agree.
+
+    Args:
+        choice: (logits_TE, *args) -> the score that decides, bias included; None: no ties allowed.
+    """
+    mine, reference = run_router(call, router, x, *args), run_router(theirs, router, x, *args)
+    assert_close(mine["logits"], reference["logits"], limit, "router logits")
+    scores_TE = None if choice is None else choice(reference["logits"], *args)
+    same_T = assert_same_choice(mine["ids"], reference["ids"], scores_TE)
+    E = reference["logits"].shape[1]
+    assert mine["weights"].dtype == reference["weights"].dtype
+    by_expert = [dense_weights(run["ids"], run["weights"], E)[same_T] for run in (mine, reference)]
+    assert_close(*by_expert, limit, "routing weights")
+    kept = x.reshape(-1, x.shape[-1])[same_T].reshape(1, -1, x.shape[-1])
+    kept = kept if x.dim() == 3 else kept[0]
+    names = {"dx", *(name for name in mine if name.startswith("grad."))}
+    runs = [run_router(each, router, kept, *args) for each in (call, theirs)]
+    assert_parity(*({k: run[k] for k in names} for run in runs), limit)
+
+
+def _gradients(module: nn.Module) -> Run:
+    return {
+        f"grad.{name}": None if p.grad is None else p.grad.detach().clone()
+        for name, p in module.named_parameters()
+    }

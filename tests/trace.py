@@ -1,0 +1,93 @@
+"""What really ran: a tier is proven by the code objects of executed functions, not by a report.
+
+ran = executed(lambda: model(**batch).loss.backward())
+assert_tier("full", model, ran)
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from moe_patch import forward
+from moe_patch.families import lookup
+
+OURS = {
+    "router": forward.router_forward.__code__,
+    "experts": forward.experts_forward.__code__,
+    "block": forward.block_forward.__code__,
+}
+
+
+def executed(function: Callable[[], Any]) -> set[CodeType]:
+    """Code objects of every Python function that ``function()`` runs in this thread.
+
+    On CPU autograd's backward runs in the calling thread, so a backward inside ``function`` counts.
+    """
+    seen: set[CodeType] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return seen
+
+
+def transformers_routers(model: nn.Module) -> set[CodeType]:
+    """The forwards of the model's router classes, as transformers defines them."""
+    return {_code(type(m).forward) for m in _of_role(model, "router")}
+
+
+def transformers_experts(model: nn.Module) -> set[CodeType]:
+    """The eager forwards of the model's experts classes, and every other implementation."""
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    registered = [*ALL_EXPERTS_FUNCTIONS.values(), *ALL_FP8_EXPERTS_FUNCTIONS.values()]
+    functions = {_code(f) for f in registered} - {OURS["experts"], forward.refuse_fp8.__code__}
+    return functions | {_code(type(m).forward) for m in _of_role(model, "experts")}
+
+
+def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
+    """``ran`` proves the tier: "full", "experts", or "refused" (transformers alone).
+
+    Args:
+        tier: of every block of the model.
+        model: whose classes count.
+        ran: from :func:`executed`.
+    """
+    routers, experts = transformers_routers(model), transformers_experts(model)
+    eager = {_code(type(m).forward) for m in _of_role(model, "experts")}
+    assert experts, "no experts module of a registered family in the model"
+    if tier == "refused":
+        assert ran & eager, "transformers' experts did not run"
+        assert OURS["experts"] not in ran, "our experts ran"
+        return
+    assert OURS["experts"] in ran, "our experts did not run"
+    assert not ran & experts, f"transformers' experts ran: {_names(ran & experts)}"
+    if tier == "full":
+        assert OURS["router"] in ran, "our router did not run"
+        assert not ran & routers, f"transformers' router ran: {_names(ran & routers)}"
+
+
+def _of_role(model: nn.Module, role: str) -> list[nn.Module]:
+    return [m for m in model.modules() if (found := lookup(m)) is not None and found[1] == role]
+
+
+def _code(function: Any) -> CodeType:
+    return inspect.unwrap(function).__code__
+
+
+def _names(codes: set[CodeType]) -> list[str]:
+    return sorted(code.co_qualname for code in codes)
