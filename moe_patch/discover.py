@@ -60,7 +60,8 @@ def discover(model: nn.Module) -> list[FoundBlock]:
         found = lookup(module) or _decorated(module)
         if found is None:
             if (reason := _looks_like_moe(module)) and not _inside(path, order):
-                block_at(path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)).reason = reason
+                block = block_at(path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason))
+                block.block, block.reason = module, reason
             continue
         spec, role = found
         if role == "block":
@@ -101,8 +102,8 @@ def _holder(path: str) -> str:
 
 def _decorated(module: nn.Module) -> tuple[FamilySpec, str] | None:
     """An experts module that transformers' decorator serves and no entry names: tier experts."""
-    flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "_is_expert_parallel")
-    if not all(flag in module.__dict__ for flag in flags):
+    flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
+    if not all(flag in module.__dict__ for flag in flags) or not hasattr(type(module).forward, "__wrapped__"):
         return None
     model_type = module.config.model_type
     return FamilySpec(model_types=(model_type,), experts=type(module).__name__, tier="experts"), "experts"
