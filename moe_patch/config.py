@@ -29,7 +29,8 @@ class PatchConfig:
             "require" makes an adapter that cannot be fused an error, "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
         ties: "lower" gives equal scores to the lower expert id, "torch" whatever torch.topk picks.
-        include, exclude: glob patterns on block paths; an empty ``include`` means every block.
+        include, exclude: glob pattern or patterns on block paths, kept as a tuple; an empty
+            ``include`` means every block.
     """
 
     backend: str = "auto"
@@ -50,6 +51,8 @@ class PatchConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedOptionError(f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false")
+        for name in _PATTERNS:
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
 
     @classmethod
     def parse(cls, value: Any = None, **options: Any) -> PatchConfig | None:
@@ -91,8 +94,6 @@ def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedOptionError(
                 f"moe_patch: unknown option {key!r}; did you mean {near[0]!r}? Known: {', '.join(known)}"
             )
-        if key in _PATTERNS:
-            value = _patterns(key, value)
         if key == "fuse_lora" and value is False:
             value = "off"  # YAML 1.1 reads a bare `off` as false
         result[key] = value
