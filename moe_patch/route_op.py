@@ -1,0 +1,194 @@
+"""The Triton-backed :func:`route`: one custom op forward, one backward, under autograd and compile.
+
+Same name, signature and meaning as ``moe_patch.routing.route``, which stays the definition and the
+default on a CPU. Triton is imported by the first call, not by this module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.routing import RouteSpec
+from moe_patch.types import Routing
+
+MAX_EXPERTS = 512
+MAX_TOP_K = 32
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "none")
+_SPEC_ARGUMENTS = (
+    "int top_k, str score, str order, bool fp32, str bias_on, int groups, int top_groups, "
+    "str group_score, float group_fill, bool renormalize, float eps, bool clamp_eps, float scale, "
+    "ScalarType? weights_dtype"
+)
+_SPEC_FIELDS = tuple(part.split()[-1] for part in _SPEC_ARGUMENTS.split(","))
+
+
+class RouteStats(NamedTuple):
+    """A routing decision and what the same launch counted.
+
+    Attributes:
+        routing: as :func:`route` returns it.
+        tokens_E: int32, how many rows chose each expert.
+        lse_T: fp32 log-sum-exp of each row's logits (NaN where a row holds NaN or +Inf, or nothing
+            but -Inf). Neither carries a gradient.
+    """
+
+    routing: Routing
+    tokens_E: Tensor
+    lse_T: Tensor
+
+
+def route(
+    logits_TE: Tensor,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    *,
+    ids_dtype: torch.dtype = torch.int64,
+) -> Routing:
+    """Choose ``spec.top_k`` experts per row and weight them, in one Triton launch.
+
+    Args:
+        logits_TE: raw router logits, fp32, bf16 or fp16, any strides, at most 512 experts.
+        spec: the family's choices; ties must be "lower", top_k at most 32.
+        bias_E: correction bias, for the choice only; receives no gradient.
+        ids_dtype: int64, which transformers' experts take, or int32.
+
+    Returns:
+        Routing with ids in descending order of the choice score and weights differentiable in the
+        logits. The gradient is evaluated in fp32 and rounded once; it is the same bits every time.
+
+    Raises:
+        UnsupportedOptionError: the kernels do not cover this spec, dtype, size or device.
+    """
+    ids_TK, weights_TK, _, _ = _call(logits_TE, spec, bias_E, ids_dtype, False)
+    return Routing(ids_TK, weights_TK, logits_TE)
+
+
+def route_with_stats(
+    logits_TE: Tensor,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    *,
+    ids_dtype: torch.dtype = torch.int64,
+) -> RouteStats:
+    """:func:`route`, and from the same launch the rows per expert and each row's log-sum-exp."""
+    ids_TK, weights_TK, tokens_E, lse_T = _call(logits_TE, spec, bias_E, ids_dtype, True)
+    return RouteStats(Routing(ids_TK, weights_TK, logits_TE), tokens_E, lse_T)
+
+
+def _call(
+    logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    obstacle = route_obstacle(logits_TE, spec, bias_E)
+    if obstacle is not None:
+        raise UnsupportedOptionError(
+            f"moe_patch.route_op.route: {obstacle}; use moe_patch.routing.route (backend='torch')"
+        )
+    bias_E = None if bias_E is None else bias_E.detach()
+    fields = [getattr(spec, name) for name in _SPEC_FIELDS]
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe_patch.route_forward(
+        logits_TE, bias_E, ids_dtype, stats, *fields
+    )
+    return result
+
+
+def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
+    """Why the Triton kernels cannot route this, in words that name what they accept, or None."""
+    T, E = logits_TE.shape
+    if spec.ties != "lower":
+        return f"ties={spec.ties!r} is torch.topk's own choice, the kernels implement ties='lower'"
+    if spec.score not in _SCORES:
+        return f"score={spec.score!r}, accepted are {', '.join(_SCORES)}"
+    for name, tensor in (("logits", logits_TE), ("bias", bias_E)):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            return f"the {name} are {tensor.dtype}, accepted are float32, bfloat16 and float16"
+    if not 1 <= spec.top_k <= min(E, MAX_TOP_K):
+        return f"top_k={spec.top_k} of {E} experts, accepted is 1 to min(experts, {MAX_TOP_K})"
+    if E > MAX_EXPERTS:
+        return f"{E} experts, accepted are at most {MAX_EXPERTS}"
+    if spec.groups > 1 and (E % spec.groups or not 1 <= spec.top_groups <= spec.groups):
+        return f"top_groups={spec.top_groups} of groups={spec.groups} over {E} experts"
+    if spec.group_score not in ("top2", "max"):
+        return f"group_score={spec.group_score!r}, accepted are top2 and max"
+    if spec.group_score == "top2" and spec.groups == E:
+        return f"group_score='top2' needs two experts per group, found groups={spec.groups} of {E}"
+    return None
+
+
+def _spec(fields: tuple[Any, ...]) -> RouteSpec:
+    return RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
+
+
+def _forward(
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from moe_patch.kernels.routing import route_forward
+
+    return tuple(
+        route_forward(
+            logits_TE, _spec(fields), bias_E, ids_dtype=ids_dtype, count_tokens=stats, with_lse=stats
+        )
+    )
+
+
+def _forward_fake(
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool, *fields: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    spec = _spec(fields)
+    T, E = logits_TE.shape
+    scores = torch.float32 if spec.fp32 else logits_TE.dtype
+    new = logits_TE.new_empty
+    return (
+        new((T, spec.top_k), dtype=ids_dtype),
+        new((T, spec.top_k), dtype=spec.weights_dtype or scores),
+        new((E if stats else 0,), dtype=torch.int32),
+        new((T if stats else 0,), dtype=torch.float32),
+    )
+
+
+def _backward(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
+    from moe_patch.kernels.routing import route_backward
+
+    return route_backward(dweights_TK, logits_TE, ids_TK, _spec(fields))
+
+
+def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
+    return torch.empty(logits_TE.shape, dtype=logits_TE.dtype, device=logits_TE.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[0], output[0])
+    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.fields = inputs[4:]
+
+
+def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor, dtokens: Any, dlse: Any) -> tuple[Any, ...]:
+    logits_TE, ids_TK = ctx.saved_tensors
+    dlogits_TE = torch.ops.moe_patch.route_backward(dweights_TK, logits_TE, ids_TK, *ctx.fields)
+    return (dlogits_TE, None, None, None, *[None] * len(_SPEC_FIELDS))
+
+
+def _define() -> None:
+    tensors = "(Tensor, Tensor, Tensor, Tensor)"
+    torch.library.define(
+        "moe_patch::route_forward",
+        f"(Tensor logits, Tensor? bias, ScalarType ids_dtype, bool stats, {_SPEC_ARGUMENTS}) -> {tensors}",
+    )
+    torch.library.define(
+        "moe_patch::route_backward",
+        f"(Tensor dweights, Tensor logits, Tensor ids, {_SPEC_ARGUMENTS}) -> Tensor",
+    )
+    torch.library.impl("moe_patch::route_forward", "default", _forward)
+    torch.library.impl("moe_patch::route_backward", "default", _backward)
+    torch.library.register_fake("moe_patch::route_forward", _forward_fake)
+    torch.library.register_fake("moe_patch::route_backward", _backward_fake)
+    torch.library.register_autograd(
+        "moe_patch::route_forward", _autograd, setup_context=_setup_context
+    )
+
+
+_define()
