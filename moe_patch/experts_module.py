@@ -28,9 +28,20 @@ class ExpertTensors(NamedTuple):
     lora2: Lora | None
 
 
-def layout_of(experts: nn.Module, spec: FamilySpec) -> nn.Module | Layout:
-    """Where the layout flags are: on a decorated module itself, else in the family entry."""
-    return experts if spec.layout is None else spec.layout
+def layout_of(experts: nn.Module, spec: FamilySpec) -> Layout:
+    """How the weights lie: the family entry's word, else the flags that transformers' decorator set.
+
+    Older releases of transformers set no flag for a post-expert norm and have no family with one.
+    """
+    if spec.layout is not None:
+        return spec.layout
+    return Layout(
+        has_gate=experts.has_gate,
+        has_bias=experts.has_bias,
+        is_transposed=experts.is_transposed,
+        is_concatenated=experts.is_concatenated,
+        has_post_expert_norm="has_post_expert_norm" in experts.__dict__ and experts.has_post_expert_norm,
+    )
 
 
 def up_name(experts: nn.Module, spec: FamilySpec) -> str:

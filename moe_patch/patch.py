@@ -21,7 +21,7 @@ from moe_patch.backend import choose_backend
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import layout_of, read_glu, stored_weight
+from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
@@ -168,7 +168,7 @@ def _check_experts_module(path: str, experts: nn.Module, spec: FamilySpec, confi
         raise UnsupportedModelError(
             f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
         )
-    if layout_of(experts, spec) is experts or spec.layout is not None:
+    if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
         weight = stored_weight(experts, spec)
         if not weight.is_meta:
