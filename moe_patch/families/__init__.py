@@ -1,10 +1,15 @@
-"""The registry: transformers classes -> FamilySpec. Data only; transformers is not imported here."""
+"""The registry: transformers classes -> FamilySpec. Data only; transformers is not imported here.
+
+Every module of this package that defines ``FAMILIES`` is registered, in the order of their names.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from torch import nn
 
-from moe_patch.families import deepseek, gpt_oss, minimax, mixtral, qwen
 from moe_patch.families.spec import FamilySpec
 
 ROLES = ("experts", "router", "block")
@@ -64,6 +69,6 @@ def _identity(spec: FamilySpec) -> tuple:
     return (spec.module, spec.experts, spec.router, spec.block)
 
 
-for _file in (qwen, mixtral, deepseek, minimax, gpt_oss):
-    for _spec in _file.FAMILIES:
+for _, _name, _ in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
+    for _spec in vars(importlib.import_module(f"{__name__}.{_name}")).get("FAMILIES", ()):
         register_family(_spec)
