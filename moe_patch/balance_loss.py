@@ -1,0 +1,208 @@
+"""Auxiliary router losses from recorded router logits: load balance and z.
+
+Both come from per-layer sums over rows, which hold no intermediate beyond [tokens, experts]: no
+one-hot of the choices, and for backward nothing but the logits themselves. A single pass over the
+logits serves both (:func:`router_losses`).
+
+Sources: load balance, Switch Transformer (arXiv:2101.03961 equations 4 to 6) in the form of
+transformers' ``load_balancing_loss_func``; z loss, ST-MoE (arXiv:2202.08906 equation 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.backend import choose_backend
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.routing import stable_topk
+
+
+def load_balancing_loss(
+    gate_logits: Tensor | Sequence[Tensor] | None,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor | int:
+    """E * sum_e f_e * p_e: f_e the share of choices, p_e the mean probability of expert e.
+
+    Stands in for transformers' ``load_balancing_loss_func``: same arguments, same number, also
+    where the softmax is rounded to bf16. The one difference is a tie for the k-th place, which goes
+    to the lower id here and anywhere there.
+
+    Args:
+        gate_logits: one tensor per layer, each [batch * sequence, experts]; a single tensor is one
+            layer. Anything else gives 0, as in transformers (a model that recorded no logits).
+        num_experts: E; must equal the logits' width.
+        top_k: experts chosen per token.
+        attention_mask: [batch, sequence], 0 where a token does not count.
+
+    Returns:
+        fp32 scalar, differentiable in the logits.
+    """
+    layers = _layers(gate_logits)
+    if not layers:
+        return 0
+    _check(layers, num_experts, top_k)
+    balance, _ = router_losses(layers, top_k, attention_mask)
+    return balance
+
+
+def router_z_loss(
+    gate_logits: Tensor | Sequence[Tensor] | None, attention_mask: Tensor | None = None
+) -> Tensor | int:
+    """The mean over layers and unmasked tokens of logsumexp(logits)^2; arguments as above."""
+    layers = _layers(gate_logits)
+    if not layers:
+        return 0
+    _, z = router_losses(layers, 1, attention_mask)
+    return z
+
+
+def router_losses(
+    layers: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(load_balancing_loss, router_z_loss) of at least one layer, from one pass over the logits."""
+    device = layers[0].device
+    mask_T = None
+    if attention_mask is not None:
+        mask_T = attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
+    E = layers[0].shape[1]
+    tokens_E = torch.zeros(E, dtype=torch.float32, device=device)
+    probabilities_E, z = torch.zeros_like(tokens_E), torch.zeros((), device=device)
+    for logits_TE in layers:
+        logits_TE = logits_TE.to(device)
+        more_tokens_E, more_probabilities_E, more_z = torch.ops.moe_patch.router_sums(
+            logits_TE, mask_T, top_k
+        )
+        tokens_E = tokens_E + more_tokens_E
+        probabilities_E = probabilities_E + more_probabilities_E
+        z = z + more_z
+    if mask_T is None:
+        rows: Tensor | int = sum(logits_TE.shape[0] for logits_TE in layers)
+    else:
+        rows = mask_T.sum() * len(layers)
+    balance = torch.sum((tokens_E / rows) * (probabilities_E / rows)) * E
+    return balance, z / rows
+
+
+def _layers(gate_logits: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
+    if isinstance(gate_logits, Tensor):
+        return [gate_logits]
+    return list(gate_logits) if isinstance(gate_logits, tuple | list) else []
+
+
+def _check(layers: list[Tensor], num_experts: int | None, top_k: int) -> None:
+    width = layers[0].shape[1]
+    if num_experts is not None and num_experts != width:
+        raise UnsupportedOptionError(
+            f"moe_patch.balance_loss: num_experts={num_experts}, the logits have {width} columns"
+        )
+    if not 1 <= top_k <= width:
+        raise UnsupportedOptionError(
+            f"moe_patch.balance_loss: top_k={top_k}; accepted: 1 to {width}, the number of experts"
+        )
+
+
+Sums = tuple[Tensor, Tensor, Tensor]
+
+
+def _sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
+    if choose_backend("auto", logits_TE.device, logits_TE.dtype).name == "triton":
+        from moe_patch.kernels.routing_losses import router_sums
+
+        return tuple(part.clone() for part in router_sums(logits_TE, mask_T, top_k))
+    return sums_torch(logits_TE, mask_T, top_k)
+
+
+def sums_torch(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
+    """(tokens_E, probabilities_E, z): what ``kernels.routing_losses.router_sums`` computes."""
+    T, E = logits_TE.shape
+    softmax_TE = torch.softmax(logits_TE, dim=-1)
+    _, ids_TK = stable_topk(softmax_TE, top_k)
+    weight_T = logits_TE.new_ones(T, dtype=torch.float32) if mask_T is None else mask_T
+    tokens_E = torch.zeros(E, dtype=torch.float32, device=logits_TE.device)
+    tokens_E.scatter_add_(0, ids_TK.reshape(-1), weight_T.repeat_interleave(top_k))
+    lse_T = torch.logsumexp(_wide(logits_TE), dim=-1).float()
+    return tokens_E, (softmax_TE.float() * weight_T[:, None]).sum(0), (lse_T.square() * weight_T).sum()
+
+
+def _sums_backward(
+    dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
+) -> Tensor:
+    if choose_backend("auto", logits_TE.device, logits_TE.dtype).name == "triton":
+        from moe_patch.kernels.routing_losses import router_sums_backward
+
+        return router_sums_backward(dprobabilities_E, dz, logits_TE, mask_T)
+    return sums_backward_torch(dprobabilities_E, dz, logits_TE, mask_T)
+
+
+def sums_backward_torch(
+    dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
+) -> Tensor:
+    """What ``kernels.routing_losses.router_sums_backward`` computes."""
+    wide_TE = _wide(logits_TE)
+    softmax_TE = torch.softmax(wide_TE, dim=-1)
+    slope_TE = dprobabilities_E - (softmax_TE @ dprobabilities_E.to(wide_TE.dtype))[:, None]
+    slope_TE = slope_TE + 2 * dz * torch.logsumexp(wide_TE, dim=-1, keepdim=True)
+    dlogits_TE = softmax_TE * slope_TE
+    if mask_T is not None:
+        dlogits_TE = dlogits_TE * mask_T[:, None]
+    return dlogits_TE.to(logits_TE.dtype)
+
+
+def _wide(logits_TE: Tensor) -> Tensor:
+    return logits_TE if logits_TE.dtype == torch.float64 else logits_TE.float()
+
+
+def _sums_fake(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
+    new = logits_TE.new_empty
+    E = logits_TE.shape[1]
+    return (
+        new((E,), dtype=torch.float32),
+        new((E,), dtype=torch.float32),
+        new((), dtype=torch.float32),
+    )
+
+
+def _sums_backward_fake(
+    dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
+) -> Tensor:
+    return torch.empty(logits_TE.shape, dtype=logits_TE.dtype, device=logits_TE.device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sums) -> None:
+    ctx.mark_non_differentiable(output[0])
+    ctx.save_for_backward(inputs[0], inputs[1])
+
+
+def _autograd(ctx: Any, dtokens: Any, dprobabilities_E: Tensor, dz: Tensor) -> tuple[Any, ...]:
+    logits_TE, mask_T = ctx.saved_tensors
+    dlogits_TE = torch.ops.moe_patch.router_sums_backward(dprobabilities_E, dz, logits_TE, mask_T)
+    return dlogits_TE, None, None
+
+
+def _define() -> None:
+    torch.library.define(
+        "moe_patch::router_sums",
+        "(Tensor logits, Tensor? mask, int top_k) -> (Tensor, Tensor, Tensor)",
+    )
+    torch.library.define(
+        "moe_patch::router_sums_backward",
+        "(Tensor dprobabilities, Tensor dz, Tensor logits, Tensor? mask) -> Tensor",
+    )
+    for name, run, fake in (
+        ("router_sums", _sums, _sums_fake),
+        ("router_sums_backward", _sums_backward, _sums_backward_fake),
+    ):
+        torch.library.impl(f"moe_patch::{name}", "default", run)
+        torch.library.register_fake(f"moe_patch::{name}", fake)
+    torch.library.register_autograd(
+        "moe_patch::router_sums", _autograd, setup_context=_setup_context
+    )
+
+
+_define()
