@@ -1,11 +1,16 @@
 """moe_patch: run Hugging Face mixture-of-experts models on shared kernels, exactly as they meant it.
 
-    from moe_patch import patch_model
-    model = patch_model(model)
+from moe_patch import patch_model
+model = patch_model(model)
 """
 
 from moe_patch.config import PatchConfig
-from moe_patch.errors import MoePatchError, PatchStateError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.errors import (
+    MoePatchError,
+    PatchStateError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+)
 from moe_patch.families import register_family, supported_model_types
 from moe_patch.families.spec import FamilySpec
 from moe_patch.patch import patch_model, patched, unpatch_model

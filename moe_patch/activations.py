@@ -17,7 +17,9 @@ __all__ = ["gated_activation", "gated_activation_backward"]
 _aten = torch.ops.aten
 
 
-def gated_activation_backward(h_NH: Tensor, da_NF: Tensor, w_N1: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+def gated_activation_backward(
+    h_NH: Tensor, da_NF: Tensor, w_N1: Tensor, glu: Glu
+) -> tuple[Tensor, Tensor]:
     """a and dL/dh from h and the unweighted gradient of a.
 
     Args:

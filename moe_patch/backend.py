@@ -47,7 +47,9 @@ def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> 
     obstacle = triton_obstacle(device, dtype)
     if requested == "triton":
         if obstacle is not None:
-            raise UnsupportedOptionError(f"backend='triton' cannot hold: {obstacle}; use backend='auto' or 'torch'")
+            raise UnsupportedOptionError(
+                f"backend='triton' cannot hold: {obstacle}; use backend='auto' or 'torch'"
+            )
         return BackendChoice("triton", "asked for")
     if obstacle is None and torch.version.hip is not None:
         obstacle = "on HIP Triton runs only when asked for (backend='triton')"

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from moe_patch.experts_torch import gather_sum, token_rows, to_TK
+from moe_patch.experts_torch import gather_sum, rows_to_slots, token_rows
 from moe_patch.grouped import Groups
 from moe_patch.reference import build_plan
 from moe_patch.types import ExpertWeights, Lora, Plan
@@ -25,7 +27,9 @@ _lib = torch.library.Library("moe_patch_steps", "DEF")
 _lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")
 _lib.define(f"combine(Tensor y, Tensor? weights, {_PLAN}) -> Tensor")
 _lib.define(f"combine_bwd(Tensor dout, Tensor y, Tensor weights, {_PLAN}) -> (Tensor, Tensor)")
-_lib.define(f"linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}) -> Tensor")
+_lib.define(
+    f"linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}) -> Tensor"
+)
 _lib.define(
     f"linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}, bool[] needs)"
     " -> Tensor[]"
@@ -59,96 +63,102 @@ def experts_composed(
     return _ops.combine(y_ND, weights_TK, *plan).to(x_TD.dtype)
 
 
-def _rows(x, *plan):
+def _rows(x: Any, *plan: Any) -> Any:
     return token_rows(x, Plan(*plan))
 
 
-def _combine(y, weights, *plan):
+def _combine(y: Any, weights: Any, *plan: Any) -> Any:
     return gather_sum(y, plan[1], weights).to(y.dtype)
 
 
-def _combine_bwd(dout, y, weights, *plan):
+def _combine_bwd(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
     plan = Plan(*plan)
     dout_ND = token_rows(dout, plan)
     valid_N = plan.row_of_N >= 0
     flat_N = weights.reshape(-1).index_select(0, plan.row_of_N.clamp(min=0).long())
     w_N = torch.where(valid_N, flat_N, 0.0)
     wide = torch.promote_types(y.dtype, torch.float32)
-    dweights_TK = to_TK((dout_ND.to(wide) * y.to(wide)).sum(-1), plan).to(weights.dtype)
+    dweights_TK = rows_to_slots((dout_ND.to(wide) * y.to(wide)).sum(-1), plan).to(weights.dtype)
     return (w_N.unsqueeze(1) * dout_ND).to(y.dtype), dweights_TK
 
 
-def _linear(x, w, b, a, lb, s, *plan):
+def _linear(x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *plan: Any) -> Any:
     plan = Plan(*plan)
     with torch.autocast(x.device.type, enabled=False):
         y = Groups(plan, x).linear(x, w, b, None if a is None else Lora(a, lb, s))
     return y.masked_fill_((plan.row_of_N < 0).unsqueeze(1), 0.0)
 
 
-def _linear_bwd(dy, x, w, b, a, lb, s, *args):
+def _linear_bwd(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args: Any) -> Any:
     *plan, needs = args
     groups = Groups(Plan(*plan), x)
     lora = None if a is None else Lora(a, lb, s)
     dy = dy.contiguous()
     empty = x.new_empty(0)
     with torch.autocast(x.device.type, enabled=False):
-        dx, p = groups.linear_T(dy, w, lora)
+        dx, p = groups.linear_transposed(dy, w, lora)
         return [
             dx if needs[0] else empty,
             groups.outer_sum(dy, x, w) if needs[1] else empty,
             groups.row_sum(dy, b) if needs[2] else empty,
-            groups.outer_sum(p, x, a).mul_(s) if needs[3] else empty,
+            groups.outer_sum(p, x, a).mul_(s) if needs[3] and p is not None else empty,
             groups.outer_sum(dy, groups.linear(x, a), lb).mul_(s) if needs[4] else empty,
         ]
 
 
-def _rows_setup(ctx, inputs, output):
+def _rows_setup(ctx: Any, inputs: Any, output: Any) -> Any:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _rows_backward(ctx, dx_ND):
+def _rows_backward(ctx: Any, dx_ND: Any) -> Any:
     return _ops.combine(dx_ND, None, *ctx.saved_tensors), None, None, None
 
 
-def _combine_setup(ctx, inputs, output):
+def _combine_setup(ctx: Any, inputs: Any, output: Any) -> Any:
     ctx.save_for_backward(*inputs)
 
 
-def _combine_backward(ctx, dout):
+def _combine_backward(ctx: Any, dout: Any) -> Any:
     y, weights, *plan = ctx.saved_tensors
     return *_ops.combine_bwd(dout, y, weights, *plan), None, None, None
 
 
-def _linear_setup(ctx, inputs, output):
+def _linear_setup(ctx: Any, inputs: Any, output: Any) -> Any:
     *tensors, s, row_of_N, slot_of_TK, offsets = inputs
     ctx.save_for_backward(*tensors, row_of_N, slot_of_TK, offsets)
     ctx.s = s
 
 
-def _linear_backward(ctx, dy):
+def _linear_backward(ctx: Any, dy: Any) -> Any:
     *tensors, row_of_N, slot_of_TK, offsets = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:5])
     grads = _ops.linear_bwd(dy, *tensors, ctx.s, row_of_N, slot_of_TK, offsets, needs)
-    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None
+    return (
+        *(g if need else None for g, need in zip(grads, needs, strict=True)),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
-def _rows_fake(x, row_of_N, slot_of_TK, offsets):
+def _rows_fake(x: Any, row_of_N: Any, slot_of_TK: Any, offsets: Any) -> Any:
     return x.new_empty(row_of_N.shape[0], x.shape[1])
 
 
-def _combine_fake(y, weights, row_of_N, slot_of_TK, offsets):
+def _combine_fake(y: Any, weights: Any, row_of_N: Any, slot_of_TK: Any, offsets: Any) -> Any:
     return y.new_empty(slot_of_TK.shape[0], y.shape[1])
 
 
-def _combine_bwd_fake(dout, y, weights, *plan):
+def _combine_bwd_fake(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
     return torch.empty_like(y), torch.empty_like(weights)
 
 
-def _linear_fake(x, w, *args):
+def _linear_fake(x: Any, w: Any, *args: Any) -> Any:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-def _linear_bwd_fake(dy, x, w, b, a, lb, s, *args):
+def _linear_bwd_fake(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args: Any) -> Any:
     return [
         torch.empty_like(t) if need and t is not None else x.new_empty(0)
         for t, need in zip((x, w, b, a, lb), args[-1], strict=True)
@@ -169,4 +179,6 @@ for _name, _bwd, _setup in (
     ("combine", _combine_backward, _combine_setup),
     ("linear", _linear_backward, _linear_setup),
 ):
-    torch.library.register_autograd(f"moe_patch_steps::{_name}", _bwd, setup_context=_setup, lib=_lib)
+    torch.library.register_autograd(
+        f"moe_patch_steps::{_name}", _bwd, setup_context=_setup, lib=_lib
+    )

@@ -11,7 +11,11 @@ from typing import Any
 from moe_patch.backend import BACKENDS
 from moe_patch.errors import UnsupportedOptionError
 
-_CHOICES = {"backend": BACKENDS, "fuse_lora": ("auto", "require", "off"), "ties": ("lower", "torch")}
+_CHOICES = {
+    "backend": BACKENDS,
+    "fuse_lora": ("auto", "require", "off"),
+    "ties": ("lower", "torch"),
+}
 _FLAGS = ("strict", "self_check", "recompute")
 _PATTERNS = ("include", "exclude")
 
@@ -50,7 +54,9 @@ class PatchConfig:
                 )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise UnsupportedOptionError(f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false")
+                raise UnsupportedOptionError(
+                    f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false"
+                )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
 
@@ -72,7 +78,9 @@ class PatchConfig:
             value = SafeConstructor().construct_document(value)
         if value is False:
             if options:
-                raise UnsupportedOptionError(f"moe_patch: false together with options {sorted(options)}")
+                raise UnsupportedOptionError(
+                    f"moe_patch: false together with options {sorted(options)}"
+                )
             return None
         if isinstance(value, PatchConfig):
             return dataclasses.replace(value, **_normalise(options))
@@ -103,5 +111,7 @@ def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
 def _patterns(key: str, value: Any) -> tuple[str, ...]:
     patterns = (value,) if isinstance(value, str) else value
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(p, str) for p in patterns):
-        raise UnsupportedOptionError(f"moe_patch: {key} is {value!r}; accepted: a glob pattern or a list of them")
+        raise UnsupportedOptionError(
+            f"moe_patch: {key} is {value!r}; accepted: a glob pattern or a list of them"
+        )
     return tuple(patterns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -11,7 +12,7 @@ from moe_patch.families import lookup
 from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
 
-Named = tuple[str, nn.Module]
+Named = tuple[str, Any]
 
 
 @dataclass
@@ -60,7 +61,9 @@ def discover(model: nn.Module) -> list[FoundBlock]:
         found = lookup(module) or _decorated(module)
         if found is None:
             if (reason := _looks_like_moe(module)) and not _inside(path, order):
-                block = block_at(path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason))
+                block = block_at(
+                    path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
+                )
                 block.block, block.reason = module, reason
             continue
         spec, role = found
@@ -68,8 +71,7 @@ def discover(model: nn.Module) -> list[FoundBlock]:
             block = block_at(path, spec)
             block.block = module
         else:
-            owner = _inside(path, order) or _holder(path)
-            block = block_at(owner, spec)
+            block = block_at(_inside(path, order) or _holder(path), spec)
             (block.routers if role == "router" else block.experts).append((path, module))
         if spec.tier == "refused":
             block.reason = spec.reason
@@ -100,13 +102,17 @@ def _holder(path: str) -> str:
     return ".".join(parts[:-1])
 
 
-def _decorated(module: nn.Module) -> tuple[FamilySpec, str] | None:
+def _decorated(module: Any) -> tuple[FamilySpec, str] | None:
     """An experts module that transformers' decorator serves and no entry names: tier experts."""
     flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
-    if not all(flag in module.__dict__ for flag in flags) or not hasattr(type(module).forward, "__wrapped__"):
+    if not all(flag in module.__dict__ for flag in flags) or not hasattr(
+        type(module).forward, "__wrapped__"
+    ):
         return None
     model_type = module.config.model_type
-    return FamilySpec(model_types=(model_type,), experts=type(module).__name__, tier="experts"), "experts"
+    return FamilySpec(
+        model_types=(model_type,), experts=type(module).__name__, tier="experts"
+    ), "experts"
 
 
 def _looks_like_moe(module: nn.Module) -> str | None:

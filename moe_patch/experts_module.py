@@ -6,7 +6,7 @@ instance by transformers' own decorator, so no family entry repeats them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class ExpertTensors(NamedTuple):
     lora2: Lora | None
 
 
-def layout_of(experts: nn.Module, spec: FamilySpec) -> Layout:
+def layout_of(experts: Any, spec: FamilySpec) -> Layout:
     """How the weights lie: the family entry's word, else the flags that transformers' decorator set.
 
     Older releases of transformers set no flag for a post-expert norm and have no family with one.
@@ -40,23 +40,26 @@ def layout_of(experts: nn.Module, spec: FamilySpec) -> Layout:
         has_bias=experts.has_bias,
         is_transposed=experts.is_transposed,
         is_concatenated=experts.is_concatenated,
-        has_post_expert_norm="has_post_expert_norm" in experts.__dict__ and experts.has_post_expert_norm,
+        has_post_expert_norm="has_post_expert_norm" in experts.__dict__
+        and experts.has_post_expert_norm,
     )
 
 
-def up_name(experts: nn.Module, spec: FamilySpec) -> str:
+def up_name(experts: Any, spec: FamilySpec) -> str:
     """The name of the up projection's parameter."""
     return "gate_up_proj" if layout_of(experts, spec).has_gate else "up_proj"
 
 
-def stored_weight(experts: nn.Module, spec: FamilySpec) -> Tensor:
+def stored_weight(experts: Any, spec: FamilySpec) -> Tensor:
     """The up projection as stored, without evaluating a parametrization."""
     name = up_name(experts, spec)
     live = live_factors(experts, name)
     return getattr(experts, name) if live is None else live[0]
 
 
-def read_tensors(experts: nn.Module, spec: FamilySpec, dtype: torch.dtype, fuse_lora: bool) -> ExpertTensors:
+def read_tensors(
+    experts: Any, spec: FamilySpec, dtype: torch.dtype, fuse_lora: bool
+) -> ExpertTensors:
     """Weights, biases and low-rank factors of an experts module.
 
     Args:
@@ -77,17 +80,19 @@ def read_tensors(experts: nn.Module, spec: FamilySpec, dtype: torch.dtype, fuse_
 
 
 def _projection(
-    experts: nn.Module, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: bool
+    experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: bool
 ) -> tuple[Tensor, Lora | None]:
     handed_down = experts.__dict__.get(HANDED_DOWN, {})
     live = live_factors(experts, name) if fuse_lora else None
-    weight, factors = live if live is not None else (getattr(experts, name), handed_down.get(name, []))
+    weight, factors = (
+        live if live is not None else (getattr(experts, name), handed_down.get(name, []))
+    )
     w_EOI = weight.mT if transposed else weight
     lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora
 
 
-def read_glu(experts: nn.Module, spec: FamilySpec) -> Glu | None:
+def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
     """The experts' activation as a Glu, or None when it is none that the fused kernels know.
 
     ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
@@ -138,7 +143,7 @@ def activation_kind(act_fn: object) -> str | None:
 
 
 def run_experts(
-    experts: nn.Module,
+    experts: Any,
     spec: FamilySpec,
     hidden_TD: Tensor,
     ids_TK: Tensor,
@@ -156,16 +161,28 @@ def run_experts(
     """
     device_type = hidden_TD.device.type
     autocast = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if autocast else stored_weight(experts, spec).dtype
+    dtype = (
+        torch.get_autocast_dtype(device_type) if autocast else stored_weight(experts, spec).dtype
+    )
     w, lora13, lora2 = read_tensors(experts, spec, dtype, fuse_lora)
     glu = read_glu(experts, spec)
     x_TD = hidden_TD.to(dtype)
     if glu is not None:
         out_TD = experts_mlp(
-            x_TD, ids_TK, weights_TK, w, glu, lora13=lora13, lora2=lora2, backend=backend, recompute=recompute
+            x_TD,
+            ids_TK,
+            weights_TK,
+            w,
+            glu,
+            lora13=lora13,
+            lora2=lora2,
+            backend=backend,
+            recompute=recompute,
         )
     else:
         gate = experts._apply_gate if layout_of(experts, spec).has_gate else experts.act_fn
         norm = experts.post_expert_norm if layout_of(experts, spec).has_post_expert_norm else None
-        out_TD = experts_composed(x_TD, ids_TK, weights_TK, w, gate, norm, lora13=lora13, lora2=lora2)
+        out_TD = experts_composed(
+            x_TD, ids_TK, weights_TK, w, gate, norm, lora13=lora13, lora2=lora2
+        )
     return out_TD.to(hidden_TD.dtype)

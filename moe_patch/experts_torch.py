@@ -16,13 +16,23 @@ The gathered x, a and y are not kept: a is recomputed from h, and y is never nee
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from moe_patch.activations import gated_activation, gated_activation_backward
 from moe_patch.grouped import Groups
 from moe_patch.reference import build_plan
-from moe_patch.types import ExpertsBackward, ExpertsForward, ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
+from moe_patch.types import (
+    ExpertsBackward,
+    ExpertsForward,
+    ExpertsNeeds,
+    ExpertWeights,
+    Glu,
+    Lora,
+    Plan,
+)
 
 __all__ = ["build_plan", "experts_backward", "experts_forward"]
 
@@ -59,7 +69,7 @@ def experts_forward(
     y_ND = groups.linear(gated_activation(h_NH, glu), w.w2_EDF, w.b2_ED, lora2)
     out_TD = gather_sum(y_ND, plan.slot_of_TK, weights_TK).to(x_TD.dtype)
     empty = x_TD.new_empty(0)
-    act_norm_TK = to_TK(_row_norm(y_ND), plan) if norms else empty
+    act_norm_TK = rows_to_slots(_row_norm(y_ND), plan) if norms else empty
     return ExpertsForward(out_TD, plan, h_NH if save_h else empty, act_norm_TK)
 
 
@@ -86,78 +96,141 @@ def experts_backward(
     Returns:
         ExpertsBackward; each gradient in the dtype and layout of its input.
     """
+    rows = _backward_rows(dout_TD, x_TD, weights_TK, w, glu, lora13, lora2, plan, h_NH)
+    grads = _base_grads(rows, w, needs)
+    if needs.weights:
+        grads["weights"] = _routing_weight_grad(rows, w, plan).to(weights_TK.dtype)
+    if needs.x:
+        dx_ND, _ = rows.groups.linear_transposed(rows.dh_NH, w.w13_EHD, lora13)
+        grads["x"] = gather_sum(dx_ND, plan.slot_of_TK, None).to(x_TD.dtype)
+    if lora13 is not None:
+        grads |= _lora13_grads(rows, lora13, needs)
+    if lora2 is not None:
+        grads |= _lora2_grads(rows, lora2, needs)
+    if needs.norms:
+        grads |= _grad_norms(rows, w, lora13, lora2, plan)
+    return ExpertsBackward(**grads)
+
+
+class _Rows(NamedTuple):
+    """Everything backward needs, gathered or recomputed in plan order.
+
+    ``da_NF`` is W2ᵀ dout before the routing weight ``w_N1``; ``p_NR`` and ``q_NR`` are empty without
+    the LoRA they belong to.
+    """
+
+    groups: Groups
+    x_ND: Tensor
+    dout_ND: Tensor
+    w_N1: Tensor
+    a_NF: Tensor
+    da_NF: Tensor
+    dh_NH: Tensor
+    p_NR: Tensor
+    q_NR: Tensor
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        return (self.w_N1 * rows).to(self.x_ND.dtype)
+
+
+def _backward_rows(
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    glu: Glu,
+    lora13: Lora | None,
+    lora2: Lora | None,
+    plan: Plan,
+    h_NH: Tensor,
+) -> _Rows:
     groups = Groups(plan, x_TD)
+    empty = x_TD.new_empty(0)
     x_ND = token_rows(x_TD, plan)
     if h_NH.numel() == 0:
         h_NH = groups.linear(x_ND, w.w13_EHD, w.b13_EH, lora13)
     dout_ND = token_rows(dout_TD.to(x_TD.dtype), plan)
     w_N1 = _row_weights(weights_TK, plan).unsqueeze(1)
-    da_NF, q_NR = groups.linear_T(dout_ND, w.w2_EDF, lora2)
+    da_NF, q_NR = groups.linear_transposed(dout_ND, w.w2_EDF, lora2)
     a_NF, dh_NH = gated_activation_backward(h_NH, da_NF, w_N1, glu)
-    grads: dict[str, Tensor | None] = {}
-    if needs.weights:
-        wide = w_N1.dtype
-        dw_N = (da_NF.to(wide) * a_NF.to(wide)).sum(-1)
-        if w.b2_ED is not None:
-            dw_N = dw_N + (dout_ND.to(wide) * _expert_rows(w.b2_ED, plan).to(wide)).sum(-1)
-        grads["weights"] = to_TK(dw_N, plan).to(weights_TK.dtype)
-    wa_NF = (w_N1 * a_NF).to(x_TD.dtype) if needs.w2 or lora2 is not None else None
+    p_NR = empty if lora13 is None else groups.linear(dh_NH, lora13.B_EOR.transpose(1, 2))
+    q_NR = empty if q_NR is None else q_NR
+    return _Rows(groups, x_ND, dout_ND, w_N1, a_NF, da_NF, dh_NH, p_NR, q_NR)
+
+
+def _routing_weight_grad(rows: _Rows, w: ExpertWeights, plan: Plan) -> Tensor:
+    wide = rows.w_N1.dtype
+    dw_N = (rows.da_NF.to(wide) * rows.a_NF.to(wide)).sum(-1)
+    if w.b2_ED is not None:
+        dw_N = dw_N + (rows.dout_ND.to(wide) * _expert_rows(w.b2_ED, plan).to(wide)).sum(-1)
+    return rows_to_slots(dw_N, plan)
+
+
+def _base_grads(rows: _Rows, w: ExpertWeights, needs: ExpertsNeeds) -> dict[str, Tensor]:
+    grads = {}
+    groups = rows.groups
     if needs.w2:
-        grads["w2"] = groups.outer_sum(dout_ND, wa_NF, w.w2_EDF)
+        grads["w2"] = groups.outer_sum(rows.dout_ND, rows.weighted(rows.a_NF), w.w2_EDF)
     if needs.b2 and w.b2_ED is not None:
-        grads["b2"] = groups.row_sum((w_N1 * dout_ND).to(x_TD.dtype), w.b2_ED)
+        grads["b2"] = groups.row_sum(rows.weighted(rows.dout_ND), w.b2_ED)
     if needs.w13:
-        grads["w13"] = groups.outer_sum(dh_NH, x_ND, w.w13_EHD)
+        grads["w13"] = groups.outer_sum(rows.dh_NH, rows.x_ND, w.w13_EHD)
     if needs.b13 and w.b13_EH is not None:
-        grads["b13"] = groups.row_sum(dh_NH, w.b13_EH)
-    p_NR = None
-    if needs.x:
-        dx_ND, p_NR = groups.linear_T(dh_NH, w.w13_EHD, lora13)
-        grads["x"] = gather_sum(dx_ND, plan.slot_of_TK, None).to(x_TD.dtype)
-    if lora2 is not None:
-        if needs.lora2_A:
-            wq_NR = (w_N1 * q_NR).to(x_TD.dtype)
-            grads["lora2_A"] = groups.outer_sum(wq_NR, a_NF, lora2.A_ERI).mul_(lora2.scaling)
-        if needs.lora2_B:
-            u_NR = groups.linear(wa_NF, lora2.A_ERI)
-            grads["lora2_B"] = groups.outer_sum(dout_ND, u_NR, lora2.B_EOR).mul_(lora2.scaling)
-    if lora13 is not None:
-        if p_NR is None:
-            p_NR = groups.linear(dh_NH, lora13.B_EOR.transpose(1, 2))
-        if needs.lora13_A:
-            grads["lora13_A"] = groups.outer_sum(p_NR, x_ND, lora13.A_ERI).mul_(lora13.scaling)
-        if needs.lora13_B:
-            u_NR = groups.linear(x_ND, lora13.A_ERI)
-            grads["lora13_B"] = groups.outer_sum(dh_NH, u_NR, lora13.B_EOR).mul_(lora13.scaling)
-    if needs.norms:
-        grads |= _grad_norms(groups, plan, w, lora13, lora2, x_ND, a_NF, dh_NH, dout_ND, w_N1, p_NR, q_NR)
-    return ExpertsBackward(**grads)
+        grads["b13"] = groups.row_sum(rows.dh_NH, w.b13_EH)
+    return grads
 
 
-def _grad_norms(groups, plan, w, lora13, lora2, x_ND, a_NF, dh_NH, dout_ND, w_N1, p_NR, q_NR):
+def _lora13_grads(rows: _Rows, lora: Lora, needs: ExpertsNeeds) -> dict[str, Tensor]:
+    grads = {}
+    groups = rows.groups
+    if needs.lora13_A:
+        grads["lora13_A"] = groups.outer_sum(rows.p_NR, rows.x_ND, lora.A_ERI).mul_(lora.scaling)
+    if needs.lora13_B:
+        u_NR = groups.linear(rows.x_ND, lora.A_ERI)
+        grads["lora13_B"] = groups.outer_sum(rows.dh_NH, u_NR, lora.B_EOR).mul_(lora.scaling)
+    return grads
+
+
+def _lora2_grads(rows: _Rows, lora: Lora, needs: ExpertsNeeds) -> dict[str, Tensor]:
+    grads = {}
+    groups = rows.groups
+    if needs.lora2_A:
+        wq_NR = rows.weighted(rows.q_NR)
+        grads["lora2_A"] = groups.outer_sum(wq_NR, rows.a_NF, lora.A_ERI).mul_(lora.scaling)
+    if needs.lora2_B:
+        u_NR = groups.linear(rows.weighted(rows.a_NF), lora.A_ERI)
+        grads["lora2_B"] = groups.outer_sum(rows.dout_ND, u_NR, lora.B_EOR).mul_(lora.scaling)
+    return grads
+
+
+def _grad_norms(
+    rows: _Rows, w: ExpertWeights, lora13: Lora | None, lora2: Lora | None, plan: Plan
+) -> dict[str, Tensor]:
     """Row norms by the outer-product identity ||u ⊗ v|| = ||u|| ||v|| (no second backward)."""
-    w_N = w_N1.squeeze(1).abs()
-    dout_N, a_N, dh_N, x_N = (_row_norm(rows) for rows in (dout_ND, a_NF, dh_NH, x_ND))
-    dy_N = w_N * dout_N
+    w_N = rows.w_N1.squeeze(1).abs()
+    x_N, a_N, dh_N = _row_norm(rows.x_ND), _row_norm(rows.a_NF), _row_norm(rows.dh_NH)
+    dy_N = w_N * _row_norm(rows.dout_ND)
     params_N = (dy_N * a_N).square() + (dh_N * x_N).square()
     if w.b13_EH is not None:
         params_N = params_N + dh_N.square()
     if w.b2_ED is not None:
         params_N = params_N + dy_N.square()
     norms = {
-        "grad_norm_out_TK": to_TK(dy_N, plan),
-        "grad_norm_params_TK": to_TK(params_N.sqrt(), plan),
+        "grad_norm_out_TK": rows_to_slots(dy_N, plan),
+        "grad_norm_params_TK": rows_to_slots(params_N.sqrt(), plan),
     }
     if lora13 is None and lora2 is None:
         return norms
     lora_N = torch.zeros_like(params_N)
     if lora13 is not None:
-        u_N = _row_norm(groups.linear(x_ND, lora13.A_ERI))
-        lora_N += ((_row_norm(p_NR) * x_N).square() + (dh_N * u_N).square()) * lora13.scaling**2
+        u_N = _row_norm(rows.groups.linear(rows.x_ND, lora13.A_ERI))
+        by_a, by_b = _row_norm(rows.p_NR) * x_N, dh_N * u_N
+        lora_N += (by_a.square() + by_b.square()) * lora13.scaling**2
     if lora2 is not None:
-        u_N = _row_norm(groups.linear(a_NF, lora2.A_ERI))
-        lora_N += ((w_N * _row_norm(q_NR) * a_N).square() + (dy_N * u_N).square()) * lora2.scaling**2
-    norms["grad_norm_lora_TK"] = to_TK(lora_N.sqrt(), plan)
+        u_N = _row_norm(rows.groups.linear(rows.a_NF, lora2.A_ERI))
+        by_a, by_b = w_N * _row_norm(rows.q_NR) * a_N, dy_N * u_N
+        lora_N += (by_a.square() + by_b.square()) * lora2.scaling**2
+    norms["grad_norm_lora_TK"] = rows_to_slots(lora_N.sqrt(), plan)
     return norms
 
 
@@ -189,7 +262,7 @@ def _row_weights(weights_TK: Tensor, plan: Plan) -> Tensor:
     return torch.where(plan.row_of_N >= 0, picked_N, 0.0)
 
 
-def to_TK(values_N: Tensor, plan: Plan) -> Tensor:
+def rows_to_slots(values_N: Tensor, plan: Plan) -> Tensor:
     """Per-row values from plan order to [T, K], 0 in empty slots."""
     slot = plan.slot_of_TK
     picked = values_N.index_select(0, slot.reshape(-1).clamp(min=0)).view(slot.shape)

@@ -33,7 +33,9 @@ class ExpertsPatch(ModulePatch):
 
 
 @bound
-def router_forward(router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any) -> Any:
+def router_forward(
+    router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any
+) -> Any:
     """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
     routing = record.spec.route(router, hidden_states, args, ties=record.config.ties)
     if record.spec.returns is not None:
@@ -41,7 +43,9 @@ def router_forward(router: nn.Module, record: ModulePatch, hidden_states: Tensor
     return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
 
-def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """transformers' experts signature: [T, D], [T, K] ids, [T, K] weights -> [T, D]."""
     record = record_of(experts)
     if record is None:
@@ -59,18 +63,21 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 @bound
-def bound_experts_forward(experts: nn.Module, record: ModulePatch, *args: Any, **kwargs: Any) -> Tensor:
+def bound_experts_forward(
+    experts: nn.Module, record: ModulePatch, *args: Any, **kwargs: Any
+) -> Tensor:
     """:func:`experts_forward`, bound on an experts class that transformers' registry does not serve."""
     return experts_forward(experts, *args, **kwargs)
 
 
 @bound
-def block_forward(block: nn.Module, record: ModulePatch, hidden_states: Tensor) -> Tensor:
+def block_forward(block: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
     """Routed experts plus the shared expert, times sigmoid(shared gate) where there is one.
 
     Everything is called as a module and no weight is read, so adapters and hooks act.
     """
     spec = record.spec
+    assert spec.shared is not None
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     block_in = hidden_states if spec.router_input_3d else x_TD
     _, weights_TK, ids_TK = getattr(block, spec.router_attr)(block_in)
@@ -94,7 +101,10 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     wrapper._check_forward_args(x, *args, **kwargs)
     base = wrapper.get_base_layer()
     previous = base.__dict__.get(HANDED_DOWN)
-    base.__dict__[HANDED_DOWN] = {**(previous or {}), wrapper.parameter_name: active_factors(wrapper)}
+    base.__dict__[HANDED_DOWN] = {
+        **(previous or {}),
+        wrapper.parameter_name: active_factors(wrapper),
+    }
     try:
         return wrapper.base_layer(x, *args, **kwargs)
     finally:

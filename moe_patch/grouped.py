@@ -21,10 +21,16 @@ class Groups:
 
     def __init__(self, plan: Plan, like: Tensor) -> None:
         self.offsets_S = plan.offsets_S
-        self.native = like.is_cuda and like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+        self.native = (
+            like.is_cuda
+            and like.dtype == torch.bfloat16
+            and hasattr(torch.nn.functional, "grouped_mm")
+        )
         self.bounds = [] if self.native else _bounds(plan.offsets_S)
 
-    def linear(self, x_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None = None, lora: Lora | None = None) -> Tensor:
+    def linear(
+        self, x_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None = None, lora: Lora | None = None
+    ) -> Tensor:
         """y_n = W_e x_n + b_e + s * B_e (A_e x_n), [N, O]."""
         y_NO = self._product(x_NI, w_EOI)
         if lora is not None:
@@ -34,7 +40,9 @@ class Groups:
             self._add_bias(y_NO, b_EO)
         return y_NO
 
-    def linear_T(self, dy_NO: Tensor, w_EOI: Tensor, lora: Lora | None = None) -> tuple[Tensor, Tensor | None]:
+    def linear_transposed(
+        self, dy_NO: Tensor, w_EOI: Tensor, lora: Lora | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """The data gradient W_eᵀ dy_n + s * A_eᵀ (B_eᵀ dy_n), and B_eᵀ dy_n when there is LoRA."""
         dx_NI = self._product(dy_NO, w_EOI.transpose(1, 2))
         if lora is None:
@@ -66,7 +74,9 @@ class Groups:
 
     def _product(self, x_NI: Tensor, w_EOI: Tensor) -> Tensor:
         if self.native and _aligned(x_NI, w_EOI):
-            return torch.nn.functional.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=self.offsets_S[1:])
+            return torch.nn.functional.grouped_mm(
+                x_NI, w_EOI.transpose(1, 2), offs=self.offsets_S[1:]
+            )
         y_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
         bounds = self._python_bounds()
         for e, (start, end) in enumerate(bounds):

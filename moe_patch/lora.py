@@ -59,7 +59,7 @@ def active_factors(wrapper: Any) -> list[Factors]:
     return [Factors(*wrapper.get_delta_factors(name)) for name in names]
 
 
-def live_factors(experts: nn.Module, name: str) -> tuple[Tensor, list[Factors]] | None:
+def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None:
     """A parametrized parameter's original and factors, without evaluating the merged weight.
 
     Returns:
@@ -70,13 +70,17 @@ def live_factors(experts: nn.Module, name: str) -> tuple[Tensor, list[Factors]] 
     if parametrizations is None or name not in parametrizations:
         return None
     entry = parametrizations[name]
-    proxy_cls = sys.modules["peft.tuners.lora.layer"]._LoraFactorsProxy if param_wrapper_class() else None
+    proxy_cls = (
+        sys.modules["peft.tuners.lora.layer"]._LoraFactorsProxy if param_wrapper_class() else None
+    )
     if proxy_cls is None or not all(type(proxy) is proxy_cls for proxy in entry):
         return None
     return entry.original, [Factors(p.lhs, p.rhs, p.scaling) for p in entry]
 
 
-def to_lora(factors: list[Factors], w_EOI: Tensor, transposed: bool, dtype: torch.dtype, where: str) -> Lora | None:
+def to_lora(
+    factors: list[Factors], w_EOI: Tensor, transposed: bool, dtype: torch.dtype, where: str
+) -> Lora | None:
     """One Lora for all active adapters: concatenated along the rank, scalings folded into B.
 
     Args:

@@ -12,6 +12,8 @@ import importlib
 from dataclasses import dataclass
 from types import ModuleType
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -101,11 +103,41 @@ def experts_mlp(
 def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None) -> tuple:
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
-    return (*w, a13, lb13, a2, lb2, s13, s2, glu.kind, glu.gated, glu.interleaved, glu.alpha, glu.limit)
+    return (
+        *w,
+        a13,
+        lb13,
+        a2,
+        lb2,
+        s13,
+        s2,
+        glu.kind,
+        glu.gated,
+        glu.interleaved,
+        glu.alpha,
+        glu.limit,
+    )
 
 
-def _unflatten(args: tuple) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType]:
-    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, kind, gated, interleaved, alpha, limit, backend = args
+def _unflatten(args: list[Any]) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType]:
+    (
+        w13,
+        w2,
+        b13,
+        b2,
+        a13,
+        lb13,
+        a2,
+        lb2,
+        s13,
+        s2,
+        kind,
+        gated,
+        interleaved,
+        alpha,
+        limit,
+        backend,
+    ) = args
     return (
         ExpertWeights(w13, w2, b13, b2),
         Glu(kind, gated, interleaved, alpha, limit),
@@ -115,7 +147,7 @@ def _unflatten(args: tuple) -> tuple[ExpertWeights, Glu, Lora | None, Lora | Non
     )
 
 
-def _experts(x, ids, weights, *args):
+def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     *flat, save_h, norms, _ = args
     w, glu, lora13, lora2, backend = _unflatten(flat)
     with torch.autocast(x.device.type, enabled=False):
@@ -125,7 +157,7 @@ def _experts(x, ids, weights, *args):
     return out, *plan, h, act_norm
 
 
-def _experts_bwd(dout, x, weights, *args):
+def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     *flat, row_of_N, slot_of_TK, offsets, h, needs = args
     w, glu, lora13, lora2, backend = _unflatten(flat)
     needs = ExpertsNeeds(*needs)
@@ -135,7 +167,7 @@ def _experts_bwd(dout, x, weights, *args):
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
-def _experts_fake(x, ids, weights, w13, *args):
+def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, *args: Any) -> Any:
     save_h, norms = args[-3], args[-2]
     T, K = ids.shape
     return (
@@ -144,11 +176,26 @@ def _experts_fake(x, ids, weights, w13, *args):
         ids.new_empty(T, K, dtype=torch.int32),
         ids.new_empty(w13.shape[0] + 1, dtype=torch.int32),
         x.new_empty(T * K, w13.shape[1]) if save_h else x.new_empty(0),
-        x.new_empty(T, K, dtype=torch.promote_types(x.dtype, torch.float32)) if norms else x.new_empty(0),
+        x.new_empty(T, K, dtype=torch.promote_types(x.dtype, torch.float32))
+        if norms
+        else x.new_empty(0),
     )
 
 
-def _experts_bwd_fake(dout, x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *args):
+def _experts_bwd_fake(
+    dout: Any,
+    x: Any,
+    weights: Any,
+    w13: Any,
+    w2: Any,
+    b13: Any,
+    b2: Any,
+    a13: Any,
+    lb13: Any,
+    a2: Any,
+    lb2: Any,
+    *args: Any,
+) -> Any:
     slot_of_TK, needs = args[-4], args[-1]
     inputs = (x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2)
     grads = [
@@ -164,17 +211,19 @@ def _experts_bwd_fake(dout, x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *a
     return grads + norms
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars, _, _, signals = inputs
     _, row_of_N, slot_of_TK, offsets, h, act_norm = output
     ctx.mark_non_differentiable(row_of_N, slot_of_TK, offsets, h, act_norm)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h)
+    ctx.save_for_backward(
+        x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h
+    )
     ctx.scalars = scalars
     ctx.signals = signals
 
 
-def _backward(ctx, dout, *_):
+def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     if dout is None:
         return (None,) * len(ctx.needs_input_grad)
     x, weights, *tensors, row_of_N, slot_of_TK, offsets, h = ctx.saved_tensors
@@ -194,4 +243,6 @@ _lib.impl("experts", _experts, "CompositeExplicitAutograd")
 _lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_patch::experts", _experts_fake, lib=_lib)
 torch.library.register_fake("moe_patch::experts_bwd", _experts_bwd_fake, lib=_lib)
-torch.library.register_autograd("moe_patch::experts", _backward, setup_context=_setup_context, lib=_lib)
+torch.library.register_autograd(
+    "moe_patch::experts", _backward, setup_context=_setup_context, lib=_lib
+)

@@ -56,7 +56,11 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     again = _check_state(model, parsed)
     blocks = [b for b in discover(model) if selected(b.path, parsed.include, parsed.exclude)]
     refused = _resolve(model, blocks, parsed)
-    checks = {} if not parsed.self_check else _self_checks([b for b in blocks if b.path not in refused], parsed)
+    checks = (
+        {}
+        if not parsed.self_check
+        else _self_checks([b for b in blocks if b.path not in refused], parsed)
+    )
     forward.register_experts()
     bound = 0
     for block in blocks:
@@ -65,7 +69,9 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         else:
             bound += _bind_block(block, parsed, checks.get(block.path, "off"))
     if again:
-        logger.info("moe_patch: already patched with an equal config; %d modules bound that were new", bound)
+        logger.info(
+            "moe_patch: already patched with an equal config; %d modules bound that were new", bound
+        )
     else:
         _announce_conflict(blocks)
     return model
@@ -150,7 +156,9 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     for path, module, _, _, slot in _bindings(block, config):
         foreign = _foreign(module, slot)
         if foreign is not None:
-            return f"{path} ({type(module).__name__}) already has a {slot} bound by {_origin(foreign)}"
+            return (
+                f"{path} ({type(module).__name__}) already has a {slot} bound by {_origin(foreign)}"
+            )
     try:
         for _, router in block.routers:
             for source in block.spec.params.values():
@@ -163,7 +171,9 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     return None
 
 
-def _check_experts_module(path: str, experts: nn.Module, spec: FamilySpec, config: PatchConfig) -> None:
+def _check_experts_module(
+    path: str, experts: nn.Module, spec: FamilySpec, config: PatchConfig
+) -> None:
     if spec.experts_forward is None and not hasattr(experts, "config"):
         raise UnsupportedModelError(
             f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
@@ -180,7 +190,9 @@ def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
         return
     for path, wrapper in block.wrappers:
         if why := fusion_obstacle(wrapper):
-            raise UnsupportedOptionError(f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'")
+            raise UnsupportedOptionError(
+                f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'"
+            )
 
 
 def _origin(function: Any) -> str:
@@ -193,7 +205,7 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
     by_path = {}
     for block in blocks:
         kind = selfcheck.kind_of(block)
-        if kind not in results:
+        if results.get(kind) != "passed":  # a block that could not be checked speaks for itself only
             results[kind] = selfcheck.check(block, config.backend)
         by_path[block.path] = results[kind]
     return by_path
@@ -209,7 +221,9 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
             bound += 1
     for _, experts in block.experts:
         if record_of(experts) is None:
-            _point_at_registry(experts, forward.ExpertsPatch("experts", spec, config, self_check=self_check))
+            _point_at_registry(
+                experts, forward.ExpertsPatch("experts", spec, config, self_check=self_check)
+            )
             bound += 1
     return bound
 
@@ -221,13 +235,21 @@ def _bindings(block: FoundBlock, config: PatchConfig) -> list[tuple[str, nn.Modu
     block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
     todo: list[tuple[str, nn.Module, Any, str, str]] = []
     if router_forward is not None:
-        todo += [(path, module, router_forward, "router", "forward") for path, module in block.routers]
+        todo += [
+            (path, module, router_forward, "router", "forward") for path, module in block.routers
+        ]
     if block.block is not None and block_forward is not None:
         todo.append((block.path, block.block, block_forward, "block", spec.block_slot))
     if spec.experts_forward is not None:
-        todo += [(path, module, spec.experts_forward, "experts", "forward") for path, module in block.experts]
+        todo += [
+            (path, module, spec.experts_forward, "experts", "forward")
+            for path, module in block.experts
+        ]
     if config.fuse_lora != "off":
-        todo += [(path, module, forward.lora_forward, "lora", "forward") for path, module in block.wrappers]
+        todo += [
+            (path, module, forward.lora_forward, "lora", "forward")
+            for path, module in block.wrappers
+        ]
     return todo
 
 
@@ -242,7 +264,7 @@ def _foreign(module: nn.Module, slot: str) -> Any:
     return None if is_ours(found) else found
 
 
-def _point_at_registry(experts: nn.Module, record: ModulePatch) -> None:
+def _point_at_registry(experts: Any, record: ModulePatch) -> None:
     """Choose our experts function through a private copy of the config that the module reads."""
     record.saved["config"] = experts.config
     own = copy.copy(experts.config)
@@ -252,7 +274,11 @@ def _point_at_registry(experts: nn.Module, record: ModulePatch) -> None:
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
-    anchor = block.block if block.block is not None else next(m for _, m in [*block.experts, *block.routers])
+    anchor = (
+        block.block
+        if block.block is not None
+        else next(m for _, m in [*block.experts, *block.routers])
+    )
     anchor.__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
 
 
@@ -260,7 +286,11 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
     for block in blocks:
         for _, experts in block.experts:
             record = record_of(experts)
-            chosen = record.saved["config"]._experts_implementation if record and "config" in record.saved else None
+            chosen = (
+                record.saved["config"]._experts_implementation
+                if record and "config" in record.saved
+                else None
+            )
             if chosen not in (None, "eager", "grouped_mm"):
                 logger.warning(
                     "moe_patch: experts_implementation=%r was set on the model; the patch wins until unpatch_model",

@@ -30,7 +30,7 @@ class ModulePatch:
 
     Attributes:
         role: "router", "experts", "block", "lora" or "refused".
-        spec: the family entry; None where a module is served without one.
+        spec: the family entry.
         config: the options of the patch.
         active: cleared by undo; bound functions then run the class's own forward.
         slots: names of the instance attributes that were bound.
@@ -40,7 +40,7 @@ class ModulePatch:
     """
 
     role: str
-    spec: FamilySpec | None
+    spec: FamilySpec
     config: PatchConfig
     active: bool = True
     slots: list[str] = field(default_factory=list)
@@ -83,7 +83,9 @@ def slot_for(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
 
 
-def bind(module: nn.Module, function: Callable[..., Any], record: ModulePatch, slot: str = "forward") -> None:
+def bind(
+    module: nn.Module, function: Callable[..., Any], record: ModulePatch, slot: str = "forward"
+) -> None:
     """Bind a :func:`bound` function as an instance attribute and leave the record."""
     if slot == "forward":
         slot = slot_for(module)

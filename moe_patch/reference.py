@@ -108,7 +108,9 @@ def experts(
     out_TD = torch.zeros_like(x_TD)
     for e in range(w.w13_EHD.shape[0]):
         token_n, slot_n = torch.where(ids_TK == e)
-        h_nH = project(x_TD[token_n], w.w13_EHD[e], None if w.b13_EH is None else w.b13_EH[e], lora13, e)
+        h_nH = project(
+            x_TD[token_n], w.w13_EHD[e], None if w.b13_EH is None else w.b13_EH[e], lora13, e
+        )
         a_nF = gated_activation(h_nH, glu)
         y_nD = project(a_nF, w.w2_EDF[e], None if w.b2_ED is None else w.b2_ED[e], lora2, e)
         weighted_nD = weights_TK[token_n, slot_n, None] * y_nD

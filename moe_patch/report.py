@@ -48,14 +48,19 @@ class PatchReport(list[BlockReport]):
     """The rows of a report; prints as a table, also in a notebook."""
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        return [f.name for f in fields(BlockReport)], [[str(v) for v in astuple(row)] for row in self]
+        return [f.name for f in fields(BlockReport)], [
+            [str(v) for v in astuple(row)] for row in self
+        ]
 
     def __str__(self) -> str:
         if not self:
             return "moe_patch: no patched MoE blocks"
         head, rows = self._cells()
         widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [head, *rows]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            for line in [head, *rows]
+        ]
         return "\n".join(line.rstrip() for line in lines)
 
     __repr__ = __str__
@@ -119,6 +124,7 @@ def _main_record(found: FoundBlock) -> ModulePatch | None:
 def _a_weight(found: FoundBlock) -> torch.Tensor:
     if found.experts:
         return stored_weight(found.experts[0][1], found.spec)
+    assert found.block is not None
     return next(p for p in found.block.parameters() if p.is_floating_point())
 
 
@@ -141,11 +147,14 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
         return "none"
     if record.config.fuse_lora == "off":
         return "peft: fuse_lora is off"
-    fused, left = [], []
+    fused: list[str] = []
+    left: list[str] = []
     for _, wrapper in found.wrappers:
         obstacle = fusion_obstacle(wrapper)
         if obstacle is None and record_of(wrapper) is None:
             obstacle = "call patch_model again to fuse"
-        (left if obstacle else fused).append(f"{wrapper.parameter_name}: {obstacle}" if obstacle else wrapper.parameter_name)
+        (left if obstacle else fused).append(
+            f"{wrapper.parameter_name}: {obstacle}" if obstacle else wrapper.parameter_name
+        )
     parts = [f"fused ({', '.join(sorted(fused))})"] if fused else []
     return "; ".join(parts + [f"peft ({entry})" for entry in left])

@@ -216,6 +216,7 @@ def sigmoid_topk(
     top_groups: int = 0,
     group_fill: float = NEG_INF,
     bias_on: str = "scores",
+    use_bias: bool = True,
     fp32: bool = True,
     weights_dtype: torch.dtype | None = None,
     ties: str = "lower",

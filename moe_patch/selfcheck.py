@@ -56,8 +56,12 @@ def kind_of(found: FoundBlock) -> tuple:
     """What makes two blocks the same kind for the check: classes, tensors and the values we read."""
     spec = found.spec
     modules = [m for _, m in [*found.routers, *found.experts]]
-    tensors = tuple((n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters())
-    routing = tuple(str(read(m, source)) for _, m in found.routers for source in spec.params.values())
+    tensors = tuple(
+        (n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters()
+    )
+    routing = tuple(
+        str(read(m, source)) for _, m in found.routers for source in spec.params.values()
+    )
     activations = tuple(read_glu(m, spec) for _, m in found.experts if spec.experts_forward is None)
     return tuple(type(m) for m in modules), tensors, routing, activations
 
@@ -108,7 +112,9 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
     for name, t in [*router.named_parameters(), *router.named_buffers()]:
         if t.is_floating_point():
             noise = torch.randn(t.shape, device=t.device)
-            tensors[f"module.{name}"] = (noise * (t.shape[-1] ** -0.5 if t.dim() > 1 else 0.3)).to(t.dtype)
+            tensors[f"module.{name}"] = (noise * (t.shape[-1] ** -0.5 if t.dim() > 1 else 0.3)).to(
+                t.dtype
+            )
     weight = next(p for p in router.parameters() if p.dim() == 2)
     x = torch.randn(TOKENS, weight.shape[1], device=weight.device, dtype=weight.dtype)
     if spec.router_input_3d:
@@ -127,7 +133,9 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
         return type(module).forward(module, hidden, *rest)
 
     logits, weights, ids = torch.func.functional_call(_Direct(router, ours), tensors, (x, *args))
-    ref_logits, ref_weights, ref_ids = torch.func.functional_call(_Direct(router, theirs), tensors, (x, *args))
+    ref_logits, ref_weights, ref_ids = torch.func.functional_call(
+        _Direct(router, theirs), tensors, (x, *args)
+    )
     limit = limit_for(weight)
     _compare(path, "router logits", logits, ref_logits, limit)
     dense = torch.zeros_like(logits, dtype=torch.float64)
@@ -159,13 +167,17 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
     _compare(path, "experts output", out, ref, limit)
     mine = torch.autograd.grad(out, (x, weights), grad)
     theirs = torch.autograd.grad(ref, (x, weights), grad)
-    for name, a, b in zip(("hidden-state gradient", "routing-weight gradient"), mine, theirs, strict=True):
+    for name, a, b in zip(
+        ("hidden-state gradient", "routing-weight gradient"), mine, theirs, strict=True
+    ):
         _compare(path, name, a, b, limit)
 
 
 def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
     norm = theirs.double().norm()
-    error = ((ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)).item()
+    error = (
+        (ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)
+    ).item()
     if not error <= limit:
         raise UnsupportedModelError(
             f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), limit {limit:.0e}; "

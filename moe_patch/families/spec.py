@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.routing import RouteImpl, route
+from moe_patch.routing import RouteImpl
+from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
 
 TIERS = ("full", "experts", "refused")
@@ -81,11 +82,14 @@ class FamilySpec:
         logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
         routing: one of the functions of moe_patch.routing.
         params: routing parameter -> attribute path on the router, or Const.
-        bias: correction bias: attribute path on the router, Arg(i) when the block passes it, None.
+        bias: correction bias, flattened to [E]: attribute path on the router, Arg(i) when the block
+            passes it, None.
         weights_dtype: dtype of the routing weights: that of the "score", the "logits" or the
             "hidden" states.
         shared, shared_gate: attribute names on the block of a shared expert and of its gate; the
             bound block forward adds them.
+        shared_by_block: name of a shared expert that transformers' own code adds, because it does
+            more than add (a norm, a scale), or does so outside the block. For the report only.
         router_attr: the router's attribute name on the block.
         router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
         glu: set when the experts class overrides ``_apply_gate``.
@@ -106,13 +110,14 @@ class FamilySpec:
     experts: str | None = None
     router: str | None = None
     block: str | None = None
-    logits: Callable[[nn.Module, Tensor], Tensor] | None = None
+    logits: Callable[[Any, Tensor], Tensor] | None = None
     routing: Callable[..., Routing] | None = None
-    params: Mapping[str, Source] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
     bias: str | Arg | None = None
     weights_dtype: str = "score"
     shared: str | None = None
     shared_gate: str | None = None
+    shared_by_block: str | None = None
     router_attr: str = "gate"
     router_input_3d: bool = False
     glu: GluRule | None = None
@@ -137,24 +142,38 @@ class FamilySpec:
             fail("a refused family needs a reason")
         if self.shared_gate and not self.shared:
             fail("shared_gate without shared")
+        if self.shared and self.shared_by_block:
+            fail("a shared expert is added either by the bound block forward or by transformers'")
         if self.shared and not self.block:
             fail("a shared expert needs the block's class name")
         if self.routing is None:
-            if self.params or (self.tier == "full" and self.router_forward is None and self.block_forward is None):
+            if self.params or (
+                self.tier == "full" and self.router_forward is None and self.block_forward is None
+            ):
                 fail("no routing function")
             return
         if self.block_forward is None and (self.router is None or self.logits is None):
             fail("a routing function needs the router's class name and its logits expression")
         accepted = inspect.signature(self.routing).parameters
-        names = [n for n, p in accepted.items() if p.kind is p.KEYWORD_ONLY and n not in _SET_AT_CALL]
+        names = [
+            n for n, p in accepted.items() if p.kind is p.KEYWORD_ONLY and n not in _SET_AT_CALL
+        ]
         if unknown := sorted(set(self.params) - set(names)):
-            fail(f"{self.routing.__name__} has no parameter {unknown}; accepted: {', '.join(names)}")
+            fail(
+                f"{self.routing.__name__} has no parameter {unknown}; accepted: {', '.join(names)}"
+            )
         required = {n for n in names if accepted[n].default is inspect.Parameter.empty}
         if missing := sorted(required - set(self.params)):
             fail(f"{self.routing.__name__} needs {missing}")
 
     def route(
-        self, router: nn.Module, hidden: Tensor, args: tuple, *, ties: str = "lower", impl: RouteImpl = route
+        self,
+        router: nn.Module,
+        hidden: Tensor,
+        args: tuple,
+        *,
+        ties: str = "lower",
+        impl: RouteImpl = torch_route,
     ) -> Routing:
         """Run the family's routing on a router module: its logits, then the routing function.
 
@@ -167,6 +186,7 @@ class FamilySpec:
         Raises:
             UnsupportedModelError: the router lacks an attribute this entry names.
         """
+        assert self.logits is not None
         return self.choose(router, self.logits(router, hidden), hidden, args, ties=ties, impl=impl)
 
     def choose(
@@ -177,13 +197,14 @@ class FamilySpec:
         args: tuple = (),
         *,
         ties: str = "lower",
-        impl: RouteImpl = route,
+        impl: RouteImpl = torch_route,
     ) -> Routing:
         """The family's routing function on given logits; arguments as :meth:`route`."""
+        assert self.routing is not None
         dtypes = {"score": None, "logits": logits_TE.dtype, "hidden": hidden.dtype}
         bias_E = args[self.bias.index - 1] if isinstance(self.bias, Arg) else None
         if isinstance(self.bias, str):
-            bias_E = read(router, self.bias)
+            bias_E = read(router, self.bias).reshape(-1)
         return self.routing(
             logits_TE,
             bias_E,
