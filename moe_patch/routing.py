@@ -163,8 +163,8 @@ def softmax_topk(
     eps: float = 0.0,
     clamp_eps: bool = False,
     scale: float = 1.0,
-    groups: int = 0,
-    top_groups: int = 0,
+    groups: int | None = 0,
+    top_groups: int | None = 0,
     group_score: str = "max",
     group_fill: float = 0.0,
     fp32: bool = True,
@@ -179,10 +179,47 @@ def softmax_topk(
     """
     spec = RouteSpec(
         top_k=top_k, score="softmax", fp32=fp32, renormalize=renormalize, eps=eps,
-        clamp_eps=clamp_eps, scale=scale, groups=groups, top_groups=top_groups,
+        clamp_eps=clamp_eps, scale=scale, groups=groups or 0, top_groups=top_groups or 0,
         group_score=group_score, group_fill=group_fill, weights_dtype=weights_dtype, ties=ties,
     )  # fmt: skip
     return impl(logits_TE, spec, bias_E)
+
+
+def greedy_or_groups(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    method: str,
+    groups: int | None,
+    top_groups: int | None,
+    scale: float = 1.0,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """DeepSeek-V2: softmax, the best k overall ("greedy") or within the best groups by maximum.
+
+    transformers masks the scores of the other groups with 0.0 and takes the weights after that, so
+    an excluded expert can only ever be an empty choice. Here it is never chosen, and asking for
+    more experts than the best groups hold is an error.
+
+    Raises:
+        ValueError: another method, or groups too small for ``top_k``.
+    """
+    if method == "greedy":
+        groups = top_groups = 0
+    elif method != "group_limited_greedy":
+        raise ValueError(f"topk_method is {method!r}; accepted: greedy, group_limited_greedy")
+    elif groups is None or top_groups is None or top_k * groups > top_groups * logits_TE.shape[-1]:
+        raise ValueError(
+            f"top_k = {top_k} of {logits_TE.shape[-1]} experts does not fit into {top_groups} of "
+            f"{groups} groups"
+        )
+    return softmax_topk(
+        logits_TE, bias_E, top_k=top_k, scale=scale, groups=groups, top_groups=top_groups,
+        group_score="max", group_fill=NEG_INF, weights_dtype=weights_dtype, ties=ties, impl=impl,
+    )  # fmt: skip
 
 
 def topk_softmax(
@@ -212,8 +249,8 @@ def sigmoid_topk(
     renormalize: bool = True,
     eps: float = 0.0,
     scale: float = 1.0,
-    groups: int = 0,
-    top_groups: int = 0,
+    groups: int | None = 0,
+    top_groups: int | None = 0,
     group_fill: float = NEG_INF,
     bias_on: str = "scores",
     use_bias: bool = True,
@@ -225,12 +262,13 @@ def sigmoid_topk(
     """Independent sigmoid scores; a correction bias and group limits shape the choice only.
 
     s = sigmoid(l); choose by s + bias within the best groups (top-2 sum); w = s[ids], optionally
-    divided by its sum + eps, times scale. Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
-    GLM-4.5, MiniMax-M2 (no groups).
+    divided by its sum + eps, times scale. Groups of 0 or None mean no limit; ``use_bias=False``
+    leaves a given bias out (LFM2-MoE). Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
+    GLM-4.5, MiniMax-M2 (no groups), Kolibri (bias on the logits).
     """
     spec = RouteSpec(
         top_k=top_k, score="sigmoid", fp32=fp32, renormalize=renormalize, eps=eps, scale=scale,
-        groups=groups, top_groups=top_groups, group_fill=group_fill, bias_on=bias_on,
+        groups=groups or 0, top_groups=top_groups or 0, group_fill=group_fill, bias_on=bias_on,
         weights_dtype=weights_dtype, ties=ties,
     )  # fmt: skip
-    return impl(logits_TE, spec, bias_E)
+    return impl(logits_TE, spec, bias_E if use_bias else None)

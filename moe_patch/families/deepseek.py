@@ -1,10 +1,12 @@
-"""DeepSeek-V3 and GLM-4.5: sigmoid scores, correction bias and group limits for the choice only."""
+"""DeepSeek-V3 and its many copies: sigmoid scores, correction bias and groups for the choice."""
+
+from typing import Any
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.families.spec import Const, FamilySpec
+from moe_patch.families.spec import Const, FamilySpec, GluRule
 from moe_patch.routing import sigmoid_topk
 
-_PARAMS = {
+PARAMS = {
     "top_k": "top_k",
     "groups": "num_group",
     "top_groups": "topk_group",
@@ -14,24 +16,60 @@ _PARAMS = {
 }
 
 
-def deepseek_v3_like(prefix: str, module: str, *model_types: str) -> FamilySpec:
-    """A family whose classes are renamed copies of DeepSeek-V3's."""
-    return FamilySpec(
-        model_types=model_types,
-        module=module,
-        block=f"{prefix}MoE",
-        router=f"{prefix}TopkRouter",
-        experts=f"{prefix}Experts",
-        logits=linear_fp32,
-        routing=sigmoid_topk,
-        params=_PARAMS,
-        bias="e_score_correction_bias",
-        shared="shared_experts",
-        router_input_3d=True,
-    )
+def deepseek_v3_like(prefix: str, module: str, *model_types: str, **more: Any) -> FamilySpec:
+    """A family whose classes are renamed copies of DeepSeek-V3's.
 
+    Args:
+        prefix: of the class names.
+        module: transformers model folder.
+        model_types: of the configs that the blocks read; the folder's name by default.
+        more: fields that differ from DeepSeek-V3's.
+    """
+    fields: dict[str, Any] = {
+        "block": f"{prefix}MoE",
+        "router": f"{prefix}TopkRouter",
+        "experts": f"{prefix}Experts",
+        "logits": linear_fp32,
+        "routing": sigmoid_topk,
+        "params": PARAMS,
+        "bias": "e_score_correction_bias",
+        "shared": "shared_experts",
+        "router_input_3d": True,
+    }
+    return FamilySpec(model_types=model_types or (module,), module=module, **{**fields, **more})
+
+
+_CLAMPED_SILU = GluRule("silu", limit="swiglu_limit")
 
 FAMILIES = (
-    deepseek_v3_like("DeepseekV3", "deepseek_v3", "deepseek_v3"),
-    deepseek_v3_like("Glm4Moe", "glm4_moe", "glm4_moe"),
+    deepseek_v3_like("DeepseekV3", "deepseek_v3", "deepseek_v3", "sarvam_mla"),
+    deepseek_v3_like("DeepseekV32", "deepseek_v32"),
+    # the block normalises the sum of routed and shared output
+    deepseek_v3_like("AXK1", "axk1", shared=None, shared_by_block="shared_experts"),
+    deepseek_v3_like("AXK2", "axk2", params={**PARAMS, "group_fill": Const(0.0)}),
+    deepseek_v3_like("BailingHybrid", "bailing_hybrid"),
+    # the block scales the routed output; its gate in fp32 is what every Glu kind does
+    deepseek_v3_like(
+        "Beam",
+        "beam",
+        router="BeamTopKRouter",
+        params={name: source for name, source in PARAMS.items() if name != "scale"},
+        glu=GluRule("act_fn"),
+        shared=None,
+    ),
+    deepseek_v3_like("Dots1", "dots1"),
+    deepseek_v3_like("Dots3NoteText", "dots3_note", "dots3_note_text", experts="Dots3NoteExperts"),
+    deepseek_v3_like("ExaoneMoe", "exaone_moe", block="ExaoneMoeSparseMoEBlock"),
+    deepseek_v3_like("Glm4Moe", "glm4_moe", "glm4_moe", "sarvam_moe"),
+    deepseek_v3_like("Glm4MoeLite", "glm4_moe_lite"),
+    deepseek_v3_like("Glm4vMoeText", "glm4v_moe", "glm4v_moe_text"),
+    deepseek_v3_like("GlmMoeDsa", "glm_moe_dsa"),
+    deepseek_v3_like("Glm5NextText", "glm5_next", "glm5_next_text", glu=_CLAMPED_SILU),
+    deepseek_v3_like("HYV4", "hy_v4", glu=_CLAMPED_SILU),
+    deepseek_v3_like("HYV4VL", "hy_v4_vl", "hy_v4_vl_text", glu=_CLAMPED_SILU),
+    deepseek_v3_like("KimiLinear", "kimi_linear"),
+    deepseek_v3_like("MiMoV2Flash", "mimo_v2_flash", shared=None),
+    # projections to and from a latent space stand around the experts, in the block
+    deepseek_v3_like("NemotronH", "nemotron_h", shared=None, shared_by_block="shared_experts"),
+    deepseek_v3_like("SolarOpen", "solar_open"),
 )

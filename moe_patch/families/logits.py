@@ -5,25 +5,38 @@ Parameters are read at call time and as attributes, so that adapters and paramet
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 def linear(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x in the dtype of the hidden states. Source: Qwen2/3-MoE, OLMoE, Mixtral."""
-    return F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
 
 
 def linear_bias(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x + b in the dtype of the hidden states. Source: gpt_oss."""
-    return F.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
+    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
+
+
+def linear_then_fp32(router: nn.Module, hidden: Tensor) -> Tensor:
+    """W x in the dtype of the hidden states, the result upcast to fp32. Source: Granite-MoE."""
+    return linear(router, hidden).float()
 
 
 def linear_fp32(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x with both upcast to fp32. Source: DeepSeek-V2/V3, GLM-4.5."""
-    return F.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+
+
+def linear_fp32_no_autocast(router: nn.Module, hidden: Tensor) -> Tensor:
+    """W x in fp32 whatever autocast says. Source: ERNIE-4.5, Flint."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return linear_fp32(router, hidden)
 
 
 def linear_weight_dtype(router: nn.Module, hidden: Tensor) -> Tensor:
-    """W x in the dtype of W. Source: MiniMax-M2."""
-    return F.linear(hidden.reshape(-1, hidden.shape[-1]).to(router.weight.dtype), router.weight)
+    """W x in the dtype of W. Source: MiniMax-M2, MiniMax-M3."""
+    return nn.functional.linear(
+        hidden.reshape(-1, hidden.shape[-1]).to(router.weight.dtype), router.weight
+    )

@@ -1,18 +1,25 @@
-"""Mixtral: softmax over all experts, top-k, always renormalised, weights kept in fp32."""
+"""Mixtral and MiniMax-01: softmax over all experts, top-k, always renormalised, weights in fp32.
+
+The noise that their blocks multiply onto the hidden states in training stays transformers' code.
+"""
 
 from moe_patch.families.logits import linear
 from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.routing import softmax_topk
 
-MIXTRAL = FamilySpec(
-    model_types=("mixtral",),
-    module="mixtral",
-    block="MixtralSparseMoeBlock",
-    router="MixtralTopKRouter",
-    experts="MixtralExperts",
-    logits=linear,
-    routing=softmax_topk,
-    params={"top_k": "top_k", "renormalize": Const(True)},
-)
 
-FAMILIES = (MIXTRAL,)
+def mixtral_like(prefix: str, module: str) -> FamilySpec:
+    """A family whose classes are renamed copies of Mixtral's."""
+    return FamilySpec(
+        model_types=(module,),
+        module=module,
+        block=f"{prefix}SparseMoeBlock",
+        router=f"{prefix}TopKRouter",
+        experts=f"{prefix}Experts",
+        logits=linear,
+        routing=softmax_topk,
+        params={"top_k": "top_k", "renormalize": Const(True)},
+    )
+
+
+FAMILIES = (mixtral_like("Mixtral", "mixtral"), mixtral_like("MiniMax", "minimax"))

@@ -1,47 +1,61 @@
-"""Qwen-MoE and OLMoE: softmax over all experts, top-k, optional renormalisation."""
+"""Qwen-MoE and its relatives: softmax over all experts, top-k, optional renormalisation."""
+
+from typing import Any
 
 from moe_patch.families.logits import linear
-from moe_patch.families.spec import FamilySpec
+from moe_patch.families.spec import Const, FamilySpec, Source
 from moe_patch.routing import softmax_topk
 
-_QWEN_PARAMS = {"top_k": "top_k", "renormalize": "norm_topk_prob"}
 
-QWEN2_MOE = FamilySpec(
-    model_types=("qwen2_moe",),
-    module="qwen2_moe",
-    block="Qwen2MoeSparseMoeBlock",
-    router="Qwen2MoeTopKRouter",
-    experts="Qwen2MoeExperts",
-    logits=linear,
-    routing=softmax_topk,
-    params=_QWEN_PARAMS,
-    weights_dtype="logits",
-    shared="shared_expert",
-    shared_gate="shared_expert_gate",
+def qwen_like(
+    prefix: str,
+    module: str,
+    model_type: str | None = None,
+    *,
+    renormalize: Source = "norm_topk_prob",
+    shared: bool = False,
+    **more: Any,
+) -> FamilySpec:
+    """A family whose classes are renamed copies of Qwen3-MoE's, or with ``shared`` of Qwen2-MoE's.
+
+    Args:
+        prefix: of the class names.
+        module: transformers model folder.
+        model_type: of the config that the blocks read; the folder's name by default.
+        renormalize: where the choice to renormalise is, or Const.
+        shared: the block adds a shared expert times sigmoid of its own gate.
+        more: further fields of the entry.
+    """
+    return FamilySpec(
+        model_types=(model_type or module,),
+        module=module,
+        block=f"{prefix}SparseMoeBlock",
+        router=f"{prefix}TopKRouter",
+        experts=f"{prefix}Experts",
+        logits=linear,
+        routing=softmax_topk,
+        params={"top_k": "top_k", "renormalize": renormalize},
+        weights_dtype="logits",
+        shared="shared_expert" if shared else None,
+        shared_gate="shared_expert_gate" if shared else None,
+        **more,
+    )
+
+
+FAMILIES = (
+    qwen_like("Qwen2Moe", "qwen2_moe", shared=True),
+    qwen_like("Qwen3Moe", "qwen3_moe"),
+    qwen_like("Qwen3Next", "qwen3_next", shared=True),
+    qwen_like(
+        "Qwen3_5Moe", "qwen3_5_moe", "qwen3_5_moe_text", renormalize=Const(True), shared=True
+    ),
+    qwen_like("Qwen3VLMoeText", "qwen3_vl_moe", "qwen3_vl_moe_text", renormalize=Const(True)),
+    qwen_like("Qwen3OmniMoeThinkerText", "qwen3_omni_moe", "qwen3_omni_moe_text"),
+    qwen_like(
+        "Qwen3OmniMoeTalkerText", "qwen3_omni_moe", "qwen3_omni_moe_talker_text", shared=True
+    ),
+    qwen_like("Qwen4ExpText", "qwen4_exp", "qwen4_exp_text", shared=True),
+    qwen_like("Olmoe", "olmoe"),
+    qwen_like("FlexOlmo", "flex_olmo"),
+    qwen_like("Mellum", "mellum"),
 )
-
-QWEN3_MOE = FamilySpec(
-    model_types=("qwen3_moe",),
-    module="qwen3_moe",
-    block="Qwen3MoeSparseMoeBlock",
-    router="Qwen3MoeTopKRouter",
-    experts="Qwen3MoeExperts",
-    logits=linear,
-    routing=softmax_topk,
-    params=_QWEN_PARAMS,
-    weights_dtype="logits",
-)
-
-OLMOE = FamilySpec(
-    model_types=("olmoe",),
-    module="olmoe",
-    block="OlmoeSparseMoeBlock",
-    router="OlmoeTopKRouter",
-    experts="OlmoeExperts",
-    logits=linear,
-    routing=softmax_topk,
-    params=_QWEN_PARAMS,
-    weights_dtype="logits",
-)
-
-FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE)

@@ -1,0 +1,88 @@
+"""Softmax over all experts, then top-k: the families that differ from Qwen in a detail or two."""
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.families.logits import linear, linear_fp32, linear_fp32_no_autocast
+from moe_patch.families.spec import Const, FamilySpec
+from moe_patch.routing import softmax_topk
+
+
+def _hunyuan_logits(router: nn.Module, hidden: Tensor) -> Tensor:
+    x_TD = hidden.reshape(-1, hidden.shape[-1])
+    return router.wg(x_TD.float() if router.wg.weight.dtype == torch.float32 else x_TD)
+
+
+JAMBA = FamilySpec(
+    model_types=("jamba",),
+    module="jamba",
+    block="JambaSparseMoeBlock",
+    router="JambaTopKRouter",
+    experts="JambaExperts",
+    router_attr="router",
+    logits=linear,
+    routing=softmax_topk,
+    params={"top_k": "top_k"},
+    weights_dtype="hidden",
+)
+
+HUNYUAN = FamilySpec(
+    model_types=("hunyuan_v1_moe",),
+    module="hunyuan_v1_moe",
+    block="HunYuanMoEV1Moe",
+    router="HunYuanMoEV1Gate",
+    experts="HunYuanMoEV1Experts",
+    logits=_hunyuan_logits,
+    routing=softmax_topk,
+    params={"top_k": "top_k", "renormalize": Const(True)},
+    weights_dtype="logits",
+    shared="shared_mlp",
+)
+
+LARA_MINI = FamilySpec(
+    model_types=("lara_mini",),
+    module="lara_mini",
+    block="LaraMiniSparseMoeBlock",
+    router="LaraMiniTopKRouter",
+    experts="LaraMiniExperts",
+    logits=linear_fp32,
+    routing=softmax_topk,
+    params={"top_k": "top_k", "renormalize": "norm_topk_prob"},
+    weights_dtype="hidden",
+    shared="shared_expert",
+)
+
+
+def ernie_like(prefix: str, router_prefix: str, module: str, model_type: str) -> FamilySpec:
+    """ERNIE-4.5: a correction bias on the softmax, the sum of the weights clamped from below.
+
+    The shared expert is optional and, in the VL model, sits on the block around the text and vision
+    blocks; transformers' own code adds it.
+    """
+    return FamilySpec(
+        model_types=(model_type,),
+        module=module,
+        block=f"{prefix}SparseMoeBlock",
+        router=f"{router_prefix}TopKRouter",
+        experts=f"{router_prefix}Experts",
+        logits=linear_fp32_no_autocast,
+        routing=softmax_topk,
+        params={
+            "top_k": "top_k",
+            "renormalize": Const(True),
+            "eps": "norm_min",
+            "clamp_eps": Const(True),
+        },
+        bias="moe_statics.e_score_correction_bias",
+        weights_dtype="hidden",
+        shared_by_block="shared_experts",
+    )
+
+
+FAMILIES = (
+    JAMBA,
+    HUNYUAN,
+    LARA_MINI,
+    ernie_like("Ernie4_5_Moe", "Ernie4_5_Moe", "ernie4_5_moe", "ernie4_5_moe"),
+    ernie_like("Ernie4_5_VLMoe", "Ernie4_5_VLMoeMoe", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+)

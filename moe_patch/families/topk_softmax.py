@@ -1,0 +1,58 @@
+"""The best logits first, then softmax over those alone: gpt_oss, Granite-MoE, Aria."""
+
+from moe_patch.families.logits import linear, linear_bias, linear_then_fp32
+from moe_patch.families.spec import FamilySpec, GluRule
+from moe_patch.routing import topk_softmax
+
+GPT_OSS = FamilySpec(
+    model_types=("gpt_oss",),
+    module="gpt_oss",
+    block="GptOssMLP",
+    router="GptOssTopKRouter",
+    experts="GptOssExperts",
+    router_attr="router",
+    logits=linear_bias,
+    routing=topk_softmax,
+    params={"top_k": "top_k"},
+    glu=GluRule("swiglu_oai", alpha="alpha", limit="limit"),
+)
+
+ARIA = FamilySpec(
+    model_types=("aria_text",),
+    module="aria",
+    block="AriaTextMoELayer",
+    router="AriaTextTopKRouter",
+    experts="AriaExperts",
+    router_attr="router",
+    logits=linear,
+    routing=topk_softmax,
+    params={"top_k": "top_k"},
+    shared="shared_experts",
+)
+
+
+def granite_like(prefix: str, module: str, shared: str | None = "shared_mlp") -> FamilySpec:
+    """Granite-MoE and its copies; a shared MLP sits on the decoder layer, outside the block."""
+    return FamilySpec(
+        model_types=(module,),
+        module=module,
+        block=f"{prefix}MoE",
+        router=f"{prefix}TopKRouter",
+        experts=f"{prefix}Experts",
+        router_attr="router",
+        logits=linear_then_fp32,
+        routing=topk_softmax,
+        params={"top_k": "top_k"},
+        weights_dtype="hidden",
+        shared_by_block=shared,
+    )
+
+
+FAMILIES = (
+    GPT_OSS,
+    ARIA,
+    granite_like("GraniteMoe", "granitemoe", shared=None),
+    granite_like("GraniteMoeShared", "granitemoeshared"),
+    granite_like("GraniteMoeSWA", "granitemoe_swa"),
+    granite_like("GraniteMoeHybrid", "granitemoehybrid"),
+)
