@@ -13,6 +13,7 @@ from moe_patch.errors import (
 )
 from moe_patch.families import register_family, supported_model_types
 from moe_patch.families.spec import FamilySpec
+from moe_patch.lora_targets import lora_targets
 from moe_patch.patch import patch_model, patched, unpatch_model
 from moe_patch.report import BlockReport, patch_report
 
@@ -24,6 +25,7 @@ __all__ = [
     "PatchStateError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "lora_targets",
     "patch_model",
     "patch_report",
     "patched",

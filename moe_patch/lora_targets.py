@@ -1,0 +1,162 @@
+"""Ready-made PEFT arguments for MoE models, and a warning when an adapter misses the experts.
+
+``target_modules="all-linear"`` adapts Linear modules only, and the experts of most families are 3-D
+parameters: the adapter attaches, trains attention, and never touches an expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.lora import EXPERT_PARAMETERS
+
+
+def lora_targets(
+    model: nn.Module,
+    experts: bool = True,
+    router: bool = True,
+    shared: bool = True,
+    attention: bool = True,
+) -> dict[str, list[str]]:
+    """Arguments for ``peft.LoraConfig`` that adapt the chosen parts of an MoE model.
+
+    Args:
+        model: a transformers model, patched or not, without adapters.
+        experts: both projections of every expert.
+        router: the router's weight.
+        shared: the Linear modules of shared experts and of their gate.
+        attention: the Linear modules of attention.
+
+    Returns:
+        ``{"target_modules": [...], "target_parameters": [...]}``, name suffixes as PEFT matches
+        them: ``LoraConfig(r=16, **lora_targets(model))``.
+
+    Raises:
+        UnsupportedModelError: the model has no MoE block, or none of what was asked for.
+    """
+    blocks = discover(model)
+    if not blocks:
+        raise UnsupportedModelError(
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block found, nothing to target"
+        )
+    modules: set[str] = set()
+    parameters: set[str] = set()
+    for block in blocks:
+        if experts:
+            parameters |= _expert_parameters(block)
+        if router:
+            _add_router(block, modules, parameters)
+        if shared and block.block is not None:
+            modules |= _shared_linears(block)
+    if attention:
+        modules |= _attention_linears(model)
+    rewritten = _rewritten_by_peft(model, modules)
+    modules -= rewritten
+    parameters |= {f"{name}.weight" for name in rewritten}
+    if not modules and not parameters:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: none of the parts asked for can carry an adapter"
+        )
+    return {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
+
+
+def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:
+    """Module targets that PEFT would take for old names of expert weights, and drop.
+
+    For model types whose experts were once separate Linear modules PEFT rewrites gate_proj, w1 and
+    the like to the fused expert parameter, wherever they stand: a shared expert named so would get
+    no adapter and the experts twice the rank. Their weights are targeted as parameters instead.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    trial = LoraConfig(target_modules=sorted(modules))
+    convert_peft_config_for_transformers(trial, model, None)
+    return modules - set(trial.target_modules)
+
+
+def missed_experts(model: Any) -> str | None:
+    """A sentence when the model's adapters ask for experts and adapt none of them, else None.
+
+    Args:
+        model: a model, a PeftModel, or a wrapper around one.
+    """
+    asked = {
+        target
+        for module in model.modules()
+        if "peft_config" in module.__dict__
+        for config in module.__dict__["peft_config"].values()
+        for target in _asked(config)
+    }
+    blocks = discover(model)
+    own = {_suffix(p, 1) for block in blocks for p, _ in block.experts}
+    wanted = sorted(t for t in asked if _names_experts(t, own))
+    if not wanted or not blocks or any(block.wrappers for block in blocks):
+        return None
+    return (
+        f"the LoRA config names {', '.join(wanted)} but no expert of {len(blocks)} MoE blocks carries "
+        "an adapter; experts are 3-D parameters: use moe_patch.lora_targets(model) for target_parameters"
+    )
+
+
+def _names_experts(target: str, experts_attributes: set[str]) -> bool:
+    *holder, name = target.split(".")
+    return name in EXPERT_PARAMETERS and (not holder or holder[-1] in experts_attributes)
+
+
+def _asked(config: Any) -> set[str]:
+    targets: set[str] = set()
+    for value in (config.target_modules, getattr(config, "target_parameters", None)):
+        targets |= {value} if isinstance(value, str) else set(value or ())
+    return targets
+
+
+def _suffix(path: str, parts: int = 2) -> str:
+    return ".".join(path.split(".")[-parts:])
+
+
+def _expert_parameters(block: FoundBlock) -> set[str]:
+    return {
+        f"{_suffix(path)}.{name}"
+        for path, experts in block.experts
+        for name, parameter in experts.named_parameters(recurse=False)
+        if name in EXPERT_PARAMETERS and parameter.dim() == 3
+    }
+
+
+def _add_router(block: FoundBlock, modules: set[str], parameters: set[str]) -> None:
+    for path, router in block.routers:
+        if isinstance(router, nn.Linear):
+            continue  # PEFT would wrap the module and break on its tuple output
+        weight = router._parameters.get("weight")
+        if weight is not None and weight.dim() == 2:
+            parameters.add(f"{_suffix(path)}.weight")
+        modules |= {
+            f"{_suffix(path, 1)}.{name}"
+            for name, child in router.named_children()
+            if type(child) is nn.Linear
+        }
+
+
+def _shared_linears(block: FoundBlock) -> set[str]:
+    assert block.block is not None
+    return {
+        _suffix(name)
+        for name, module in block.block.named_modules()
+        if type(module) is nn.Linear and name.startswith("shared")
+    }
+
+
+def _attention_linears(model: nn.Module) -> set[str]:
+    found = set()
+    for path, module in model.named_modules():
+        if "Attention" not in type(module).__name__:
+            continue
+        for name, child in module.named_modules():
+            if type(child) is nn.Linear:
+                found.add(_suffix(f"{path}.{name}"))
+    return found

@@ -1,0 +1,75 @@
+"""lora_targets and the warning about adapters that miss the experts."""
+
+import copy
+import warnings
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from moe_patch import UnsupportedModelError, lora_targets, patch_model
+from tests import tiny_models
+
+FAMILIES = (
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "mixtral",
+    "deepseek_v3",
+    "glm4_moe",
+    "minimax_m2",
+    "gpt_oss",
+)
+
+
+def adapted(model: nn.Module) -> set[str]:
+    return {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_part_asked_for_gets_an_adapter(model_type):
+    model = tiny_models.build(model_type)
+    peft_model = get_peft_model(model, LoraConfig(r=3, **lora_targets(model)))
+    names = adapted(peft_model)
+    router = "router" if model_type == "gpt_oss" else "gate"
+    layer = "base_model.model.model.layers.1"
+    wanted = {f"{layer}.mlp.experts", f"{layer}.mlp.experts.base_layer", f"{layer}.mlp.{router}"}
+    wanted.add(f"{layer}.self_attn.o_proj")
+    if model_type == "qwen2_moe":
+        wanted |= {f"{layer}.mlp.shared_expert.up_proj", f"{layer}.mlp.shared_expert_gate"}
+    if model_type in ("deepseek_v3", "glm4_moe"):
+        wanted.add(f"{layer}.mlp.shared_experts.up_proj")
+    assert wanted <= names
+    ranks = {
+        module.r["default"]
+        for _, module in peft_model.named_modules()
+        if "lora_A" in module._modules and "default" in module.r
+    }
+    assert ranks == {3}, "no target may be rewritten to another rank"
+
+
+def test_parts_can_be_left_out():
+    model = tiny_models.build("qwen2_moe")
+    targets = lora_targets(model, experts=False, router=False, shared=False)
+    assert targets["target_parameters"] == []
+    assert all(name.startswith("self_attn.") for name in targets["target_modules"])
+    targets = lora_targets(model, attention=False, router=False, shared=False)
+    assert targets["target_modules"] == []
+    assert targets["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+
+def test_a_dense_model_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="Sequential.*no MoE block"):
+        lora_targets(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_warning_when_experts_were_asked_for_and_missed():
+    model = tiny_models.build("qwen2_moe")
+    named = LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj"])
+    missed = get_peft_model(copy.deepcopy(model), named)
+    with pytest.warns(UserWarning, match="down_proj.*but no expert of 2 MoE blocks"):
+        patch_model(missed)
+    reached = get_peft_model(model, LoraConfig(r=2, **lora_targets(model)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(reached)
