@@ -31,6 +31,13 @@ class FoundBlock:
     wrappers: list[Named] = field(default_factory=list)
     reason: str = ""
 
+    def spec_of(self, router: nn.Module) -> FamilySpec:
+        """The entry that serves a router: the block's, or its own where a family has two kinds."""
+        if any(cls.__name__ == self.spec.router for cls in type(router).__mro__):
+            return self.spec
+        found = lookup(router)
+        return self.spec if found is None else found[0]
+
     @property
     def refused(self) -> bool:
         """Whether the block cannot be patched."""
@@ -97,8 +104,9 @@ def _inside(path: str, owners: list[str]) -> str | None:
 def _holder(path: str) -> str:
     """The path of the module that holds an experts or router module, through PEFT's wrappers."""
     parts = path.split(".")
-    while parts and parts[-1] == "base_layer":
-        parts.pop()
+    for wrapped in ("base_layer", "original_module", "modules_to_save"):
+        if wrapped in parts:
+            parts = parts[: parts.index(wrapped)]
     return ".".join(parts[:-1])
 
 

@@ -6,6 +6,8 @@ instance by transformers' own decorator, so no family entry repeats them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,15 +48,17 @@ def layout_of(experts: Any, spec: FamilySpec) -> Layout:
 
 
 def up_name(experts: Any, spec: FamilySpec) -> str:
-    """The name of the up projection's parameter."""
-    return "gate_up_proj" if layout_of(experts, spec).has_gate else "up_proj"
+    """The attribute path of the up projection's parameter."""
+    layout = layout_of(experts, spec)
+    return layout.up or ("gate_up_proj" if layout.has_gate else "up_proj")
 
 
 def stored_weight(experts: Any, spec: FamilySpec) -> Tensor:
     """The up projection as stored, without evaluating a parametrization."""
-    name = up_name(experts, spec)
-    live = live_factors(experts, name)
-    return getattr(experts, name) if live is None else live[0]
+    owner, _, name = up_name(experts, spec).rpartition(".")
+    holder = read(experts, owner) if owner else experts
+    live = live_factors(holder, name)
+    return read(holder, name) if live is None else live[0]
 
 
 def read_tensors(
@@ -70,8 +74,12 @@ def read_tensors(
     """
     layout = layout_of(experts, spec)
     up = up_name(experts, spec)
-    w13, lora13 = _projection(experts, up, layout.is_transposed, dtype, fuse_lora)
-    w2, lora2 = _projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
+    w13, lora13 = read_projection(experts, up, layout.is_transposed, dtype, fuse_lora)
+    w2, lora2 = read_projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
+    E = w2.shape[0]
+    if w13.shape[0] > E:  # identity experts own rows of the up projection alone (LongCat-Flash)
+        w13 = w13[:E]
+        lora13 = lora13 and Lora(lora13.A_ERI[:E], lora13.B_EOR[:E], lora13.scaling)
     b13 = b2 = None
     if layout.has_bias:
         b13 = getattr(experts, f"{up}_bias").to(dtype)
@@ -79,9 +87,10 @@ def read_tensors(
     return ExpertTensors(ExpertWeights(w13, w2, b13, b2), lora13, lora2)
 
 
-def _projection(
+def read_projection(
     experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: bool
 ) -> tuple[Tensor, Lora | None]:
+    """One projection's weight as an [E, out, in] view and its low-rank factors; see above."""
     handed_down = experts.__dict__.get(HANDED_DOWN, {})
     live = live_factors(experts, name) if fuse_lora else None
     weight, factors = (
@@ -100,6 +109,8 @@ def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
     layout = layout_of(experts, spec)
     if "_apply_gate" in experts.__dict__ or layout.has_post_expert_norm:
         return None
+    if layout.input_weights or not layout.fused:
+        return None
     rule = spec.glu or _ACT_FN
     if spec.glu is None and layout.has_gate and spec.layout is None:
         from transformers.integrations.moe import _default_apply_gate
@@ -113,12 +124,15 @@ def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
             return None
         kind = known
     limit = read(experts, rule.limit)
+    limit = float("inf") if limit is None else float(limit)
+    if limit != float("inf") and not rule.limit_first:
+        return None
     return Glu(
         kind,
         gated=layout.has_gate,
         interleaved=not layout.is_concatenated,
         alpha=float(read(experts, rule.alpha)),
-        limit=float("inf") if limit is None else float(limit),
+        limit=limit,
     )
 
 
@@ -142,6 +156,28 @@ def activation_kind(act_fn: object) -> str | None:
     return kinds.get(type(act_fn))
 
 
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on, else that of the expert weights."""
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
+
+
+def _activation(experts: Any, layout: Layout) -> Callable[[Tensor], Tensor]:
+    """The module's own h_NH -> a_NF."""
+    if not layout.has_gate:
+        return experts.act_fn
+    if hasattr(experts, "_apply_gate"):
+        return experts._apply_gate
+    return functools.partial(_gate_halves, experts.act_fn)
+
+
+def _gate_halves(act_fn: Callable[[Tensor], Tensor], h_NH: Tensor) -> Tensor:
+    gate, up = h_NH.chunk(2, dim=-1)
+    return act_fn(gate) * up
+
+
 def run_experts(
     experts: Any,
     spec: FamilySpec,
@@ -155,15 +191,10 @@ def run_experts(
 ) -> Tensor:
     """One call of an experts module on this library; the output in the dtype of ``hidden_TD``.
 
-    Computes in autocast's dtype where autocast is on, else in that of the expert weights. An
-    activation or post-expert norm that the fused operator does not know runs the module's own code
-    between grouped products.
+    An activation or post-expert norm that the fused operator does not know runs the module's own
+    code between grouped products.
     """
-    device_type = hidden_TD.device.type
-    autocast = torch.is_autocast_enabled(device_type)
-    dtype = (
-        torch.get_autocast_dtype(device_type) if autocast else stored_weight(experts, spec).dtype
-    )
+    dtype = compute_dtype(hidden_TD, stored_weight(experts, spec))
     w, lora13, lora2 = read_tensors(experts, spec, dtype, fuse_lora)
     glu = read_glu(experts, spec)
     x_TD = hidden_TD.to(dtype)
@@ -180,9 +211,16 @@ def run_experts(
             recompute=recompute,
         )
     else:
-        gate = experts._apply_gate if layout_of(experts, spec).has_gate else experts.act_fn
-        norm = experts.post_expert_norm if layout_of(experts, spec).has_post_expert_norm else None
+        layout = layout_of(experts, spec)
         out_TD = experts_composed(
-            x_TD, ids_TK, weights_TK, w, gate, norm, lora13=lora13, lora2=lora2
+            x_TD,
+            ids_TK,
+            weights_TK,
+            w,
+            _activation(experts, layout),
+            experts.post_expert_norm if layout.has_post_expert_norm else None,
+            lora13=lora13,
+            lora2=lora2,
+            input_weights=layout.input_weights,
         )
     return out_TD.to(hidden_TD.dtype)

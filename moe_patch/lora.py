@@ -18,7 +18,7 @@ from moe_patch.errors import UnsupportedModelError
 from moe_patch.types import Lora
 
 HANDED_DOWN = "_moe_patch_lora"
-EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
 
 
 class Factors(NamedTuple):

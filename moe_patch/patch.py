@@ -25,6 +25,7 @@ from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
+from moe_patch.lora_targets import missed_experts
 from moe_patch.record import RECORD, ModulePatch, bind, is_ours, record_of, slot_for, unbind
 from moe_patch.report import patch_report
 
@@ -74,6 +75,8 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         )
     else:
         _announce_conflict(blocks)
+    if note := missed_experts(model):
+        warnings.warn(f"moe_patch: {note}", stacklevel=2)
     return model
 
 
@@ -161,7 +164,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
             )
     try:
         for _, router in block.routers:
-            for source in block.spec.params.values():
+            for source in block.spec_of(router).params.values():
                 read(router, source)
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
@@ -174,7 +177,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
 def _check_experts_module(
     path: str, experts: nn.Module, spec: FamilySpec, config: PatchConfig
 ) -> None:
-    if spec.experts_forward is None and not hasattr(experts, "config"):
+    if spec.experts_forward is None and spec.layout is None and not hasattr(experts, "config"):
         raise UnsupportedModelError(
             f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
         )
@@ -205,7 +208,9 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
     by_path = {}
     for block in blocks:
         kind = selfcheck.kind_of(block)
-        if results.get(kind) != "passed":  # a block that could not be checked speaks for itself only
+        if (
+            results.get(kind) != "passed"
+        ):  # a block that could not be checked speaks for itself only
             results[kind] = selfcheck.check(block, config.backend)
         by_path[block.path] = results[kind]
     return by_path
@@ -217,7 +222,8 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     bound = 0
     for _, module, function, role, slot in _bindings(block, config):
         if record_of(module) is None:
-            bind(module, function, ModulePatch(role, spec, config, self_check=self_check), slot)
+            own = block.spec_of(module) if role == "router" else spec
+            bind(module, function, ModulePatch(role, own, config, self_check=self_check), slot)
             bound += 1
     for _, experts in block.experts:
         if record_of(experts) is None:
@@ -231,19 +237,21 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
 def _bindings(block: FoundBlock, config: PatchConfig) -> list[tuple[str, nn.Module, Any, str, str]]:
     """What gets a bound forward: (path, module, function, role, slot)."""
     spec = block.spec
-    router_forward = spec.router_forward or (forward.router_forward if spec.routing else None)
+    experts_forward = spec.experts_forward
+    if experts_forward is None and spec.layout is not None:
+        experts_forward = forward.bound_experts_forward
     block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
     todo: list[tuple[str, nn.Module, Any, str, str]] = []
-    if router_forward is not None:
-        todo += [
-            (path, module, router_forward, "router", "forward") for path, module in block.routers
-        ]
+    for path, router in block.routers:
+        own = block.spec_of(router)
+        router_forward = own.router_forward or (forward.router_forward if own.routing else None)
+        if router_forward is not None:
+            todo.append((path, router, router_forward, "router", "forward"))
     if block.block is not None and block_forward is not None:
         todo.append((block.path, block.block, block_forward, "block", spec.block_slot))
-    if spec.experts_forward is not None:
+    if experts_forward is not None:
         todo += [
-            (path, module, spec.experts_forward, "experts", "forward")
-            for path, module in block.experts
+            (path, module, experts_forward, "experts", "forward") for path, module in block.experts
         ]
     if config.fuse_lora != "off":
         todo += [

@@ -61,16 +61,24 @@ def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     The result looks up the module's record on each call and hands it over; on a module whose patch
     was undone (a hook may still hold the old forward) the class's own forward runs.
     """
+    return bound_method("forward")(function)
 
-    @functools.wraps(function)
-    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        record = record_of(module)
-        if record is None:
-            return type(module).forward(module, *args, **kwargs)
-        return function(module, record, *args, **kwargs)
 
-    setattr(run, _MARK, True)
-    return run
+def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """:func:`bound` for another method than forward."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            record = record_of(module)
+            if record is None:
+                return getattr(type(module), name)(module, *args, **kwargs)
+            return function(module, record, *args, **kwargs)
+
+        setattr(run, _MARK, True)
+        return run
+
+    return decorate
 
 
 def is_ours(value: Any) -> bool:

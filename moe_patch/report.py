@@ -96,14 +96,16 @@ def _row(found: FoundBlock) -> BlockReport | None:
     weight = _a_weight(found)
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
     reason = choice.reason if choice.name == "torch" and weight.is_cuda else ""
-    if found.experts and read_glu(found.experts[0][1], spec) is None:
+    if not found.experts:
         choice = choose_backend("torch", weight.device, weight.dtype)
-        reason = "the experts' own activation or norm runs between grouped products"
+    elif read_glu(found.experts[0][1], spec) is None:
+        choice = choose_backend("torch", weight.device, weight.dtype)
+        reason = "the experts' own activation, norm or layout runs between grouped products"
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
         tier="full" if routed else "experts",
-        router=spec.routing.__name__ if routed and spec.routing else "transformers",
+        router=_router(found) if routed else "transformers",
         router_backend="torch" if routed else "transformers",
         experts_backend=choice.name,
         shared=_shared(spec, found.block),
@@ -111,6 +113,13 @@ def _row(found: FoundBlock) -> BlockReport | None:
         self_check=record.self_check,
         reason=reason,
     )
+
+
+def _router(found: FoundBlock) -> str:
+    """The routing function that decides, or the family's own forward."""
+    spec = found.spec_of(found.routers[0][1]) if found.routers else found.spec
+    decides = spec.routing or found.spec.block_forward or spec.router_forward
+    return "transformers" if decides is None else decides.__name__
 
 
 def _main_record(found: FoundBlock) -> ModulePatch | None:

@@ -60,7 +60,9 @@ def kind_of(found: FoundBlock) -> tuple:
         (n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters()
     )
     routing = tuple(
-        str(read(m, source)) for _, m in found.routers for source in spec.params.values()
+        str(read(m, source))
+        for _, m in found.routers
+        for source in found.spec_of(m).params.values()
     )
     activations = tuple(read_glu(m, spec) for _, m in found.experts if spec.experts_forward is None)
     return tuple(type(m) for m in modules), tensors, routing, activations
@@ -80,8 +82,9 @@ def check(found: FoundBlock, backend: str) -> str:
     with torch.random.fork_rng(devices=cuda), _eval(modules), torch.enable_grad():
         torch.manual_seed(0)
         for path, router in found.routers:
-            if found.spec.routing is not None and found.spec.router_forward is None:
-                _check_router(path, router, found.spec)
+            spec = found.spec_of(router)
+            if spec.routing is not None and spec.router_forward is None:
+                _check_router(path, router, spec)
         for path, experts in found.experts:
             if found.spec.experts_forward is None:
                 _check_experts(path, experts, found.spec, backend)

@@ -43,11 +43,14 @@ class GluRule:
     Attributes:
         kind: a kind of :class:`moe_patch.types.Glu`, or "act_fn" to follow ``experts.act_fn``.
         alpha, limit: attribute paths on the experts module, or Const.
+        limit_first: the limit bounds gate and up before the activation, as Glu has it; otherwise a
+            finite limit runs the module's own code (Step-3.7).
     """
 
     kind: str
     alpha: Source = Const(1.0)
     limit: Source = Const(float("inf"))
+    limit_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ class Layout:
         has_bias: both projections have a bias.
         is_transposed: storage is [E, in, out].
         is_concatenated: gate and up lie side by side, not interleaved.
+        has_post_expert_norm: each expert's output is normalised before its routing weight.
+        input_weights: the routing weight multiplies the expert's input, not its output (Llama-4).
+        up: attribute path of the up projection; None means gate_up_proj, or up_proj without a gate.
+        fused: the storage is one that the experts operator reads; otherwise only the family's own
+            ``experts_forward`` does.
     """
 
     has_gate: bool = True
@@ -66,6 +74,9 @@ class Layout:
     is_transposed: bool = False
     is_concatenated: bool = True
     has_post_expert_norm: bool = False
+    input_weights: bool = False
+    up: str | None = None
+    fused: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +110,9 @@ class FamilySpec:
             (logits, weights, ids).
         router_forward, experts_forward, block_forward: functions made with
             :func:`moe_patch.record.bound`, for a family whose module is called unlike the rule.
-            Without them: the common router forward, transformers' experts registry, and the common
-            block forward where there is a shared expert.
+            Without them: the common router forward, transformers' experts registry (the common
+            experts forward where a ``layout`` is given), and the common block forward where there
+            is a shared expert.
         block_slot: the block's attribute that ``block_forward`` replaces.
         tier: what a patched model of the family reaches; "refused" needs a ``reason``.
     """
