@@ -1,0 +1,266 @@
+"""patch_model's contract: in place, all or nothing, never silent."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from moe_patch import (
+    PatchConfig,
+    PatchStateError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    patch_model,
+    patch_report,
+    patched,
+    unpatch_model,
+)
+from tests import tiny_models
+from tests.adapters import UP, adapt, lora_config
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.snapshots import assert_unchanged, logits, snapshot
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("qwen2_moe")
+
+
+def borrowed_forward(module, *args, **kwargs):
+    return type(module).forward(module, *args, **kwargs)
+
+
+def break_router(model):
+    model.model.layers[1].mlp.gate.forward = functools.partial(borrowed_forward, model.model.layers[1].mlp.gate)
+
+
+def break_attribute(model):
+    del model.model.layers[1].mlp.gate.norm_topk_prob
+
+
+def break_weight(model):
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach()[:, :, :-1].contiguous())
+
+
+def break_values(model):
+    """The class itself computes something else than the family entry says: only the self-check sees it."""
+
+    class DoublingRouter(type(model.model.layers[1].mlp.gate)):
+        def forward(self, hidden_states):
+            scores, weights, ids = super().forward(hidden_states)
+            return scores, 2 * weights, ids
+
+    model.model.layers[1].mlp.gate.__class__ = DoublingRouter
+
+
+def test_returns_the_same_object_patched_in_place(model):
+    modules = dict(model.named_modules())
+    assert patch_model(model) is model
+    assert dict(model.named_modules()) == modules
+    assert unpatch_model(model) is model
+    with patched(model) as inside:
+        assert inside is model
+
+
+def test_false_leaves_the_model_alone(model):
+    before = snapshot(model)
+    assert patch_model(model, False) is model
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("break_it", [break_router, break_attribute, break_weight, break_values])
+def test_failure_leaves_the_model_as_it_was(model, break_it):
+    logits(model, tiny_models.inputs(model))
+    break_it(model)
+    before, rng = snapshot(model), torch.get_rng_state()
+    with pytest.raises((UnsupportedModelError, RuntimeError)) as raised:
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert patch_report(model) == []
+    if break_it is not break_weight:
+        assert isinstance(raised.value, UnsupportedModelError)
+        assert "Router" in str(raised.value) or "layers.1.mlp" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "triton"}, {"backend": "cuda"}, {"stric": True}, {"fuse_lora": "require"}],
+    ids=str,
+)
+def test_option_that_cannot_hold_is_an_error_and_changes_nothing(options):
+    model = adapt(tiny_models.build("gpt_oss"), lora_config([UP, "experts.gate_up_proj_bias"]))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedOptionError):
+        patch_model(model, **options)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_patching_again_equally_is_a_noop_with_one_log_line(model, caplog):
+    patch_model(model, ties="torch")
+    before = snapshot(model)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="moe_patch"):
+        assert patch_model(model, {"ties": "torch"}) is model
+        assert_unchanged(before, snapshot(model))
+    (line,) = caplog.records
+    assert "already patched" in line.message
+    unpatch_model(model)
+    assert patch_report(model) == []
+
+
+def test_patching_differently_is_an_error(model):
+    patch_model(model)
+    before = snapshot(model)
+    with pytest.raises(PatchStateError, match="already patched with .*unpatch_model first"):
+        patch_model(model, ties="torch")
+    assert_unchanged(before, snapshot(model))
+
+
+def test_unpatching_an_unpatched_model_is_an_error(model):
+    with pytest.raises(PatchStateError, match="not patched; call patch_model first"):
+        unpatch_model(model)
+    patch_model(model)
+    unpatch_model(model)
+    with pytest.raises(PatchStateError):
+        unpatch_model(model)
+
+
+def test_context_manager_undoes_also_after_an_exception(model):
+    batch = tiny_models.inputs(model)
+    out, before = logits(model, batch), snapshot(model)
+    with pytest.raises(ZeroDivisionError), patched(model, recompute=True):
+        assert {row.tier for row in patch_report(model)} == {"full"}
+        raise ZeroDivisionError
+    assert_unchanged(before, snapshot(model))
+    assert_bits(logits(model, batch), out)
+
+
+def test_not_strict_warns_once_and_reports(model):
+    break_router(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model, strict=False)
+    (warning,) = [w for w in caught if "moe_patch" in str(w.message)]
+    assert "1 of 2 MoE blocks" in str(warning.message)
+    assert "borrowed_forward" in str(warning.message)
+    assert warning.filename == __file__
+    assert [row.tier for row in patch_report(model)] == ["full", "refused"]
+    assert isinstance(model.model.layers[1].mlp.gate.forward, functools.partial)
+    unpatch_model(model)
+    assert patch_report(model) == []
+
+
+def test_dense_model_is_refused_by_name():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {name: tiny_models.SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=16))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM: no MoE block found.*qwen3_moe"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+class RemoteExpert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.proj(x)
+
+
+class RemoteBlock(nn.Module):
+    """As remote-code models of 2023 have it: one small MLP per expert in a ModuleList."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(RemoteExpert() for _ in range(4))
+
+
+def test_module_list_experts_are_refused_with_the_reason():
+    model = nn.ModuleDict({"mlp": RemoteBlock()})
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"mlp: .*RemoteBlock keeps its experts as a ModuleList"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+    with pytest.warns(UserWarning, match="ModuleList"):
+        patch_model(model, strict=False)
+    (row,) = patch_report(model)
+    assert (row.path, row.tier) == ("mlp", "refused")
+    assert "ModuleList" in row.reason
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "patched_layers"),
+    [
+        ({"include": "*.layers.0.*"}, [0]),
+        ({"exclude": ["*.layers.0.*"]}, [1]),
+        ({"include": ["*.layers.0.*", "*.layers.1.*"], "exclude": "*.1.mlp"}, [0]),
+        ({"include": "model.layers.?.mlp"}, [0, 1]),
+    ],
+    ids=str,
+)
+def test_include_and_exclude(model, options, patched_layers):
+    before = snapshot(model)
+    patch_model(model, **options)
+    assert [row.path for row in patch_report(model)] == [f"model.layers.{i}.mlp" for i in patched_layers]
+    touched = {path for path, state in snapshot(model).items() if "_moe_patch" in state.entries}
+    assert {int(path.split(".")[2]) for path in touched} == set(patched_layers)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_patterns_that_select_nothing_are_an_error(model):
+    with pytest.raises(UnsupportedModelError, match="no MoE block found among the selected paths"):
+        patch_model(model, include="*.layers.7.*")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "sparse"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 1}, [1]),
+        ("glm4_moe", {"first_k_dense_replace": 1}, [1]),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, [1]),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, [1]),
+    ],
+    ids=str,
+)
+def test_dense_layers_are_left_alone(model_type, overrides, sparse):
+    model = tiny_models.build(model_type, **overrides)
+    batch = tiny_models.inputs(model)
+    out, before = logits(model, batch), snapshot(model)
+    patch_model(model)
+    assert [row.path for row in patch_report(model)] == [f"model.layers.{i}.mlp" for i in sparse]
+    dense = {p: s for p, s in snapshot(model).items() if not p.startswith(f"model.layers.{sparse[0]}.mlp")}
+    assert_unchanged({path: before[path] for path in dense}, dense)
+    assert_close(logits(model, batch), out, FP32)
+
+
+def test_another_experts_implementation_set_before_is_logged(model, caplog):
+    model.set_experts_implementation("batched_mm")
+    with caplog.at_level(logging.WARNING, logger="moe_patch"):
+        patch_model(model)
+    (line,) = caplog.records
+    assert "batched_mm" in line.message
+    assert "the patch wins" in line.message
+    unpatch_model(model)
+    assert {b.experts.config._experts_implementation for _, b in tiny_models.blocks(model)} == {"batched_mm"}
+
+
+def test_config_object_mapping_and_options_reach_the_model(model):
+    config = PatchConfig(ties="torch", recompute=True)
+    patch_model(model, config)
+    patch_model(model, {"ties": "torch", "recompute": True})
+    patch_model(model, ties="torch", recompute=True)
+    assert {m._moe_patch.config for m in model.modules() if "_moe_patch" in m.__dict__} == {config}

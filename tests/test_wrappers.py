@@ -1,0 +1,122 @@
+"""What may stand around or above the patched blocks: DDP, compile, PEFT, a vision-language model."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_patch import patch_model, patch_report, patched, unpatch_model
+from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, lora_config
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.snapshots import assert_unchanged, logits, snapshot
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("qwen2_moe")
+
+
+@pytest.fixture
+def process_group():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_inside_ddp(model, process_group, patch_first):
+    batch = tiny_models.inputs(model)
+    with patched(model):
+        expected = gradients(model, batch)
+    if patch_first:
+        patch_model(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=False)
+    if not patch_first:
+        assert patch_model(wrapped) is wrapped
+    assert [row.tier for row in patch_report(wrapped)] == ["full", "full"]
+    for found, wanted in zip(gradients(wrapped, batch), expected, strict=True):
+        assert_bits(found, wanted)
+    unpatch_model(wrapped)
+    assert patch_report(model) == []
+
+
+def test_inside_a_compiled_wrapper(model):
+    batch = tiny_models.inputs(model)
+    with patched(model):
+        expected = gradients(model, batch)
+    wrapped = torch.compile(model, backend="eager")
+    assert patch_model(wrapped) is wrapped
+    assert [row.path for row in patch_report(wrapped)] == [f"_orig_mod.model.layers.{i}.mlp" for i in range(2)]
+    for found, wanted in zip(gradients(wrapped, batch), expected, strict=True):
+        assert_close(found, wanted, FP32)
+    unpatch_model(wrapped)
+    assert patch_report(model) == []
+
+
+def test_inside_a_peft_model(model):
+    wrapped = adapt(model, lora_config(EXPERTS))
+    logits(wrapped, tiny_models.inputs(model))
+    before = snapshot(wrapped)
+    assert patch_model(wrapped) is wrapped
+    assert {row.lora for row in patch_report(wrapped)} == {"fused (down_proj, gate_up_proj)"}
+    unpatch_model(wrapped)
+    assert_unchanged(before, snapshot(wrapped))
+
+
+@pytest.fixture
+def vision_language_model():
+    """Qwen3-VL-MoE: the MoE text tower sits two levels down, beside a vision tower."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
+        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",
+    )  # fmt: skip
+    text = {name: tiny_models.SIZES[name] for name in names}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    special = {"image_token_id": 95, "video_token_id": 96, "vision_start_token_id": 97, "vision_end_token_id": 98}
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **special, attn_implementation="eager")
+    model = tiny_models.randomise(Qwen3VLMoeForConditionalGeneration(config))
+    model.set_experts_implementation("eager")
+    return model
+
+
+def test_text_tower_of_a_vision_language_model(vision_language_model):
+    model = vision_language_model
+    batch = tiny_models.inputs(model)
+    out, before = logits(model, batch), snapshot(model)
+    expected = gradients(model, batch)
+    model.zero_grad(set_to_none=True)
+    settings = model.get_experts_implementation()
+    patch_model(model)
+    assert [row.path for row in patch_report(model)] == [f"model.language_model.layers.{i}.mlp" for i in range(2)]
+    assert {row.model_type for row in patch_report(model)} == {"qwen3_vl_moe_text"}
+    assert all(row.tier in ("full", "experts") for row in patch_report(model))
+    assert model.get_experts_implementation() == settings
+    vision = {p: s for p, s in snapshot(model).items() if p.startswith("model.visual")}
+    assert_unchanged({path: before[path] for path in vision}, vision)
+    assert_close(logits(model, batch), out, FP32)
+    for found, wanted in zip(gradients(model, batch), expected, strict=True):
+        assert_close(found, wanted, FP32)
+    model.zero_grad(set_to_none=True)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+    assert_bits(logits(model, batch), out)
