@@ -11,9 +11,12 @@ from torch import nn
 from moe_patch.backend import choose_backend
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.experts_module import read_glu, stored_weight
-from moe_patch.families.spec import FamilySpec
+from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.lora import fusion_obstacle
 from moe_patch.record import ModulePatch, record_of
+from moe_patch.route_op import route_obstacle
+from moe_patch.routing import RouteSpec
+from moe_patch.types import Routing
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def _row(found: FoundBlock) -> BlockReport | None:
         routed = found.block is not None and record_of(found.block) is not None
     weight = _a_weight(found)
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
+    router_backend, why = _router_backend(found, choice.name) if routed else ("transformers", "")
     reason = choice.reason if choice.name == "torch" and weight.is_cuda else ""
     if not found.experts:
         choice = choose_backend("torch", weight.device, weight.dtype)
@@ -106,13 +110,35 @@ def _row(found: FoundBlock) -> BlockReport | None:
         model_type=found.model_type,
         tier="full" if routed else "experts",
         router=_router(found) if routed else "transformers",
-        router_backend="torch" if routed else "transformers",
+        router_backend=router_backend,
         experts_backend=choice.name,
         shared=_shared(spec, found.block),
         lora=_lora(found, record),
         self_check=record.self_check,
-        reason=reason,
+        reason="; ".join(part for part in (reason, why) if part),
     )
+
+
+def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
+    """The backend that routes, and why where it is not the experts' own."""
+    if not found.routers or experts_backend == "torch":
+        return "torch", ""
+    router = found.routers[0][1]
+    spec = found.spec_of(router)
+    if spec.routing is None or spec.router_forward is not None:
+        return "torch", "the family routes in a forward of its own"
+    weight = next(p for p in router.parameters() if p.dim() == 2)
+    obstacles = []
+
+    def look(logits: torch.Tensor, route_spec: RouteSpec, bias: torch.Tensor | None) -> Routing:
+        obstacles.append(route_obstacle(logits, route_spec, bias))
+        return Routing(logits, logits, logits)
+
+    ties = record_of(router).config.ties  # type: ignore[union-attr]
+    logits = torch.empty(1, weight.shape[0], dtype=weight.dtype, device="meta")
+    args = (None,) * (spec.bias.index if isinstance(spec.bias, Arg) else 0)
+    spec.choose(router, logits, logits, args, ties=ties, impl=look)
+    return ("triton", "") if obstacles[0] is None else ("torch", f"routing: {obstacles[0]}")
 
 
 def _router(found: FoundBlock) -> str:
