@@ -163,15 +163,31 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
                 f"{path} ({type(module).__name__}) already has a {slot} bound by {_origin(foreign)}"
             )
     try:
-        for _, router in block.routers:
-            for source in block.spec_of(router).params.values():
-                read(router, source)
+        _check_attributes(block)
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
     except UnsupportedModelError as error:
         return str(error)
     _check_lora(block, config)
     return None
+
+
+def _check_attributes(block: FoundBlock) -> None:
+    """Every attribute that the family entry names is there, before a forward asks for it.
+
+    Raises:
+        UnsupportedModelError: one is missing (names class, attribute, versions).
+    """
+    for _, router in block.routers:
+        own = block.spec_of(router)
+        for source in [*own.params.values(), own.bias]:
+            if isinstance(source, str):
+                read(router, source)
+    spec = block.spec
+    if block.block is not None and spec.shared is not None and spec.block_forward is None:
+        for name in (spec.router_attr, spec.shared, spec.shared_gate):
+            if name is not None:
+                read(block.block, name)
 
 
 def _check_experts_module(
