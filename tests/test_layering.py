@@ -29,7 +29,7 @@ LAYERS = (
     {"forward"},
     {"families."},
     {"discover"},
-    {"report", "selfcheck"},
+    {"lora_targets", "report", "selfcheck"},
     {"patch"},
     {"__init__"},
     {"train."},

@@ -1,0 +1,285 @@
+"""Family entries check themselves, and a user's own family works like a built-in one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations.moe import use_experts_implementation
+
+from moe_patch import (
+    FamilySpec,
+    UnsupportedModelError,
+    families,
+    patch_model,
+    patch_report,
+    register_family,
+    supported_model_types,
+    unpatch_model,
+)
+from moe_patch.families import logits as logits_of
+from moe_patch.families.spec import Arg, Const, GluRule
+from moe_patch.routing import sigmoid_topk, softmax_topk
+from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, assert_same_step, lora_config
+from tests.adapters import Pair as AdaptedPair
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.snapshots import assert_unchanged, snapshot
+
+EIGHT = ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+TOY = {
+    "model_types": ("toy_moe",),
+    "experts": "ToyExperts",
+    "router": "ToyRouter",
+    "block": "ToyBlock",
+    "logits": logits_of.linear,
+    "routing": softmax_topk,
+    "params": {"top_k": "chosen", "renormalize": Const(True)},
+    "router_attr": "picker",
+}
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(families, "_FAMILIES", list(families._FAMILIES))
+    monkeypatch.setattr(families, "_BY_CLASS", {k: list(v) for k, v in families._BY_CLASS.items()})
+
+
+def spec_of(model_type: str) -> FamilySpec:
+    (found,) = [spec for spec in families.families() if model_type in spec.model_types]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"params": {"topk": "chosen", "renormalize": Const(True)}}, r"softmax_topk has no parameter \['topk'\].*top_k"),
+        ({"params": {"renormalize": Const(True)}}, r"softmax_topk needs \['top_k'\]"),
+        ({"params": {"top_k": "chosen", "renormalize": Const(True), "ties": Const("lower")}}, r"no parameter \['ties'\]"),
+        ({"routing": None}, "no routing function"),
+        ({"routing": None, "params": {}}, "no routing function"),
+        ({"router": None}, "router's class name"),
+        ({"logits": None}, "logits expression"),
+        ({"tier": "half"}, "full, experts, refused"),
+        ({"tier": "refused"}, "needs a reason"),
+        ({"weights_dtype": "fp32"}, "score, logits, hidden"),
+        ({"shared_gate": "shared_gate"}, "shared_gate without shared"),
+        ({"shared": "shared", "block": None}, "block's class name"),
+    ],
+    ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
+)
+def test_a_wrong_entry_fails_at_construction(change, message):
+    FamilySpec(**TOY)
+    with pytest.raises(ValueError, match=message) as raised:
+        FamilySpec(**{**TOY, **change})
+    assert "toy_moe" in str(raised.value)
+
+
+def test_entries_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec_of("qwen3_moe").tier = "refused"
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize(
+    ("model_type", "change", "cls", "attribute"),
+    [
+        ("qwen3_moe", {"params": {"top_k": "topk"}}, "Qwen3MoeTopKRouter", "topk"),
+        ("deepseek_v3", {"bias": "correction"}, "DeepseekV3TopkRouter", "correction"),
+        ("qwen2_moe", {"shared": "shared_one"}, "Qwen2MoeSparseMoeBlock", "shared_one"),
+        ("qwen2_moe", {"shared_gate": "gate_of_it"}, "Qwen2MoeSparseMoeBlock", "gate_of_it"),
+        ("glm4_moe", {"router_attr": "router"}, "Glm4MoeMoE", "router"),
+        ("gpt_oss", {"glu": GluRule("swiglu_oai", alpha="alfa")}, "GptOssExperts", "alfa"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mistyped_attribute_is_found_at_patch_time(model_type, change, cls, attribute, self_check):
+    register_family(dataclasses.replace(spec_of(model_type), **change))
+    model = tiny_models.build(model_type)
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError) as raised:
+        patch_model(model, self_check=self_check)
+    for part in (cls, repr(attribute), transformers.__version__):
+        assert part in str(raised.value)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "what"),
+    [
+        ("mixtral", {"params": {"top_k": "top_k", "renormalize": Const(False)}}, "routing weights"),
+        ("deepseek_v3", {"bias": None}, "experts"),
+        ("qwen3_moe", {"logits": lambda router, hidden: 2 * logits_of.linear(router, hidden)}, "router logits"),
+    ],
+)
+def test_a_wrong_entry_is_refused_by_the_self_check(model_type, change, what):
+    register_family(dataclasses.replace(spec_of(model_type), **change))
+    model = tiny_models.build(model_type)
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=f"model.layers.0.mlp.gate.*self-check.*{what}"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_supported_model_types():
+    types = supported_model_types()
+    assert {types[name] for name in EIGHT} == {"full"}
+    assert set(types.values()) <= {"full", "experts", "refused"}
+    assert all(name in transformers.CONFIG_MAPPING for name in types)
+
+
+def test_a_model_type_that_transformers_lacks_is_inert():
+    register_family(dataclasses.replace(spec_of("qwen3_moe"), model_types=("not_there_yet",), module="not_there_yet"))
+    assert "not_there_yet" not in supported_model_types()
+    assert {row.tier for row in patch_report(patch_model(tiny_models.build("qwen3_moe")))} == {"full"}
+
+
+class ToyConfig(PreTrainedConfig):
+    model_type = "toy_moe"
+
+
+class ToyRouter(nn.Module):
+    def __init__(self, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.chosen = 2
+        self.weight = nn.Parameter(torch.randn(experts, hidden) * 0.5)
+
+    def forward(self, hidden_states):
+        logits = nn.functional.linear(hidden_states, self.weight)
+        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(self.chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), ids
+
+
+@use_experts_implementation
+class ToyExperts(nn.Module):
+    def __init__(self, config, experts: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, hidden) * 0.3)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, width) * 0.3)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for e in range(self.num_experts):
+            token, slot = (top_k_index == e).nonzero(as_tuple=True)
+            gate, up = (hidden_states[token] @ self.gate_up_proj[e].T).chunk(2, dim=-1)
+            y = (self.act_fn(gate) * up) @ self.down_proj[e].T
+            out = out.index_add(0, token, y * top_k_weights[token, slot, None])
+        return out
+
+
+class ToyBlock(nn.Module):
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.picker = ToyRouter(4, 8)
+        self.experts = ToyExperts(config, 4, 8, 6)
+        self.shared = nn.Linear(8, 8)
+
+    def forward(self, hidden_states):
+        _, weights, ids = self.picker(hidden_states)
+        return self.experts(hidden_states, ids, weights) + self.shared(hidden_states)
+
+
+class ToyModel(nn.Module):
+    """Two blocks and a residual; its forward takes what tests.adapters hands a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = ToyConfig(experts_implementation="eager")
+        self.layers = nn.ModuleList(ToyBlock(self.config) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return transformers.utils.ModelOutput(logits=x, loss=x.square().mean())
+
+
+@pytest.fixture
+def toy():
+    torch.manual_seed(0)
+    return ToyModel()
+
+
+@pytest.fixture
+def batch():
+    return {"x": torch.randn(11, 8, generator=torch.Generator().manual_seed(1))}
+
+
+def gradients(model, batch):
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("shared", [None, "shared"], ids=["bound router", "bound block"])
+def test_a_users_family_works_end_to_end(toy, batch, shared):
+    register_family(FamilySpec(**TOY, shared=shared))
+    out, expected, before = toy(**batch).logits, gradients(toy, batch), snapshot(toy)
+    patch_model(toy)
+    rows = patch_report(toy)
+    assert [(row.path, row.model_type, row.tier) for row in rows] == [
+        ("layers.0", "toy_moe", "full"), ("layers.1", "toy_moe", "full"),
+    ]  # fmt: skip
+    assert {(row.router, row.shared, row.self_check) for row in rows} == {("softmax_topk", shared or "none", "passed")}
+    assert_close(toy(**batch).logits, out, FP32)
+    for found, wanted in zip(gradients(toy, batch), expected, strict=True):
+        assert_close(found, wanted, FP32)
+    toy.zero_grad(set_to_none=True)
+    unpatch_model(toy)
+    for entry, state in snapshot(toy).items():
+        assert list(state.entries) == list(before[entry].entries)
+    assert_bits(toy(**batch).logits, out)
+
+
+def test_a_users_family_with_adapters(toy, batch):
+    register_family(FamilySpec(**TOY))
+    reference = adapt(copy.deepcopy(toy), lora_config([*EXPERTS, "picker.weight"], ["shared"]))
+    ours = patch_model(adapt(toy, lora_config([*EXPERTS, "picker.weight"], ["shared"])))
+    assert {row.lora for row in patch_report(ours)} == {"fused (down_proj, gate_up_proj)"}
+    assert_same_step(AdaptedPair(reference, ours, batch))
+
+
+def test_without_an_entry_the_decorated_experts_still_run(toy, batch):
+    out = toy(**batch).logits
+    patch_model(toy)
+    assert {(row.tier, row.router) for row in patch_report(toy)} == {("experts", "transformers")}
+    assert_close(toy(**batch).logits, out, FP32)
+
+
+def test_a_later_entry_for_the_same_classes_replaces(toy):
+    register_family(FamilySpec(**TOY))
+    register_family(FamilySpec(**{**TOY, "tier": "refused", "reason": "retired for this test"}))
+    assert len([spec for spec in families.families() if "toy_moe" in spec.model_types]) == 1
+    with pytest.raises(UnsupportedModelError, match="layers.0: retired for this test"):
+        patch_model(toy)
+    register_family(FamilySpec(**TOY))
+    assert len([spec for spec in families.families() if "toy_moe" in spec.model_types]) == 1
+    assert {row.tier for row in patch_report(patch_model(toy))} == {"full"}
+
+
+def test_module_folder_keeps_equal_class_names_apart(toy):
+    register_family(FamilySpec(**TOY, module="somewhere_else"))
+    patch_model(toy)
+    assert {row.tier for row in patch_report(toy)} == {"experts"}, "an entry for another folder was used"
+
+
+def test_bias_from_the_block_needs_an_argument_index():
+    spec = FamilySpec(
+        model_types=("toy_moe",),
+        router="ToyRouter",
+        experts="ToyExperts",
+        logits=logits_of.linear,
+        routing=sigmoid_topk,
+        params={"top_k": "chosen", "renormalize": Const(True)},
+        bias=Arg(1),
+    )
+    router, hidden = ToyRouter(4, 8), torch.randn(5, 8)
+    bias = torch.tensor([0.0, 9.0, 0.0, 9.0])
+    assert spec.route(router, hidden, (bias,)).ids_TK.sort(-1).values.tolist() == [[1, 3]] * 5
