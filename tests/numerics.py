@@ -16,6 +16,8 @@ from torch import Tensor
 
 FP32 = 1e-5
 FP64 = 1e-11
+# Some families cast to fp32 whatever the model's dtype, also inside an fp64 reference.
+FP32_INSIDE = 1e-6
 
 
 def rel_err(a: Tensor, b: Tensor) -> float:
@@ -51,6 +53,8 @@ def bf16_rule(
 ) -> None:
     """Low precision: our relative distance to an fp64 evaluation, at most ``factor`` times eager's.
 
+    FP32_INSIDE is added for results that never leave fp32, where eager's distance may be zero.
+
     Args:
         ours, eager: the two low-precision results; must share dtype and shape.
         ref: the fp64 evaluation of the same low-precision weights and inputs.
@@ -62,7 +66,7 @@ def bf16_rule(
         f"{what}: {ours.shape}, {eager.shape}, {ref.shape}"
     )
     mine, theirs = rel_err(ours, ref), rel_err(eager, ref)
-    assert mine <= factor * theirs, (
+    assert mine <= factor * theirs + FP32_INSIDE, (
         f"{what}: {mine:.2e} from fp64, eager {theirs:.2e}, factor {factor}"
     )
 

@@ -14,14 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from moe_patch import forward
+from moe_patch import composed, forward, ops
 from moe_patch.families import lookup
 
-OURS = {
-    "router": forward.router_forward.__code__,
-    "experts": forward.experts_forward.__code__,
-    "block": forward.block_forward.__code__,
-}
+OUR_EXPERTS = {ops.experts_mlp.__code__, composed.experts_composed.__code__}
 
 
 def executed(function: Callable[[], Any]) -> set[CodeType]:
@@ -55,7 +51,8 @@ def transformers_experts(model: nn.Module) -> set[CodeType]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     registered = [*ALL_EXPERTS_FUNCTIONS.values(), *ALL_FP8_EXPERTS_FUNCTIONS.values()]
-    functions = {_code(f) for f in registered} - {OURS["experts"], forward.refuse_fp8.__code__}
+    our_entries = {forward.experts_forward.__code__, forward.refuse_fp8.__code__}
+    functions = {_code(f) for f in registered} - our_entries
     return functions | {_code(type(m).forward) for m in _of_role(model, "experts")}
 
 
@@ -72,13 +69,19 @@ def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
     assert experts, "no experts module of a registered family in the model"
     if tier == "refused":
         assert ran & eager, "transformers' experts did not run"
-        assert OURS["experts"] not in ran, "our experts ran"
+        assert not ran & OUR_EXPERTS, "our experts ran"
         return
-    assert OURS["experts"] in ran, "our experts did not run"
+    assert ran & OUR_EXPERTS, "our experts did not run"
     assert not ran & experts, f"transformers' experts ran: {_names(ran & experts)}"
     if tier == "full":
-        assert OURS["router"] in ran, "our router did not run"
+        assert ran >= our_routing(model), "our routing did not run"
         assert not ran & routers, f"transformers' router ran: {_names(ran & routers)}"
+
+
+def our_routing(model: nn.Module) -> set[CodeType]:
+    """The routing functions that the registry names for the model's routers."""
+    specs = [lookup(m)[0] for m in _of_role(model, "router")]
+    return {_code(spec.routing) for spec in specs if spec.routing is not None}
 
 
 def _of_role(model: nn.Module, role: str) -> list[nn.Module]:
