@@ -68,9 +68,9 @@ def experts_forward(
     h_NH = groups.linear(token_rows(x_TD, plan), w.w13_EHD, w.b13_EH, lora13)
     y_ND = groups.linear(gated_activation(h_NH, glu), w.w2_EDF, w.b2_ED, lora2)
     out_TD = gather_sum(y_ND, plan.slot_of_TK, weights_TK).to(x_TD.dtype)
-    empty = x_TD.new_empty(0)
-    act_norm_TK = rows_to_slots(_row_norm(y_ND), plan) if norms else empty
-    return ExpertsForward(out_TD, plan, h_NH if save_h else empty, act_norm_TK)
+    # One empty tensor each: an operator's outputs must not alias.
+    act_norm_TK = rows_to_slots(_row_norm(y_ND), plan) if norms else x_TD.new_empty(0)
+    return ExpertsForward(out_TD, plan, h_NH if save_h else x_TD.new_empty(0), act_norm_TK)
 
 
 def experts_backward(
