@@ -30,8 +30,8 @@ _lib.define(
     f"linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}) -> Tensor"
 )
 _lib.define(
-    f"linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}, bool[] needs)"
-    " -> Tensor[]"
+    "linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, "
+    f"{_PLAN}, bool[] needs) -> Tensor[]"
 )
 _ops = torch.ops.moe_patch_steps
 

@@ -88,7 +88,8 @@ class PatchConfig:
             return cls(**_normalise(options))
         if not isinstance(value, Mapping):
             raise UnsupportedOptionError(
-                f"moe_patch: found {value!r} ({type(value).__name__}); accepted: true, false or a mapping of options"
+                f"moe_patch: found {value!r} ({type(value).__name__}); accepted: true, false or a "
+                "mapping of options"
             )
         return cls(**_normalise({**value, **options}))
 
@@ -100,7 +101,8 @@ def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
             raise UnsupportedOptionError(
-                f"moe_patch: unknown option {key!r}; did you mean {near[0]!r}? Known: {', '.join(known)}"
+                f"moe_patch: unknown option {key!r}; did you mean {near[0]!r}? "
+                f"Known: {', '.join(known)}"
             )
         if key == "fuse_lora" and value is False:
             value = "off"  # YAML 1.1 reads a bare `off` as false

@@ -31,7 +31,7 @@ class ExpertTensors(NamedTuple):
 
 
 def layout_of(experts: Any, spec: FamilySpec) -> Layout:
-    """How the weights lie: the family entry's word, else the flags that transformers' decorator set.
+    """How the weights lie: the family entry's word, else transformers' own flags.
 
     Older releases of transformers set no flag for a post-expert norm and have no family with one.
     """

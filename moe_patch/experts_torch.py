@@ -115,8 +115,8 @@ def experts_backward(
 class _Rows(NamedTuple):
     """Everything backward needs, gathered or recomputed in plan order.
 
-    ``da_NF`` is W2ᵀ dout before the routing weight ``w_N1``; ``p_NR`` and ``q_NR`` are empty without
-    the LoRA they belong to.
+    ``da_NF`` is W2ᵀ dout before the routing weight ``w_N1``; ``p_NR`` and ``q_NR`` are empty
+    without the LoRA they belong to.
     """
 
     groups: Groups

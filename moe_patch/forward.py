@@ -1,9 +1,9 @@
 """The forwards that a patch binds: where the library meets the model. Read after reference.py.
 
-    router_forward    bound on a router instance:   hidden -> (logits, weights, ids), as transformers'
-    experts_forward   registered with transformers' ExpertsInterface, chosen per instance by its config
-    block_forward     bound on blocks with a shared expert: router, experts, shared expert, as modules
-    lora_forward      bound on PEFT's ParamWrapper: hands low-rank factors down for one call
+    router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
+    experts_forward  in transformers' ExpertsInterface, chosen per instance by its config
+    block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
+    lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
 
 Each runs only while its patch is active (see :func:`moe_patch.record.bound`); otherwise the class's
 own forward does.
@@ -30,7 +30,7 @@ EXPERTS_NAME = "moe_patch"
 
 
 class ExpertsPatch(ModulePatch):
-    """The record on an experts module: loading it in a fresh process registers EXPERTS_NAME there."""
+    """The record on an experts module; loading it in a fresh process registers EXPERTS_NAME."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -40,7 +40,7 @@ class ExpertsPatch(ModulePatch):
 def route_on(
     logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None, *, backend: str = "auto"
 ) -> Routing:
-    """``route`` by the backend that fits: the Triton kernels where they cover the case, else torch."""
+    """``route`` on Triton where its kernels cover the case, else on torch."""
     triton = choose_backend(backend, logits_TE.device, logits_TE.dtype).name == "triton"
     if triton and route_op.route_obstacle(logits_TE, spec, bias_E) is None:
         return route_op.route(logits_TE, spec, bias_E)
@@ -82,7 +82,7 @@ def experts_forward(
 def bound_experts_forward(
     experts: nn.Module, record: ModulePatch, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """:func:`experts_forward`, bound on an experts class that transformers' registry does not serve."""
+    """:func:`experts_forward`, bound where transformers' registry does not serve the class."""
     return experts_forward(experts, *args, **kwargs)
 
 
@@ -145,6 +145,6 @@ def register_experts() -> None:
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
     """The entry in transformers' FP8 registry."""
     raise UnsupportedModelError(
-        f"{type(experts).__name__}: FP8 expert weights are not supported; accepted: bf16, fp16, fp32 and fp64 "
-        "weights; set the model's experts implementation back (unpatch_model) to use transformers' own"
+        f"{type(experts).__name__}: FP8 expert weights are not supported; accepted: bf16, fp16, "
+        "fp32 and fp64 weights; unpatch_model goes back to transformers' own implementation"
     )

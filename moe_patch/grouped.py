@@ -52,7 +52,7 @@ class Groups:
         return dx_NI, p_NR
 
     def outer_sum(self, dy_NO: Tensor, x_NI: Tensor, like_EOI: Tensor) -> Tensor:
-        """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros for experts without rows."""
+        """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros without rows."""
         dw_EOI = torch.empty_like(like_EOI)
         if self.native and _aligned(dy_NO, x_NI):
             dw_EOI.copy_(torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:]))

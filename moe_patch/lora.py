@@ -1,7 +1,7 @@
 """Low-rank factors of PEFT adapters on expert parameters, read without forming a merged weight.
 
-PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound hands
-its factors down for the duration of the call (see forward.py); one that was added after patching
+PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound
+hands its factors down for the duration of the call (see forward.py); one that was added after patching
 shows itself as a live parametrization. Nothing here imports peft: wrappers come from its own module
 when it is loaded.
 """
@@ -101,7 +101,8 @@ def to_lora(
         found = (b_EOR.shape[0], b_EOR.shape[1], a_ERI.shape[2])
         if found != tuple(w_EOI.shape) or a_ERI.is_meta or type(a_ERI).__name__ == "DTensor":
             raise UnsupportedModelError(
-                f"{where}: LoRA factors are for (E, out, in) = {found} ({type(a_ERI).__name__} on {a_ERI.device}), "
+                f"{where}: LoRA factors are for (E, out, in) = {found} "
+                f"({type(a_ERI).__name__} on {a_ERI.device}), "
                 f"the local weight is {tuple(w_EOI.shape)}; sharded experts need fuse_lora='off'"
             )
         pairs.append((a_ERI.to(dtype), b_EOR.to(dtype), scaling))

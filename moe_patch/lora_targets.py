@@ -41,7 +41,7 @@ def lora_targets(
     blocks = discover(model)
     if not blocks:
         raise UnsupportedModelError(
-            f"{type(model).__module__}.{type(model).__name__}: no MoE block found, nothing to target"
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block found to target"
         )
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -98,8 +98,9 @@ def missed_experts(model: Any) -> str | None:
     if not wanted or not blocks or any(block.wrappers for block in blocks):
         return None
     return (
-        f"the LoRA config names {', '.join(wanted)} but no expert of {len(blocks)} MoE blocks carries "
-        "an adapter; experts are 3-D parameters: use moe_patch.lora_targets(model) for target_parameters"
+        f"the LoRA config names {', '.join(wanted)} but no expert of {len(blocks)} MoE blocks "
+        "carries an adapter; experts are 3-D parameters: moe_patch.lora_targets(model) gives the "
+        "target_parameters"
     )
 
 

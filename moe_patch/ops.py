@@ -1,7 +1,7 @@
 """The experts as one operator per direction, with autograd: where the backends meet torch.
 
-``experts_mlp`` is what everything above calls. It dispatches to ``torch.ops.moe_patch.experts`` (and
-``experts_bwd`` in backward), opaque operators with fake implementations, so that compile, CUDA
+``experts_mlp`` is what everything above calls. It dispatches to ``torch.ops.moe_patch.experts``
+(and ``experts_bwd`` in backward), opaque operators with fake implementations, so that compile, CUDA
 graphs and checkpointing see one call; inside, a backend module supplies ``experts_forward`` and
 ``experts_backward``.
 """
@@ -24,16 +24,17 @@ _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.ker
 
 _lib = torch.library.Library("moe_patch", "DEF")
 _WEIGHTS = (
-    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, "
-    "float s13, float s2, str kind, bool gated, bool interleaved, float alpha, float limit, str backend"
+    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, "
+    "Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, float s13, float s2, "
+    "str kind, bool gated, bool interleaved, float alpha, float limit, str backend"
 )
 _lib.define(
-    f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, bool save_h, bool norms, Tensor? signals)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, "
+    "bool save_h, bool norms, Tensor? signals) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
-    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_WEIGHTS}, Tensor row_of_N, Tensor slot_of_TK, "
-    "Tensor offsets, Tensor h, bool[] needs) -> Tensor[]"
+    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_WEIGHTS}, "
+    "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets, Tensor h, bool[] needs) -> Tensor[]"
 )
 
 

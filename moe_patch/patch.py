@@ -1,7 +1,7 @@
 """patch_model and its undo: resolve and check everything first, then bind.
 
-A failure before binding leaves the model exactly as it was. Weights are never moved, copied, renamed
-or wrapped; classes, configs that others share, and process-wide state are never written.
+A failure before binding leaves the model exactly as it was. Weights are never moved, copied,
+renamed or wrapped; classes, configs that others share, and process-wide state are never written.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
     if configs - {config}:
         raise PatchStateError(
-            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; asked for {config}; "
-            "call unpatch_model first"
+            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; asked "
+            f"for {config}; call unpatch_model first"
         )
     return bool(configs)
 
@@ -132,20 +132,22 @@ def _resolve(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
     refused = {block.path: why for block in blocks if (why := _refusal(block, config)) is not None}
     if not blocks:
         known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
+        where = " among the selected paths" if config.include or config.exclude else ""
         raise UnsupportedModelError(
-            f"{type(model).__module__}.{type(model).__name__}: no MoE block found"
-            f"{' among the selected paths' if config.include or config.exclude else ''}; accepted model types: {known}"
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block found{where}; "
+            f"accepted model types: {known}"
         )
     if refused and config.strict:
         path, reason = next(iter(refused.items()))
         raise UnsupportedModelError(
-            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves such blocks to "
-            "transformers"
+            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves such "
+            "blocks to transformers"
         )
     if refused:
         path, reason = next(iter(refused.items()))
         warnings.warn(
-            f"moe_patch leaves {len(refused)} of {len(blocks)} MoE blocks to transformers, first {path}: {reason}",
+            f"moe_patch leaves {len(refused)} of {len(blocks)} MoE blocks to transformers, "
+            f"first {path}: {reason}",
             stacklevel=3,
         )
     return refused
@@ -195,7 +197,7 @@ def _check_experts_module(
 ) -> None:
     if spec.experts_forward is None and spec.layout is None and not hasattr(experts, "config"):
         raise UnsupportedModelError(
-            f"{path} ({type(experts).__name__}) has no config to select an experts implementation by"
+            f"{path} ({type(experts).__name__}) has no config to choose an implementation by"
         )
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
@@ -278,7 +280,7 @@ def _bindings(block: FoundBlock, config: PatchConfig) -> list[tuple[str, nn.Modu
 
 
 def _foreign(module: nn.Module, slot: str) -> Any:
-    """What another library bound in a slot, or None; a module's own bound method is nobody else's."""
+    """What another library bound in a slot, or None; a module's own bound method is its own."""
     if slot == "forward":
         slot = slot_for(module)
     found = module.__dict__.get(slot)
@@ -317,7 +319,8 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
             )
             if chosen not in (None, "eager", "grouped_mm"):
                 logger.warning(
-                    "moe_patch: experts_implementation=%r was set on the model; the patch wins until unpatch_model",
+                    "moe_patch: experts_implementation=%r was set on the model; the patch wins "
+                    "until unpatch_model",
                     chosen,
                 )
                 return

@@ -1,8 +1,8 @@
 """The record a patch leaves on each module it touches, and how forwards are bound and unbound.
 
 Everything lives on instances: the record in ``module.__dict__["_moe_patch"]``, a bound forward as
-``functools.partial(function, module)``. Both survive deepcopy and pickle pointing at the copy, which
-closures and bound methods do not.
+``functools.partial(function, module)``. Both survive deepcopy and pickle pointing at the copy,
+which closures and bound methods do not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Routing: from router logits to the chosen experts and their weights. Pure functions, torch only.
 
 Every family's router is one of the named functions below, each a set of fixed choices for
-:func:`route`, which is the definition (a Triton implementation of ``route`` has the same signature).
+:func:`route`, which is the definition (the Triton ``route`` of route_op.py has the same signature).
 
 Rules, whatever the family:
     ties      equal scores go to the lower expert id, equal groups to the lower group: a stable
               descending sort. ``torch.topk`` promises no order; ``ties="torch"`` takes it anyway.
-    NaN       a row with NaN or Inf gets distinct ids in range and NaN weights; other rows are exact.
+    NaN       a row with NaN or Inf gets distinct ids in range, NaN weights; other rows are exact.
     bias      a correction bias decides which experts are chosen and never enters the weights.
 """
 

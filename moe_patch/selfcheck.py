@@ -53,7 +53,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def kind_of(found: FoundBlock) -> tuple:
-    """What makes two blocks the same kind for the check: classes, tensors and the values we read."""
+    """What makes two blocks the same kind: classes, tensors and the values we read."""
     spec = found.spec
     modules = [m for _, m in [*found.routers, *found.experts]]
     tensors = tuple(
@@ -148,8 +148,8 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
     needed = 1.0 if limit <= 1e-5 else 0.75
     if agree_T.double().mean() < needed:
         raise UnsupportedModelError(
-            f"{path} ({type(router).__name__}): self-check: {int((~agree_T).sum())} of {len(agree_T)} rows choose other "
-            "experts than transformers; pass self_check=False only if you know why"
+            f"{path} ({type(router).__name__}): self-check: {int((~agree_T).sum())} of "
+            f"{len(agree_T)} rows choose other experts than transformers; pass self_check=False only if you know why"
         )
     _compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
 
@@ -183,8 +183,8 @@ def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -
     ).item()
     if not error <= limit:
         raise UnsupportedModelError(
-            f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), limit {limit:.0e}; "
-            "report this with the model's config; self_check=False patches anyway"
+            f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), "
+            f"limit {limit:.0e}; report this with the model's config; self_check=False patches anyway"
         )
 
 

@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 
     Attributes:
         row_of_N: int32. Sorted slot -> row t*K + k. Slots past the last valid row hold -1.
-        slot_of_TK: int32. The inverse: row (t, k) -> sorted slot, -1 where the id is outside [0, E).
+        slot_of_TK: int32. The inverse: row (t, k) -> sorted slot; -1 for an id outside [0, E).
         offsets_S: int32. Expert e owns the sorted slots offsets_S[e] .. offsets_S[e + 1] - 1.
     """
 

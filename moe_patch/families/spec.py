@@ -244,7 +244,7 @@ def read(module: nn.Module, source: Source) -> Any:
 
             raise UnsupportedModelError(
                 f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r} "
-                f"(transformers {transformers.__version__}, torch {torch.__version__}); its family entry "
-                "expects one: update moe_patch or correct the entry"
+                f"(transformers {transformers.__version__}, torch {torch.__version__}); its family "
+                "entry expects one: update moe_patch or correct the entry"
             ) from None
     return value
