@@ -5,7 +5,7 @@
     out = model(**inputs(model)); loss(out).backward()
     for path, block in blocks(model): ...
 
-A new family is one line in FAMILIES. The sizes below apply where a config class declares the name.
+A new family is one line in tests/tiny_recipes.py.
 Random values: gates std 0.5 and experts std 0.3 (outputs of size about one, no near-ties),
 correction biases non-zero and of both signs, nothing left at zero.
 """
@@ -13,61 +13,14 @@ correction biases non-zero and of both signs, nothing left at zero.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.numerics import probe
-
-SIZES = {
-    # trunk
-    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
-    "initializer_range": 0.2, "sliding_window": 16, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_dropout": 0.0, "output_router_logits": True, "num_nextn_predict_layers": 0,
-    # latent attention
-    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    # experts and routing
-    "intermediate_size": 24, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
-    "num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "n_shared_experts": 1, "num_shared_experts": 1, "n_group": 2, "topk_group": 1,
-    "routed_scaling_factor": 2.5, "first_k_dense_replace": 0, "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tiny:
-    """One family's recipe.
-
-    Attributes:
-        over: config values beyond SIZES; None for a SIZES key leaves the config's own default.
-        config, model: "folder:ClassName" where the auto classes of transformers do not lead there.
-        block_alone: the block's forward takes hidden states alone and can be called by itself.
-    """
-
-    over: dict[str, Any] = field(default_factory=dict)
-    config: str | None = None
-    model: str | None = None
-    block_alone: bool = True
-
-
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-FAMILIES: dict[str, Tiny] = {
-    "deepseek_v3": Tiny({"num_key_value_heads": 4}),
-    "glm4_moe": Tiny(),
-    "gpt_oss": Tiny({"intermediate_size": 16, "rope_parameters": ROPE}),
-    "minimax_m2": Tiny({"intermediate_size": 16}),
-    "mixtral": Tiny({"intermediate_size": 16}),
-    "olmoe": Tiny({"intermediate_size": 16}),
-    "qwen2_moe": Tiny(),
-    "qwen3_moe": Tiny({"norm_topk_prob": True}),
-}
+from tests.tiny_recipes import FAMILIES, SIZES, Tiny
 
 
 def config(model_type: str, **overrides: Any) -> Any:
@@ -83,8 +36,15 @@ def config(model_type: str, **overrides: Any) -> Any:
         raise TypeError(f"{cls.__name__} does not declare {unknown}")
     own = {f.name for f in fields(cls)}
     values = {k: v for k, v in SIZES.items() if k in own and asked.get(k, v) is not None} | asked
-    values = {k: v for k, v in values.items() if v is not None}
+    values = {k: v for k, v in values.items() if v is not None} | tiny.extra
     return cls(**values, attn_implementation="eager")
+
+
+def with_experts(model_type: str, num_experts: int, top_k: int) -> dict[str, int]:
+    """Overrides for the number of experts and the top-k, by the names that the config declares."""
+    declared = {f.name for f in fields(type(config(model_type)))}
+    names = [n for n in ("n_routed_experts", "num_experts", "num_local_experts") if n in declared]
+    return {names[0]: num_experts, "num_experts_per_tok": top_k}
 
 
 def build(
@@ -131,6 +91,9 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, t in _tensors(model):
             parts = name.split(".")
+            if parts[-1] == "tid2eid":
+                choices = [torch.randperm(SIZES["num_experts"], generator=generator) for _ in t]
+                t.copy_(torch.stack(choices)[:, : t.shape[1]])
             if not t.is_floating_point():
                 continue
             if parts[-1] in CORRECTION_BIASES:
@@ -154,10 +117,25 @@ def mixed_bias(size: int, generator: torch.Generator) -> Tensor:
 
 
 def inputs(model: nn.Module, batch: int = 2, seq: int = 7, seed: int = 1) -> dict[str, Tensor]:
-    """Token ids, and labels where the model has a language-model head."""
+    """What the family takes: token ids, with labels where the model has a head, or other."""
     generator = torch.Generator().manual_seed(seed)
+    name = type(model).__name__
+    feed = next((t.feed for t in FAMILIES.values() if _class_name(t) == name), "ids")
+    if feed == "pixels":
+        pixels = torch.randn(batch, 3, 32, 32, generator=generator)
+        return {"pixel_values": pixels, "dataset_index": torch.arange(batch)}
+    if feed == "patches":
+        grid = torch.tensor([[1, 4, 4]])
+        return {"pixel_values": torch.randn(16, 3 * 14 * 14, generator=generator), "grid_thw": grid}
+    if feed == "embeds":
+        return {"inputs_embeds": torch.randn(batch, seq, SIZES["hidden_size"], generator=generator)}
     ids = torch.randint(3, 90, (batch, seq), generator=generator)
-    return {"input_ids": ids, "labels": ids.clone()} if has_head(model) else {"input_ids": ids}
+    batch_of_ids = {"input_ids": ids}
+    if feed == "seq2seq":
+        batch_of_ids["decoder_input_ids"] = ids.clone()
+    if has_head(model):
+        batch_of_ids["labels"] = ids.clone()
+    return batch_of_ids
 
 
 def has_head(model: nn.Module) -> bool:
@@ -165,10 +143,15 @@ def has_head(model: nn.Module) -> bool:
     return "ForCausalLM" in type(model).__name__ or "ForConditional" in type(model).__name__
 
 
+def hidden_output(output: Any) -> Tensor:
+    """The last hidden states or feature maps of a model without a head."""
+    return output.feature_maps[-1] if "feature_maps" in output else output.last_hidden_state
+
+
 def loss(output: Any) -> Tensor:
     """The model's own loss, or a fixed random functional of its hidden states."""
     own = output.get("loss")
-    return probe(output.last_hidden_state) if own is None else own
+    return probe(hidden_output(output)) if own is None else own
 
 
 def blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -211,6 +194,10 @@ def _model_class(model_type: str) -> type[nn.Module]:
         return _load(tiny.model)
     config_class = _auto("configuration_auto", "CONFIG_MAPPING")[model_type]
     return _auto("modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING")[config_class]
+
+
+def _class_name(tiny: Tiny) -> str | None:
+    return tiny.model and tiny.model.split(":")[1]
 
 
 def _auto(file: str, name: str) -> Any:
