@@ -129,6 +129,7 @@ def _looks_like_moe(module: nn.Module) -> str | None:
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return (
             f"{type(module).__module__}.{type(module).__name__} keeps its experts as a "
-            f"{type(experts).__name__} of single MLPs; accepted: experts stored as 3-D parameters by a registered family"
+            f"{type(experts).__name__} of single MLPs; accepted: experts stored as 3-D "
+            "parameters by a registered family"
         )
     return None

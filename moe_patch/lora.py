@@ -1,9 +1,9 @@
 """Low-rank factors of PEFT adapters on expert parameters, read without forming a merged weight.
 
 PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound
-hands its factors down for the duration of the call (see forward.py); one that was added after patching
-shows itself as a live parametrization. Nothing here imports peft: wrappers come from its own module
-when it is loaded.
+hands its factors down for the duration of the call (see forward.py); one that was added after
+patching shows itself as a live parametrization. Nothing here imports peft: wrappers come from its
+own module when it is loaded.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
     if configs - {config}:
         raise PatchStateError(
-            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; asked "
-            f"for {config}; call unpatch_model first"
+            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; "
+            f"asked for {config}; call unpatch_model first"
         )
     return bool(configs)
 
@@ -140,8 +140,8 @@ def _resolve(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
     if refused and config.strict:
         path, reason = next(iter(refused.items()))
         raise UnsupportedModelError(
-            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves such "
-            "blocks to transformers"
+            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves "
+            "such blocks to transformers"
         )
     if refused:
         path, reason = next(iter(refused.items()))

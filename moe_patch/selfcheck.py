@@ -149,7 +149,8 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
     if agree_T.double().mean() < needed:
         raise UnsupportedModelError(
             f"{path} ({type(router).__name__}): self-check: {int((~agree_T).sum())} of "
-            f"{len(agree_T)} rows choose other experts than transformers; pass self_check=False only if you know why"
+            f"{len(agree_T)} rows choose other experts than transformers; "
+            "pass self_check=False only if you know why"
         )
     _compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
 
@@ -184,7 +185,8 @@ def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -
     if not error <= limit:
         raise UnsupportedModelError(
             f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), "
-            f"limit {limit:.0e}; report this with the model's config; self_check=False patches anyway"
+            f"limit {limit:.0e}; report this with the model's config; "
+            "self_check=False patches anyway"
         )
 
 
