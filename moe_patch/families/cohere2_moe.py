@@ -1,0 +1,59 @@
+"""Cohere2-MoE: the best logits first, then softmax over them or a sigmoid of each, by config."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.families.logits import linear
+from moe_patch.families.spec import FamilySpec
+from moe_patch.routing import RouteImpl, RouteSpec, route
+from moe_patch.types import Routing
+
+
+def topk_softmax_or_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    selection: str,
+    renormalize: bool,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """The best k logits; softmax over those in fp32, or sigmoids, renormalised on request.
+
+    Raises:
+        UnsupportedModelError: ``selection`` is neither "softmax" nor "sigmoid".
+    """
+    if selection not in ("softmax", "sigmoid"):
+        raise UnsupportedModelError(
+            f"Cohere2MoeTopKRouter.expert_selection_fn is {selection!r}; accepted: softmax, sigmoid"
+        )
+    spec = RouteSpec(
+        top_k=top_k, score=selection, order="topk_score", fp32=selection == "softmax",
+        renormalize=renormalize and selection == "sigmoid", weights_dtype=weights_dtype, ties=ties,
+    )  # fmt: skip
+    return impl(logits_TE, spec, bias_E)
+
+
+COHERE2_MOE = FamilySpec(
+    model_types=("cohere2_moe",),
+    module="cohere2_moe",
+    block="Cohere2MoeSparseMoeBlock",
+    router="Cohere2MoeTopKRouter",
+    experts="Cohere2MoeExperts",
+    logits=linear,
+    routing=topk_softmax_or_sigmoid,
+    params={
+        "top_k": "top_k",
+        "selection": "expert_selection_fn",
+        "renormalize": "norm_topk_prob",
+    },
+    weights_dtype="hidden",
+    shared_by_block="shared_experts",
+)
+
+FAMILIES = (COHERE2_MOE,)

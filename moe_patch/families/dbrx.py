@@ -1,0 +1,78 @@
+"""DBRX: the block chooses, the router only makes logits; w1, v1 and w2 are stacked 2-D matrices.
+
+Gate and up are two parameters of shape [E * F, D]: they are multiplied one by one, so that no
+concatenated copy of them is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.composed import combine_rows, gather_rows, grouped_linear
+from moe_patch.families.spec import FamilySpec, Layout
+from moe_patch.record import ModulePatch, bound, bound_method
+from moe_patch.reference import build_plan
+from moe_patch.routing import softmax_topk
+
+
+@bound
+def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
+    """logits_TE; in training the hidden states are first jittered in place, as transformers does."""
+    if router.training and router.moe_jitter_eps is not None:
+        eps = router.moe_jitter_eps
+        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
+    return router.layer(hidden_states.view(-1, hidden_states.shape[-1]))
+
+
+@bound_method("route_tokens_to_experts")
+def softmax_topk_norm(
+    block: Any, record: ModulePatch, router_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """weights_TK and ids_TK: softmax in the logits' dtype, divided by an L_p norm if one is set."""
+    routing = softmax_topk(router_logits, top_k=block.top_k, fp32=False, ties=record.config.ties)
+    weights_TK = routing.weights_TK
+    if block.moe_normalize_expert_weights is not None:
+        p = float(block.moe_normalize_expert_weights)
+        norm_T1 = torch.linalg.vector_norm(weights_TK, ord=p, dim=-1, keepdim=True)
+        weights_TK = weights_TK / norm_T1
+    return weights_TK, routing.ids_TK
+
+
+@bound
+def experts_forward(
+    experts: Any, record: ModulePatch, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """sum_k w_tk * w2_e (act(w1_e x_t) * (v1_e x_t)), in the shape of the hidden states."""
+    # experts_module.py imports the registry, which imports this file.
+    from moe_patch.experts_module import compute_dtype
+
+    mlp, E, F, D = experts.mlp, experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
+    dtype = compute_dtype(hidden, mlp.w1)
+    w1_EFD, v1_EFD, w2_EFD = (w.view(E, F, D).to(dtype) for w in (mlp.w1, mlp.v1, mlp.w2))
+    plan = build_plan(ids_TK, E)
+    x_ND = gather_rows(hidden.reshape(-1, D).to(dtype), plan)
+    gate_NF, up_NF = grouped_linear(x_ND, w1_EFD, plan), grouped_linear(x_ND, v1_EFD, plan)
+    y_ND = grouped_linear(mlp.activation_fn(gate_NF) * up_NF, w2_EFD.mT, plan)
+    out_TD = combine_rows(y_ND, weights_TK, plan)
+    return out_TD.to(hidden.dtype).view(hidden.shape[0], -1, D)
+
+
+DBRX = FamilySpec(
+    model_types=("dbrx",),
+    module="dbrx",
+    block="DbrxFFN",
+    router="DbrxRouter",
+    experts="DbrxExperts",
+    router_attr="router",
+    router_input_3d=True,
+    layout=Layout(up="mlp.w1", fused=False),
+    router_forward=router_forward,
+    experts_forward=experts_forward,
+    block_forward=softmax_topk_norm,
+    block_slot="route_tokens_to_experts",
+)
+
+FAMILIES = (DBRX,)

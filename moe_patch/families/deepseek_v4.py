@@ -1,0 +1,60 @@
+"""DeepSeek-V4: score by sqrt(softplus), correction bias for the choice; the first layers hash.
+
+On a hash layer the token id names the experts (a frozen table); the gate only weights them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_patch.families.logits import linear
+from moe_patch.families.score_fn import score_name, scored_topk
+from moe_patch.families.spec import Const, FamilySpec, GluRule
+from moe_patch.record import ModulePatch, bound
+from moe_patch.routing import score
+
+EPS = 1e-20
+
+
+@bound
+def hash_router_forward(
+    router: Any, record: ModulePatch, hidden_states: Tensor, input_ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits, weights and ids of the experts that the table lists for each token id."""
+    logits_TE = linear(router, hidden_states)
+    ids_TK = router.tid2eid[input_ids.reshape(-1)].long()
+    weights_TK = score(logits_TE, score_name(router.score_fn)).gather(1, ids_TK)
+    weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + EPS)
+    return logits_TE, weights_TK * router.routed_scaling_factor, ids_TK
+
+
+TOP_K = FamilySpec(
+    model_types=("deepseek_v4",),
+    module="deepseek_v4",
+    block="DeepseekV4SparseMoeBlock",
+    router="DeepseekV4TopKRouter",
+    experts="DeepseekV4Experts",
+    logits=linear,
+    routing=scored_topk,
+    params={
+        "top_k": "top_k",
+        "score_fn": "score_fn",
+        "eps": Const(EPS),
+        "scale": "routed_scaling_factor",
+    },
+    bias="e_score_correction_bias",
+    router_input_3d=True,
+    glu=GluRule("act_fn", limit="limit"),
+    shared_by_block="shared_experts",
+)
+
+HASH = FamilySpec(
+    model_types=("deepseek_v4",),
+    module="deepseek_v4",
+    router="DeepseekV4HashRouter",
+    router_forward=hash_router_forward,
+)
+
+FAMILIES = (TOP_K, HASH)

@@ -1,0 +1,52 @@
+"""Doge: product-key routing over very many experts, each one vector in and one vector out.
+
+An expert is a row of two embedding tables, so the expert products are gathered dot products. The
+block is bound as a whole: it has no router class and no experts module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_patch.families.spec import FamilySpec
+from moe_patch.product_key import product_key_topk
+from moe_patch.record import ModulePatch, bound
+
+
+@bound
+def product_key_block(
+    block: Any, record: ModulePatch, hidden_states: Tensor, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """The dense MLP plus the retrieved experts, and the two rows of key logits, [2, T, P].
+
+    out_t = mlp(x_t) + sum_k act(d_k . x_t) * w_tk * u_k over the rows d, u of the chosen experts.
+    """
+    x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+    # Rows of the two axes come from different tokens: transformers keeps this split of the logits.
+    logits_2TP = block.router_gate(hidden_states).view(2, x_TD.shape[0], -1)
+    routing = product_key_topk(
+        logits_2TP[0],
+        logits_2TP[1],
+        block.top_k,
+        renormalize=block.norm_topk_prob,
+        backend=record.config.backend,
+    )
+    ids_TK = routing.ids_TK.clamp(min=0)
+    down_TKD, up_TKD = block.down_embed(ids_TK), block.up_embed(ids_TK)
+    a_TK = (down_TKD @ x_TD.unsqueeze(-1)).squeeze(-1)
+    a_TK = block.act_fn(a_TK) * routing.weights_TK
+    retrieved_TD = (a_TK.unsqueeze(1) @ up_TKD).squeeze(1)
+    gated = block.act_fn(block.gate_proj(hidden_states)) * block.up_proj(hidden_states)
+    return block.down_proj(gated) + retrieved_TD.view(hidden_states.shape), logits_2TP
+
+
+DOGE = FamilySpec(
+    model_types=("doge",),
+    module="doge",
+    block="DogeCDMoE",
+    block_forward=product_key_block,
+)
+
+FAMILIES = (DOGE,)

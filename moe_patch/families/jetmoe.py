@@ -1,0 +1,84 @@
+"""JetMoE: mixture of MLPs and mixture of attention heads over the same two classes.
+
+Both kinds of block hold a gating module and two stacks of matrices, each a module of its own. The
+gating module returns its plan where transformers' returns a list of sizes (its blocks only pass it
+on to the stacks): nothing is read back from the device. The attention block's own code around the
+stacks is transformers'; the MLP block is bound, so that its sum over experts has a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_patch.composed import combine_rows, gather_rows, grouped_linear
+from moe_patch.families.spec import FamilySpec, Layout
+from moe_patch.record import ModulePatch, bound
+from moe_patch.reference import build_plan
+from moe_patch.routing import topk_softmax
+from moe_patch.types import Plan
+
+
+def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:
+    """The router's own Linear, the result in fp32."""
+    return router.layer(hidden).float()
+
+
+@bound
+def gating_forward(
+    router: Any, record: ModulePatch, hidden_TD: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Plan, Tensor]:
+    """Rows by expert, their tokens, their weights, the plan, and the logits."""
+    routing = record.spec.route(router, hidden_TD, (), ties=record.config.ties)
+    plan = build_plan(routing.ids_TK, router.num_experts)
+    row_of_N = plan.row_of_N.long()
+    weight_N = routing.weights_TK.reshape(-1)[row_of_N]
+    return row_of_N, row_of_N // router.top_k, weight_N, plan, routing.logits_TE
+
+
+@bound
+def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
+    """W_e x_n for rows in plan order, with the adapters on the stack."""
+    # experts_module.py imports the registry, which imports this file.
+    from moe_patch.experts_module import compute_dtype, read_projection, stored_weight
+
+    dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
+    fuse = record.config.fuse_lora != "off"
+    w_EOI, lora = read_projection(experts, "weight", False, dtype, fuse)
+    return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora)
+
+
+@bound
+def block_forward(block: Any, record: ModulePatch, layer_input: Tensor) -> Tensor:
+    """sum_k w_tk * out_e(act(gate) * up) + bias, gate and up halves of in_e(x_t)."""
+    x_TD = layer_input.reshape(-1, layer_input.shape[-1])
+    _, _, weight_N, plan, _ = block.router(x_TD)
+    gate_NF, up_NF = block.input_linear(gather_rows(x_TD, plan), plan).chunk(2, dim=-1)
+    y_ND = block.output_linear(block.activation(gate_NF) * up_NF, plan)
+    weights_TK = weight_N[plan.slot_of_TK.long()]
+    out_TD = combine_rows(y_ND, weights_TK, plan)
+    return out_TD.view(layer_input.shape) + block.bias
+
+
+def jetmoe(block: str, **forwards: Any) -> FamilySpec:
+    """The entry of one of the two kinds of block."""
+    return FamilySpec(
+        model_types=("jetmoe",),
+        module="jetmoe",
+        block=block,
+        router="JetMoeTopKGating",
+        experts="JetMoeParallelExperts",
+        logits=inner_linear_then_fp32,
+        routing=topk_softmax,
+        params={"top_k": "top_k"},
+        weights_dtype="hidden",
+        router_attr="router",
+        layout=Layout(has_gate=False, up="weight", fused=False),
+        router_forward=gating_forward,
+        experts_forward=stacked_linear,
+        **forwards,
+    )
+
+
+FAMILIES = (jetmoe("JetMoeMoE", block_forward=block_forward), jetmoe("JetMoeMoA"))

@@ -1,0 +1,93 @@
+"""Llama-4: sigmoid of the best logits, and the routing weight multiplies the expert's input.
+
+transformers runs every expert on every token, with inputs scaled to zero where it was not chosen;
+here each expert sees the tokens that chose it, which is the same sum. The block is bound because the
+dense scores that the router returns do not say which experts were chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.families.logits import linear
+from moe_patch.families.spec import FamilySpec, Layout
+from moe_patch.record import ModulePatch, bound
+from moe_patch.routing import RouteImpl, RouteSpec, route
+from moe_patch.types import Routing
+
+
+def topk_sigmoid(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """The best k logits, and the sigmoid (in fp32) of each."""
+    spec = RouteSpec(
+        top_k=top_k, score="sigmoid", order="topk_score", weights_dtype=weights_dtype, ties=ties
+    )
+    return impl(logits_TE, spec, bias_E)
+
+
+@bound
+def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores as transformers returns them, [T, E] and zero where not chosen, and the logits."""
+    routing = record.spec.route(router, hidden_TD, (), ties=record.config.ties)
+    dense_TE = torch.zeros_like(routing.logits_TE)
+    return dense_TE.scatter(1, routing.ids_TK, routing.weights_TK), routing.logits_TE
+
+
+@bound
+def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Shared expert plus routed experts, [T, D], and the router logits."""
+    x_TD = hidden.reshape(-1, hidden.shape[-1])
+    _, logits_TE = block.router(x_TD)
+    routing = record.spec.choose(block, logits_TE, x_TD, ties=record.config.ties)
+    routed_TD = block.experts(x_TD, routing.ids_TK, routing.weights_TK)
+    return block.shared_expert(x_TD) + routed_TD, logits_TE
+
+
+@bound
+def experts_forward(
+    experts: Any,
+    record: ModulePatch,
+    hidden: Tensor,
+    ids_TK: Tensor | None = None,
+    weights_TK: Tensor | None = None,
+) -> Tensor:
+    """Chosen experts on [T, D], or transformers' own call: E equal stretches of scaled rows."""
+    # forward.py imports the registry, which imports this file.
+    from moe_patch import forward
+
+    if ids_TK is None or weights_TK is None:
+        E = experts.num_experts
+        ids_N = torch.arange(E, device=hidden.device).repeat_interleave(hidden.shape[0] // E)
+        ids_TK = ids_N.unsqueeze(1)
+        weights_TK = hidden.new_ones(ids_TK.shape)
+    return forward.experts_forward(experts, hidden, ids_TK, weights_TK)
+
+
+LLAMA4 = FamilySpec(
+    model_types=("llama4_text", "llama4"),
+    module="llama4",
+    block="Llama4TextMoe",
+    router="Llama4Router",
+    experts="Llama4TextExperts",
+    logits=linear,
+    routing=topk_sigmoid,
+    params={"top_k": "top_k"},
+    weights_dtype="logits",
+    router_attr="router",
+    layout=Layout(is_transposed=True, input_weights=True),
+    router_forward=router_forward,
+    experts_forward=experts_forward,
+    block_forward=block_forward,
+)
+
+FAMILIES = (LLAMA4,)

@@ -1,0 +1,55 @@
+"""LongCat-Flash: softmax scores with a correction bias; some experts are the identity.
+
+Ids from the number of routed experts on name experts without weights: they return their input. To
+the experts operator those ids are empty slots; their share w * x is added here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_patch.families.spec import FamilySpec, Layout
+from moe_patch.record import ModulePatch, bound
+from moe_patch.routing import softmax_topk
+
+
+def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:
+    """W x in fp32 with the weight of the router's Linear, whose bias the model never uses."""
+    hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+    return F.linear(hidden_TD.float(), router.classifier.weight.float())
+
+
+@bound
+def experts_with_identity(
+    experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """The routed experts plus x times the weights of the identity experts."""
+    # forward.py imports the registry, which imports this file.
+    from moe_patch.forward import experts_forward
+
+    out_TD = experts_forward(experts, hidden_TD, ids_TK, weights_TK)
+    identity_TK = (ids_TK >= experts.num_routed_experts) & (ids_TK < experts.total_experts)
+    share_T1 = weights_TK.masked_fill(~identity_TK, 0.0).sum(dim=-1, keepdim=True)
+    return (out_TD + share_T1 * hidden_TD).to(hidden_TD.dtype)
+
+
+LONGCAT_FLASH = FamilySpec(
+    model_types=("longcat_flash",),
+    module="longcat_flash",
+    block="LongcatFlashMoE",
+    router="LongcatFlashTopkRouter",
+    experts="LongcatFlashExperts",
+    logits=classifier_fp32,
+    routing=softmax_topk,
+    params={"top_k": "top_k", "scale": "routed_scaling_factor"},
+    bias="e_score_correction_bias",
+    router_attr="router",
+    router_input_3d=True,
+    layout=Layout(),
+    experts_forward=experts_with_identity,
+)
+
+FAMILIES = (LONGCAT_FLASH,)

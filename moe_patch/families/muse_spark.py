@@ -1,0 +1,39 @@
+"""Muse Spark: sigmoid scores of scaled fp32 logits; every expert's output is normalised.
+
+The experts run at a width of their own, between two projections of the block; the norm after each
+expert keeps them on separate grouped products.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_patch.families.logits import linear_fp32
+from moe_patch.families.spec import Const, FamilySpec
+from moe_patch.routing import sigmoid_topk
+
+
+def scaled_linear_fp32(router: Any, hidden: Tensor) -> Tensor:
+    """W x in fp32, times the router's output multiplier."""
+    return linear_fp32(router, hidden) * router.output_multiplier
+
+
+MUSE_SPARK = FamilySpec(
+    model_types=("muse_spark_text",),
+    module="muse_spark",
+    block="MuseSparkMoE",
+    router="MuseSparkTopkRouter",
+    experts="MuseSparkExperts",
+    logits=scaled_linear_fp32,
+    routing=sigmoid_topk,
+    params={
+        "top_k": "top_k",
+        "renormalize": Const(True),
+        "eps": "norm_topk_prob_eps",
+        "scale": "routed_scaling_factor",
+    },
+    bias="e_score_correction_bias",
+    router_input_3d=True,
+)
+
+FAMILIES = (MUSE_SPARK,)

@@ -1,0 +1,55 @@
+"""OpenAI's privacy filter: gpt_oss with concatenated gate and up, and fp32 throughout.
+
+The router divides the weights by top_k and the block multiplies its output by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moe_patch.families.spec import FamilySpec, GluRule
+from moe_patch.routing import RouteImpl, route, topk_softmax
+from moe_patch.types import Routing
+
+
+def linear_bias_fp32(router: Any, hidden: Tensor) -> Tensor:
+    """W x + b with everything upcast to fp32."""
+    hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+    return F.linear(hidden_TD.float(), router.weight.float(), router.bias.float())
+
+
+def topk_softmax_over_k(
+    logits_TE: Tensor,
+    bias_E: Tensor | None = None,
+    *,
+    top_k: int,
+    weights_dtype: torch.dtype | None = None,
+    ties: str = "lower",
+    impl: RouteImpl = route,
+) -> Routing:
+    """The best k logits, softmax over those k, divided by k."""
+    routing = topk_softmax(
+        logits_TE, bias_E, top_k=top_k, weights_dtype=weights_dtype, ties=ties, impl=impl
+    )
+    return dataclasses.replace(routing, weights_TK=routing.weights_TK / top_k)
+
+
+OPENAI_PRIVACY_FILTER = FamilySpec(
+    model_types=("openai_privacy_filter",),
+    module="openai_privacy_filter",
+    block="OpenAIPrivacyFilterMLP",
+    router="OpenAIPrivacyFilterTopKRouter",
+    experts="OpenAIPrivacyFilterExperts",
+    logits=linear_bias_fp32,
+    routing=topk_softmax_over_k,
+    params={"top_k": "top_k"},
+    router_attr="router",
+    glu=GluRule("swiglu_oai", alpha="alpha", limit="limit"),
+)
+
+FAMILIES = (OPENAI_PRIVACY_FILTER,)

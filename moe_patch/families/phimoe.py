@@ -1,0 +1,96 @@
+"""Phi-3.5-MoE: SparseMixer-v2 picks two experts one after the other.
+
+Each pick masks experts far below the best, samples one of the rest in training (Gumbel noise), and
+weights it by the softmax over them. In training the weight of a pick that is not the best is cut to
+a third three times in four (Heun's method), while the gradient stays that of the uncut weight.
+Source: arXiv:2409.12136 sections 2 and 3; draws come from the same generator in the same order as
+transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.families.logits import linear
+from moe_patch.families.spec import FamilySpec
+from moe_patch.record import ModulePatch, bound
+from moe_patch.routing import NEG_INF, stable_topk
+
+KEEP_PROBABILITY_THRESHOLD = 0.75
+CUT, REST = 0.3333, 0.6667
+
+
+@bound
+def sparsemixer(
+    router: Any, record: ModulePatch, hidden_states: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logits_TE, weights_T2 and ids_T2; in training the hidden states are jittered in place."""
+    noise = router.input_jitter_noise
+    if router.training and noise > 0:
+        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
+    logits_TE = linear(router, hidden_states)
+    ties = record.config.ties
+    left_TE, ids, weights = logits_TE, [], []
+    for turn in range(2):
+        gates_TE, best_T1 = near_best(logits_TE, left_TE, router.router_jitter_noise, ties)
+        id_T1 = gumbel_choice(gates_TE, ties) if router.training else best_T1
+        probabilities_TE = torch.softmax(gates_TE, dim=-1)
+        weight_T1 = probabilities_TE.gather(1, id_T1)
+        if router.training:
+            top_T1 = stable_topk(probabilities_TE.detach(), 1, ties)[1]
+            draw_T1 = torch.rand_like(weight_T1)
+            if turn == 1:
+                draw_T1.uniform_()  # transformers draws the second turn's numbers twice
+            keep_T1 = (id_T1 == top_T1) | (draw_T1 > KEEP_PROBABILITY_THRESHOLD)
+            factor_T1 = torch.add(CUT, keep_T1, alpha=REST).type_as(weight_T1)
+            weight_T1 = _Scaled.apply(weight_T1, factor_T1)
+        ids.append(id_T1)
+        weights.append(weight_T1)
+        left_TE = logits_TE.scatter(1, id_T1, NEG_INF)
+    return logits_TE, torch.cat(weights, dim=-1), torch.cat(ids, dim=-1)
+
+
+def near_best(
+    logits_TE: Tensor, left_TE: Tensor, jitter: float, ties: str
+) -> tuple[Tensor, Tensor]:
+    """Candidates with those relatively further than 2 * jitter below the best masked, and the best."""
+    with torch.no_grad():
+        best_T1, id_T1 = stable_topk(left_TE, 1, ties)
+        size_TE = logits_TE.abs().clamp(min=best_T1)
+        far_TE = (best_T1 - logits_TE) / size_TE > 2 * jitter
+    return left_TE.masked_fill(far_TE, NEG_INF), id_T1
+
+
+def gumbel_choice(gates_TE: Tensor, ties: str) -> Tensor:
+    """One id per row, with probability softmax(gates)."""
+    with torch.no_grad():
+        noise_TE = torch.empty_like(gates_TE, memory_format=torch.contiguous_format).exponential_()
+        return stable_topk(gates_TE - noise_TE.log(), 1, ties)[1]
+
+
+class _Scaled(torch.autograd.Function):
+    """weight * factor with the gradient of the weight alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: Tensor) -> Tensor:
+        return weight * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+PHIMOE = FamilySpec(
+    model_types=("phimoe",),
+    module="phimoe",
+    block="PhimoeSparseMoeBlock",
+    router="PhimoeTopKRouter",
+    experts="PhimoeExperts",
+    router_attr="router",
+    router_forward=sparsemixer,
+)
+
+FAMILIES = (PHIMOE,)

@@ -1,0 +1,62 @@
+"""Zaya: an MLP router with a state that travels from layer to layer, and a class that skips.
+
+The last of the E + 1 classes names no expert: its slot leaves the router as expert 0 with weight 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_patch.families.spec import Const, FamilySpec
+from moe_patch.record import ModulePatch, bound
+from moe_patch.routing import softmax_topk
+
+
+def router_state(router: Any, hidden: Tensor, previous: Tensor | None) -> Tensor:
+    """The projected hidden states, plus the previous layer's state times a trained scale."""
+    state = router.down_proj(hidden)
+    if router.use_eda and previous is not None:
+        state = state + previous * router.router_states_scale
+    return state
+
+
+def class_logits(router: Any, state: Tensor) -> Tensor:
+    """The router MLP's logits over E + 1 classes, one row per token."""
+    logits = router.router_mlp(state)
+    return logits.reshape(-1, logits.shape[-1])
+
+
+@bound
+def router_forward(
+    router: Any, record: ModulePatch, hidden_states: Tensor, router_states: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits, weights, ids, and the router state for the next layer."""
+    state = router_state(router, hidden_states, router_states)
+    logits = class_logits(router, state)
+    routing = record.spec.choose(router, logits, hidden_states, ties=record.config.ties)
+    skipped_TK = routing.ids_TK == router.num_experts
+    return (
+        routing.logits_TE,
+        routing.weights_TK.masked_fill(skipped_TK, 0.0),
+        routing.ids_TK.masked_fill(skipped_TK, 0),
+        state.clone(),
+    )
+
+
+ZAYA = FamilySpec(
+    model_types=("zaya",),
+    module="zaya",
+    block="ZayaSparseMoeBlock",
+    router="ZayaRouter",
+    experts="ZayaExperts",
+    logits=class_logits,
+    routing=softmax_topk,
+    params={"top_k": "top_k", "fp32": Const(False)},
+    bias="balancing_biases",
+    router_forward=router_forward,
+    router_input_3d=True,
+)
+
+FAMILIES = (ZAYA,)
