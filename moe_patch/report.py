@@ -171,7 +171,7 @@ def refusal_row(found: FoundBlock, reason: str) -> BlockReport:
 
 def _shared(spec: FamilySpec, block: nn.Module | None) -> str:
     if spec.shared is None:
-        return "none"
+        return "transformers" if spec.shared_by_block else "none"
     if block is None or record_of(block) is None:
         return "transformers"
     return f"{spec.shared} x sigmoid({spec.shared_gate})" if spec.shared_gate else spec.shared

@@ -20,7 +20,7 @@ from moe_patch.routing import softmax_topk
 
 @bound
 def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
-    """logits_TE; in training the hidden states are first jittered in place, as transformers does."""
+    """logits_TE; in training the hidden states are first jittered in place."""
     if router.training and router.moe_jitter_eps is not None:
         eps = router.moe_jitter_eps
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_patch.families.logits import linear_fp32_no_autocast
 from moe_patch.families.spec import Const, FamilySpec
@@ -28,7 +27,9 @@ def router_forward(
     routed_TE, shared_logits = logits[:, :-shared], logits[:, -shared:]
     ids_TK = record.spec.choose(router, routed_TE, hidden_states, ties=record.config.ties).ids_TK
     with torch.autocast(hidden_states.device.type, enabled=False):
-        joint = F.logsigmoid(torch.cat([routed_TE.gather(1, ids_TK), shared_logits], dim=-1))
+        joint = torch.nn.functional.logsigmoid(
+            torch.cat([routed_TE.gather(1, ids_TK), shared_logits], dim=-1)
+        )
         weights = torch.softmax(joint, dim=-1) * router.route_scale * router.global_scale.float()
     weights = weights.to(hidden_states.dtype)
     K = ids_TK.shape[1]

@@ -6,8 +6,8 @@ between grouped products.
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_patch.families.score_fn import scored_topk
 from moe_patch.families.spec import Const, FamilySpec
@@ -15,7 +15,7 @@ from moe_patch.families.spec import Const, FamilySpec
 
 def linear_of_fp32(router: Any, hidden: Tensor) -> Tensor:
     """W x with the hidden states upcast to fp32; W is kept in fp32 by the family."""
-    return F.linear(hidden.float().reshape(-1, hidden.shape[-1]), router.weight)
+    return torch.nn.functional.linear(hidden.float().reshape(-1, hidden.shape[-1]), router.weight)
 
 
 def inkling2_like(prefix: str, module: str, *model_types: str) -> FamilySpec:

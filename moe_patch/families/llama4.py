@@ -1,8 +1,8 @@
 """Llama-4: sigmoid of the best logits, and the routing weight multiplies the expert's input.
 
 transformers runs every expert on every token, with inputs scaled to zero where it was not chosen;
-here each expert sees the tokens that chose it, which is the same sum. The block is bound because the
-dense scores that the router returns do not say which experts were chosen.
+here each expert sees the tokens that chose it, which is the same sum. The block is bound because
+the dense scores that the router returns do not say which experts were chosen.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ LLAMA4 = FamilySpec(
     params={"top_k": "top_k"},
     weights_dtype="logits",
     router_attr="router",
+    shared="shared_expert",
     layout=Layout(is_transposed=True, input_weights=True),
     router_forward=router_forward,
     experts_forward=experts_forward,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.record import ModulePatch, bound
@@ -19,7 +19,7 @@ from moe_patch.routing import softmax_topk
 def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:
     """W x in fp32 with the weight of the router's Linear, whose bias the model never uses."""
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-    return F.linear(hidden_TD.float(), router.classifier.weight.float())
+    return torch.nn.functional.linear(hidden_TD.float(), router.classifier.weight.float())
 
 
 @bound

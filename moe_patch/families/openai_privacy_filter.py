@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_patch.families.spec import FamilySpec, GluRule
 from moe_patch.routing import RouteImpl, route, topk_softmax
@@ -20,7 +19,7 @@ from moe_patch.types import Routing
 def linear_bias_fp32(router: Any, hidden: Tensor) -> Tensor:
     """W x + b with everything upcast to fp32."""
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-    return F.linear(hidden_TD.float(), router.weight.float(), router.bias.float())
+    return torch.nn.functional.linear(hidden_TD.float(), router.weight.float(), router.bias.float())
 
 
 def topk_softmax_over_k(

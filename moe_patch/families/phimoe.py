@@ -56,7 +56,7 @@ def sparsemixer(
 def near_best(
     logits_TE: Tensor, left_TE: Tensor, jitter: float, ties: str
 ) -> tuple[Tensor, Tensor]:
-    """Candidates with those relatively further than 2 * jitter below the best masked, and the best."""
+    """Candidates without those relatively further than 2 * jitter below the best; the best."""
     with torch.no_grad():
         best_T1, id_T1 = stable_topk(left_TE, 1, ties)
         size_TE = logits_TE.abs().clamp(min=best_T1)
