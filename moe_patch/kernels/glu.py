@@ -97,7 +97,8 @@ def glu_forward(
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if KIND == "swiglu_oai":
         return (up + 1.0) * gate * sigmoid(ALPHA * gate, FAST)
-    return act(gate, KIND, FAST) * up
+    else:  # Triton compiles what follows a constexpr return, and act knows no such kind
+        return act(gate, KIND, FAST) * up
 
 
 @triton.jit
