@@ -26,11 +26,14 @@ ORDERS = ("peft first", "patch first", "patch first, again after")
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 EXPERTS = (UP, DOWN)
 ATTENTION = {"deepseek_v3": ("q_b_proj", "kv_b_proj", "o_proj")}
+_SHARED_EXPERTS = tuple(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 SHARED = {
-    "deepseek_v3": r".*shared_experts\.(gate|up|down)_proj",
-    "glm4_moe": r".*shared_experts\.(gate|up|down)_proj",
-    "qwen2_moe": r".*(shared_expert\.(gate|up|down)_proj|shared_expert_gate)",
-}
+    "deepseek_v3": _SHARED_EXPERTS,
+    "glm4_moe": _SHARED_EXPERTS,
+    "qwen2_moe": (
+        "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate",
+    ),
+}  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -52,13 +55,13 @@ def router_parameter(model_type: str) -> str:
 
 
 def lora_config(
-    parameters: Sequence[str] = (), modules: Sequence[str] | str = (), **options: Any
+    parameters: Sequence[str] = (), modules: Sequence[str] = (), **options: Any
 ) -> LoraConfig:
     """A LoraConfig with random factors (a fresh adapter would be an exact no-op)."""
     defaults = {"r": 3, "lora_alpha": 6, "init_lora_weights": False}
     return LoraConfig(
         target_parameters=list(parameters) or None,
-        target_modules=modules if isinstance(modules, str) else list(modules),
+        target_modules=list(modules),
         **(defaults | options),
     )
 
@@ -74,7 +77,7 @@ def adapt(model: nn.Module, config: LoraConfig, seed: int = 5) -> PeftModel:
 def adapted_pair(
     model_type: str,
     parameters: Sequence[str] = (),
-    modules: Sequence[str] | str = (),
+    modules: Sequence[str] = (),
     *,
     order: str = "peft first",
     dtype: torch.dtype = torch.float32,
@@ -124,7 +127,7 @@ def assert_same_step(pair: Pair, limit: float = FP32) -> None:
     expected, found = step(pair.reference, pair.batch), step(pair.ours, pair.batch)
     assert_close(found, expected, limit, "logits")
     wanted, got = adapter_gradients(pair.reference), adapter_gradients(pair.ours)
-    assert list(wanted) == list(got)
+    assert wanted.keys() == got.keys()
     for name, gradient in wanted.items():
         assert gradient.any(), f"{name}: the reference's gradient is zero, the comparison is empty"
         assert_close(got[name], gradient, limit, name)
