@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import NamedTuple
 
 import torch
@@ -24,10 +25,11 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton cannot run here, or None if it can."""
     if dtype not in TRITON_DTYPES:
         return f"Triton kernels take bf16, fp16 and fp32, not {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
     if device.type != "cuda":
         return f"no Triton kernels on {device.type}"
+    # find_spec walks the file system; this runs on every call of a block.
+    if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
     if torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
