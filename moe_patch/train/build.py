@@ -18,6 +18,7 @@ from transformers import (
     set_seed,
 )
 
+from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
@@ -44,6 +45,7 @@ def check_options(config: TrainConfig) -> None:
     Raises:
         UnsupportedOptionError: an unknown key or a wrong type, by name.
     """
+    PatchConfig.parse(config.moe_patch)
     twice = set(TOP_LEVEL) & set(config.training)
     if twice:
         raise UnsupportedOptionError(f"training.{min(twice)}: set it at the top level of the file")

@@ -1,0 +1,168 @@
+"""Whole small runs of the training command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+
+import moe_patch
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.train import checks, data, run
+from moe_patch.train.build import build_base
+from moe_patch.train.config import load_config, make_config
+from moe_patch.train.output import MARKER
+from tests.train_nodes import TEXT, node, small
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def test_quickstart_scaled_down(tmp_path, capsys):
+    """The shipped configuration, all its targets included, on a fraction of its size."""
+    config = load_config(
+        QUICKSTART,
+        {
+            "model.num_hidden_layers": 2,
+            "model.hidden_size": 32,
+            "tokenizer": {"source": "train", "vocab_size": 400},
+            "data.block_size": 32,
+            "training.max_steps": 3,
+            "training.disable_tqdm": True,
+            "output_dir": str(tmp_path / "out"),
+        },
+    )
+    result = run.run(config)
+    assert result.failed == []
+    assert [check.name for check in result.checks] == [
+        "losses, steps 1-3",
+        "logits, reloaded and unpatched",
+    ]
+    patched, unpatched = (result.trained[k].losses for k in ("patched", "unpatched"))
+    assert list(patched) == list(unpatched) == [1, 2, 3]
+    assert patched[1] != patched[2] != patched[3]
+    names = {p.name for p in result.folder.iterdir()}
+    assert {"adapter", "base", "losses.csv", MARKER} <= names
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    printed = capsys.readouterr().out
+    assert printed.count("softmax_topk") == 2
+    assert "fused" in printed
+    summary = json.loads((result.folder / MARKER).read_text())
+    assert [row["tier"] for row in summary["patch"]] == ["full", "full"]
+
+
+def test_saved_adapter_is_portable(tmp_path, text_file):
+    """Loaded as another program would, it differs from its base and equals itself patched."""
+    config = small(tmp_path, text_file)
+    result = run.run(config)
+    assert [check.name for check in result.checks] == ["logits, reloaded and unpatched"]
+    adapter = result.folder / "adapter"
+    loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    tokenizer = data.train_tokenizer([TEXT], 300)
+    blocks = data.make_blocks([TEXT], tokenizer, 16)
+    trained = checks.probe_logits(loaded, blocks)
+    with loaded.disable_adapter():
+        base = checks.probe_logits(loaded, blocks)
+    assert not checks.check_logits(trained, base, torch.float32).passed
+    moe_patch.patch_model(loaded)
+    assert checks.check_logits(trained, checks.probe_logits(loaded, blocks), torch.float32).passed
+
+
+def test_full_fine_tuning(tmp_path, text_file):
+    config = small(tmp_path, text_file, lora=None, compare_unpatched=True)
+    result = run.run(config)
+    assert result.failed == []
+    assert (result.folder / "model" / "model.safetensors").is_file()
+    assert not (result.folder / "base").exists()
+
+
+def test_local_model_path(tmp_path, text_file):
+    """The code path of a real checkpoint: weights and tokenizer from a folder."""
+    tokenizer = data.train_tokenizer([TEXT], 300)
+    base = build_base(make_config(node()).model, tokenizer, seed=7)
+    base.save_pretrained(tmp_path / "checkpoint")
+    tokenizer.save_pretrained(tmp_path / "checkpoint")
+    config = small(tmp_path, text_file, model=str(tmp_path / "checkpoint"), tokenizer=None)
+    result = run.run(config)
+    assert result.failed == []
+    saved = json.loads((result.folder / "adapter" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / "checkpoint")
+
+
+def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
+    """Two of three steps: a schedule of its own would give another learning rate at step 1."""
+    config = small(tmp_path, text_file, compare_unpatched=2)
+    result = run.run(config)
+    assert result.failed == []
+    assert list(result.trained["unpatched"].losses) == [1, 2]
+    assert list(result.trained["patched"].losses) == [1, 2, 3]
+
+
+def test_patch_off(tmp_path, text_file, monkeypatch, capsys):
+    monkeypatch.setattr(moe_patch, "patch_model", None)
+    result = run.run(small(tmp_path, text_file, moe_patch=False, compare_unpatched=True))
+    assert list(result.trained) == ["unpatched"]
+    assert "moe_patch: off" in capsys.readouterr().out
+
+
+def test_checks_catch_a_wrong_patch(tmp_path, text_file, monkeypatch):
+    """Negative control: a patch that scales the experts' output by 1% fails the comparison."""
+
+    def wrong(model, config):
+        for name, module in model.named_modules():
+            if name.endswith("mlp.experts"):
+                module.register_forward_hook(lambda m, args, out: out * 1.01)
+        return model
+
+    monkeypatch.setattr(moe_patch, "patch_model", wrong)
+    result = run.run(small(tmp_path, text_file, compare_unpatched=True))
+    assert len(result.failed) == len(result.checks) == 2
+
+
+def test_refused_model_leaves_nothing(tmp_path, text_file):
+    """A dense model: nothing to patch is an error before the first step."""
+    dense = {
+        "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "head_dim": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    config = small(tmp_path, text_file, model=dense, lora=None)
+    with pytest.raises(UnsupportedModelError):
+        run.run(config)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_interrupted_training_leaves_nothing(tmp_path, text_file, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "train_once", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.run(small(tmp_path, text_file))
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+BAD_BUILDS = [
+    ({"lora": {"target_modules": ["nope"]}}, "lora: "),
+    ({"lora": {"r": 0, "target_modules": ["q_proj"]}}, "lora: "),
+    ({"model": {"path": "./no_such_folder"}, "tokenizer": "train"}, "model: cannot make"),
+    ({"tokenizer": "./no_such_folder"}, "tokenizer: cannot load"),
+    ({"model": {"model_type": "qwen3_moe", "hidden_size": "wide"}}, "model: cannot make"),
+    ({"model": {"model_type": "qwen3_moe", "vocab_size": 10}}, "vocabulary of 10 is smaller"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_BUILDS, ids=[m for _, m in BAD_BUILDS])
+def test_bad_build_leaves_nothing(tmp_path, text_file, change, message):
+    if isinstance(change.get("model"), dict) and "model_type" in change["model"]:
+        change = {"model": {**node()["model"], **change["model"]}}
+    with pytest.raises(UnsupportedOptionError) as caught:
+        run.run(small(tmp_path, text_file, **change))
+    assert message in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]

@@ -1,0 +1,109 @@
+"""The configuration of the training command: what is accepted, and how a mistake is named."""
+
+from pathlib import Path
+
+import pytest
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.train.build import check_options, one_line, training_arguments
+from moe_patch.train.config import load_config, make_config
+from tests.train_nodes import node
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+
+WRONG = [
+    # (change of the node, what the message must say)
+    ({"ouput_dir": "x"}, "unknown key 'ouput_dir'; did you mean 'output_dir'?"),
+    (
+        {"training": {"lerning_rate": 1}},
+        "unknown key 'lerning_rate'; did you mean 'learning_rate'?",
+    ),
+    ({"training": {"max_steps": "many"}}, "training.max_steps is 'many'; expected an int"),
+    ({"training": {"max_steps": True}}, "training.max_steps is True; expected an int"),
+    ({"training": {"seed": 3}}, "training.seed: set it at the top level"),
+    ({"training": {"eval_strategy": "often"}}, "training: often"),
+    (
+        {"lora": {"target_module": []}},
+        "unknown key 'target_module'; did you mean 'target_modules'?",
+    ),
+    ({"lora": ["q_proj"]}, "lora is ['q_proj']; expected a mapping"),
+    ({"model": {"model_type": "qwen3_mo"}}, "model.model_type is 'qwen3_mo'; did you mean"),
+    ({"model": {"model_type": "qwen3_moe", "num_expert": 4}}, "did you mean 'num_experts'?"),
+    ({"model": {"path": "x", "model_type": "y"}}, "exactly one of 'path' and 'model_type'"),
+    ({"model": {"path": "x", "hidden_size": 3}}, "unknown key 'hidden_size'"),
+    ({"model": {"path": "x", "dtype": "int8"}}, "model.dtype is 'int8'; accepted: float32"),
+    ({"model": 3}, "model is 3; expected a path, hub id or mapping"),
+    ({"model": None}, "the key 'model' is missing"),
+    ({"tokenizer": None}, "has no tokenizer; add `tokenizer: train`"),
+    ({"data": {"block_size": 8}}, "data: the key 'source' is missing"),
+    ({"data": {"source": "x", "block_size": 1}}, "data.block_size is 1; at least 2"),
+    ({"data": {"source": "x", "blocksize": 1}}, "did you mean 'block_size'?"),
+    ({"compare_unpatched": 0}, "compare_unpatched is 0; at least 1 step"),
+    ({"moe_patch": {"backnd": "torch"}}, "did you mean 'backend'?"),
+    ({"moe_patch": "yes"}, "moe_patch is 'yes'; expected a bool or a mapping"),
+]
+
+
+def check(changed, tmp_path):
+    config = make_config(changed)
+    check_options(config)
+    training_arguments(config, tmp_path)
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG, ids=[m[:40] for _, m in WRONG])
+def test_wrong_config_is_named(tmp_path, change, message):
+    with pytest.raises(UnsupportedOptionError) as caught:
+        check(node(**change), tmp_path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_valid_node_passes(tmp_path):
+    """The negative cases above start from a node that is accepted."""
+    check(node(), tmp_path)
+
+
+def test_quickstart_passes_its_own_checks():
+    check_options(load_config(QUICKSTART))
+
+
+def test_load_config_reads_exponents_and_overrides(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: a/b\ndata: x.txt\noutput_dir: o\ntraining: {learning_rate: 1e-3}\n")
+    config = load_config(path, {"training.max_steps": 7, "seed": 5})
+    assert config.training == {"learning_rate": 1e-3, "max_steps": 7}
+    assert config.seed == 5
+    assert config.tokenizer.source == "a/b"
+
+
+BROKEN_FILES = [
+    ("a: 1\na: 2\n", "key 'a' is given twice"),
+    ("a: [1\n", "while parsing"),
+    ("- 1\n", "expected a mapping, found list"),
+    ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_FILES)
+def test_broken_file(tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(UnsupportedOptionError, match=message) as caught:
+        load_config(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(UnsupportedOptionError, match="cannot read the configuration"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_config_is_frozen():
+    config = make_config(node())
+    with pytest.raises(AttributeError):
+        config.seed = 1
+
+
+def test_one_line():
+    assert one_line(ValueError("a\nb")) == "a"
+    assert one_line(ValueError()) == "ValueError"
