@@ -156,12 +156,12 @@ def activation_kind(act_fn: object) -> str | None:
     return kinds.get(type(act_fn))
 
 
-def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else that of the expert weights."""
+def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.dtype:
+    """Autocast's dtype where autocast is on, else the weights', widened to fp32 if asked."""
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return weight.dtype
+    return torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
 
 
 def _activation(experts: Any, layout: Layout) -> Callable[[Tensor], Tensor]:
@@ -194,7 +194,7 @@ def run_experts(
     An activation or post-expert norm that the fused operator does not know runs the module's own
     code between grouped products.
     """
-    dtype = compute_dtype(hidden_TD, stored_weight(experts, spec))
+    dtype = compute_dtype(hidden_TD, stored_weight(experts, spec), spec.experts_fp32)
     w, lora13, lora2 = read_tensors(experts, spec, dtype, fuse_lora)
     glu = read_glu(experts, spec)
     x_TD = hidden_TD.to(dtype)

@@ -49,6 +49,7 @@ OPENAI_PRIVACY_FILTER = FamilySpec(
     params={"top_k": "top_k"},
     router_attr="router",
     glu=GluRule("swiglu_oai", alpha="alpha", limit="limit"),
+    experts_fp32=True,
 )
 
 FAMILIES = (OPENAI_PRIVACY_FILTER,)

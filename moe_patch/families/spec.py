@@ -104,6 +104,7 @@ class FamilySpec:
         router_attr: the router's attribute name on the block.
         router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
         glu: set when the experts class overrides ``_apply_gate``.
+        experts_fp32: the experts compute in fp32 whatever their weights' dtype, autocast apart.
         layout: set when the experts class is not decorated by transformers and so does not say how
             its weights lie.
         returns: (router, routing) -> what transformers' router returns; None means
@@ -133,6 +134,7 @@ class FamilySpec:
     router_attr: str = "gate"
     router_input_3d: bool = False
     glu: GluRule | None = None
+    experts_fp32: bool = False
     layout: Layout | None = None
     returns: Callable[[nn.Module, Routing], Any] | None = None
     router_forward: Callable[..., Any] | None = None
