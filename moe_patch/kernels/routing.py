@@ -28,14 +28,17 @@ from moe_patch.kernels.routing_math import (
 )
 from moe_patch.kernels.routing_select import (
     limit_groups,
-    packed_keys,
-    select_long,
-    select_monotone,
-    select_short,
+    pack_short,
+    pack_truncated,
+    row_max,
+    row_sum,
+    select_exactly,
+    select_packed,
+    tile_of,
 )
 from moe_patch.routing import RouteSpec
 
-# Logits one warp holds at a time: 16 per thread.
+# Logits a backward program of one warp holds.
 ROW_ELEMENTS = 512
 
 
@@ -55,20 +58,18 @@ class RouteForward(NamedTuple):
     lse_T: Tensor
 
 
-class Layout(NamedTuple):
-    """How experts lie on the columns of a program's tile.
+class Columns(NamedTuple):
+    """How experts lie on the columns of a forward program's tile: group by group, padded.
 
     Attributes:
         groups, size: experts are groups * size; one group when there is no group limit.
-        groups_p2, size_p2: the same padded to powers of two; a tile has groups_p2 * size_p2 columns.
-        block: rows per program.
+        groups_p2, size_p2: the same padded to powers of two; groups_p2 * size_p2 columns.
     """
 
     groups: int
     size: int
     groups_p2: int
     size_p2: int
-    block: int
 
 
 def score_dtype(logits_dtype: torch.dtype, spec: RouteSpec) -> torch.dtype:
@@ -76,14 +77,12 @@ def score_dtype(logits_dtype: torch.dtype, spec: RouteSpec) -> torch.dtype:
     return torch.float32 if spec.fp32 else logits_dtype
 
 
-def layout_of(num_experts: int, tokens: int, spec: RouteSpec) -> Layout:
-    """The tile of a forward program."""
+def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
+    """The columns a spec needs; a limit to all groups is none."""
     limited = spec.order == "score_topk" and spec.groups > 1 and spec.top_groups < spec.groups
     groups = spec.groups if limited else 1
     size = num_experts // groups
-    groups_p2, size_p2 = triton.next_power_of_2(groups), triton.next_power_of_2(size)
-    rows = max(1, ROW_ELEMENTS // (groups_p2 * size_p2))
-    return Layout(groups, size, groups_p2, size_p2, min(rows, triton.next_power_of_2(max(tokens, 1))))
+    return Columns(groups, size, triton.next_power_of_2(groups), triton.next_power_of_2(size))
 
 
 def route_forward(
@@ -109,7 +108,8 @@ def route_forward(
     T, E = logits_TE.shape
     scores = score_dtype(logits_TE.dtype, spec)
     choice = scores if bias_E is None else torch.promote_types(scores, bias_E.dtype)
-    layout = layout_of(E, T, spec)
+    columns = columns_of(E, spec)
+    tile = tile_of(columns.groups_p2 * columns.size_p2, T, logits_TE.dtype.itemsize)
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or scores)
@@ -118,21 +118,26 @@ def route_forward(
     if T == 0:
         return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
     by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
+    packing = _packing(logits_TE.dtype, choice, bias_E is not None or columns.groups > 1)
+    # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
+    sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
+    needs_sum = spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen
     with on_device_of(logits_TE):
-        _forward_kernel[(triton.cdiv(T, layout.block),)](
+        _forward_kernel[(triton.cdiv(T, tile.rows),)](
             logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
             ids_TK, weights_TK, tokens_E, lse_T,
             T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
-            E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k), BLOCK=layout.block,
-            GROUPS=layout.groups, SIZE=layout.size,
-            GROUPS_P2=layout.groups_p2, SIZE_P2=layout.size_p2,
+            E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+            B=tile.rows, W=tile.chunks, L=tile.chunk,
+            GROUPS=columns.groups, SIZE=columns.size,
+            GROUPS_P2=columns.groups_p2, SIZE_P2=columns.size_p2,
             TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
             SCORE=spec.score, TOPK_FIRST=spec.order == "topk_score", BY_LOGITS=by_logits,
             HAS_BIAS=bias_E is not None,
-            SELECT=_selection(logits_TE.dtype, choice, bias_E is not None or layout.groups > 1),
+            PACKING=packing,
             SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
-            RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps, COUNT=count_tokens, LSE=with_lse,
-            num_warps=1,
+            SUM=with_lse or needs_sum, RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps, COUNT=count_tokens, LSE=with_lse,
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
@@ -168,10 +173,10 @@ def route_backward(
     return dlogits_TE
 
 
-def _selection(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:
+def _packing(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:
     if choice.itemsize == 2:
         return "short"
-    return "monotone" if logits.itemsize == 2 and not reordered else "long"
+    return "monotone" if logits.itemsize == 2 and not reordered else "truncated"
 
 
 @triton.jit
@@ -182,78 +187,96 @@ def _load_at(row_B, cols_BK, used_BK, stride):
 
 
 @triton.jit
+def _load_tile(row_B, e_WL, exists_WL, stride_e):
+    return tl.load(
+        row_B[:, None, None] + e_WL.to(tl.int64) * stride_e, mask=exists_WL, other=float("-inf")
+    ).to(tl.float32)  # fmt: skip
+
+
+@triton.jit
 def _forward_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, tokens_ptr, lse_ptr,
     T, stride_t, stride_e, eps, scale, group_fill,
-    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    B: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, GROUPS_P2: tl.constexpr, SIZE_P2: tl.constexpr,
     TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr,
-    BY_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, SELECT: tl.constexpr,
-    SCORE_DTYPE: tl.constexpr, CHOICE_DTYPE: tl.constexpr,
+    BY_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKING: tl.constexpr,
+    SCORE_DTYPE: tl.constexpr, CHOICE_DTYPE: tl.constexpr, SUM: tl.constexpr,
     RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, BLOCK),). The C columns of a tile hold the experts group by group, padded."""
-    C: tl.constexpr = GROUPS_P2 * SIZE_P2
-    LOGITS_DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-    t_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Grid (cdiv(T, B),). The C columns of a tile hold the experts group by group, padded."""
+    C: tl.constexpr = W * L
+    t_B = tl.program_id(0) * B + tl.arange(0, B)
     inside_B = t_B < T
     # Rows past the end repeat the last one and are not stored.
     row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
-    c_C = tl.arange(0, C)
-    e_C = c_C if SIZE == SIZE_P2 else (c_C // SIZE_P2) * SIZE + c_C % SIZE_P2
-    exists_C = (c_C % SIZE_P2 < SIZE) & (c_C < GROUPS * SIZE_P2)
-    x_BC = tl.load(
-        row_B[:, None] + (e_C.to(tl.int64) * stride_e)[None, :],
-        mask=exists_C[None, :], other=float("-inf"),
-    ).to(tl.float32)  # fmt: skip
+    c_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    e_WL = c_WL if SIZE == SIZE_P2 else (c_WL // SIZE_P2) * SIZE + c_WL % SIZE_P2
+    exists_WL = (c_WL % SIZE_P2 < SIZE) & (c_WL < GROUPS * SIZE_P2)
+    x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
 
-    max_B = tl.zeros((BLOCK,), dtype=tl.float32)
-    inv_B = tl.zeros((BLOCK,), dtype=tl.float32)
-    if LSE or (SCORE == "softmax" and not TOPK_FIRST):
-        max_B = tl.max(x_BC, axis=1)
-        sum_B = tl.sum(tl.exp(x_BC - max_B[:, None]), axis=1)
+    max_B = tl.zeros((B,), dtype=tl.float32)
+    inv_B = tl.zeros((B,), dtype=tl.float32)
+    if SUM:
+        max_B = row_max(x_BWL)
+        sum_B = row_sum(tl.exp(x_BWL - max_B[:, None, None]))
         inv_B = 1.0 / sum_B
         if LSE:
             tl.store(lse_ptr + t_B, max_B + tl.log(sum_B), mask=inside_B)
 
+    if PACKING == "monotone":
+        packed_BWL = pack_short(x_BWL, exists_WL, c_WL, C, logits_ptr.dtype.element_ty)
+    else:
+        choice_BWL = x_BWL
+        if not BY_LOGITS:
+            choice_BWL = score_of(x_BWL, max_B[:, None, None], inv_B[:, None, None], SCORE, SCORE_DTYPE)
+        if HAS_BIAS:
+            bias_WL = tl.load(bias_ptr + e_WL, mask=exists_WL, other=0.0).to(tl.float32)
+            choice_BWL = rounded(choice_BWL + bias_WL, CHOICE_DTYPE)
+        key_BWL = tl.where(exists_WL, key_of(choice_BWL), NO_KEY)
+        if GROUPS > 1:
+            fill_key = key_of(rounded(tl.zeros((1, 1, 1, 1, 1), tl.float32) + group_fill, CHOICE_DTYPE))
+            key_BWL = limit_groups(
+                key_BWL, fill_key, GROUPS, GROUPS_P2, SIZE_P2, TOP_GROUPS, TOP2, CHOICE_DTYPE
+            )
+        if PACKING == "short":
+            packed_BWL = pack_short(value_of(key_BWL), exists_WL, c_WL, C, CHOICE_DTYPE)
+        else:
+            packed_BWL = pack_truncated(key_BWL, c_WL, C)
+
+    CHECK: tl.constexpr = PACKING == "truncated" or (PACKING == "monotone" and not BY_LOGITS)
+    cols_BK, next_BK, bad_B = select_packed(packed_BWL, C, K, KP, CHECK)
     k_K = tl.arange(0, KP)
     used_BK = (k_K < K)[None, :] & (t_B >= 0)[:, None]
-    if SELECT == "monotone":
-        packed_BC = packed_keys(x_BC, exists_C, c_C, C, LOGITS_DTYPE)
-        cols_BK, v_BK, bad_B = select_monotone(
-            packed_BC, max_B, inv_B, E, C, K, KP,
-            "none" if TOPK_FIRST else SCORE, LOGITS_DTYPE, not BY_LOGITS,
-        )  # fmt: skip
-        if not BY_LOGITS:
-            if tl.max(bad_B.to(tl.int32), axis=0) > 0:
-                s_BC = score_of(x_BC, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-                key_BC = tl.where(exists_C[None, :], key_of(s_BC), NO_KEY)
-                cols_BK = select_long(key_BC, c_C, C, K, KP)
-                v_BK = _load_at(row_B, cols_BK, used_BK, stride_e)
+    ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
+    v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+    if PACKING == "monotone" and CHECK:
+        next_v_BK = _load_at(row_B, next_BK, used_BK & (next_BK < E), stride_e)
+        differ_BK = used_BK & (v_BK != next_v_BK)
+        if not SUM and SCORE == "softmax":
+            # A weight's denominator is then the sum over the chosen: any common factor will do.
+            max_B = tl.max(tl.where(used_BK, v_BK, float("-inf")), axis=1)
+            inv_B = tl.full((B,), 1.0, dtype=tl.float32)
+        v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+        next_v_BK = score_of(next_v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+        bad_BK = (differ_BK & (v_BK == next_v_BK)) | (used_BK & (v_BK != v_BK))
+        bad_B = tl.max(bad_BK.to(tl.int32), axis=1) > 0
+    elif not TOPK_FIRST:
+        v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+    if CHECK:
+        if tl.max(bad_B.to(tl.int32), axis=0) > 0:
+            if PACKING == "monotone":
+                x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
+                max_B = row_max(x_BWL)
+                inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
+                s_BWL = score_of(x_BWL, max_B[:, None, None], inv_B[:, None, None], SCORE, SCORE_DTYPE)
+                key_BWL = tl.where(exists_WL, key_of(s_BWL), NO_KEY)
+            cols_BK = select_exactly(key_BWL, c_WL, C, K, KP)
+            ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
+            v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+            if not TOPK_FIRST:
                 v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-        ids_BK = cols_BK
-    else:
-        choice_BC = x_BC
-        if not BY_LOGITS:
-            choice_BC = score_of(x_BC, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-        if HAS_BIAS:
-            bias_C = tl.load(bias_ptr + e_C, mask=exists_C, other=0.0).to(tl.float32)
-            choice_BC = rounded(choice_BC + bias_C[None, :], CHOICE_DTYPE)
-        key_BC = tl.where(exists_C[None, :], key_of(choice_BC), NO_KEY)
-        if GROUPS > 1:
-            fill_key = key_of(rounded(tl.full((1, 1, 1), 0.0, tl.float32) + group_fill, CHOICE_DTYPE))
-            key_BC = limit_groups(
-                key_BC, fill_key, BLOCK, GROUPS, GROUPS_P2, SIZE_P2, TOP_GROUPS, TOP2, CHOICE_DTYPE
-            )
-        if SELECT == "long":
-            cols_BK = select_long(key_BC, c_C, C, K, KP)
-        else:
-            packed_BC = packed_keys(value_of(key_BC), exists_C, c_C, C, CHOICE_DTYPE)
-            cols_BK = select_short(packed_BC, C, K, KP)
-        ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
-        v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
-        if not TOPK_FIRST:
-            v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
 
     if TOPK_FIRST:
         if SCORE == "softmax":

@@ -16,11 +16,17 @@ from torch import Tensor
 
 from moe_patch.kernels.device import on_device_of
 from moe_patch.kernels.routing_math import NO_KEY, TRITON_DTYPE, key_of, rounded
-from moe_patch.kernels.routing_select import next_below, packed_keys
+from moe_patch.kernels.routing_select import (
+    next_below,
+    pack_short,
+    row_max,
+    row_min,
+    row_sum,
+    tile_of,
+)
 
 # Programs of the forward pass. Fixed, so that the order of summation does not depend on the device.
-PROGRAMS = 1024
-ROW_ELEMENTS = 512
+PROGRAMS = 2048
 
 
 class RouterSums(NamedTuple):
@@ -46,16 +52,16 @@ def router_sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> RouterS
         top_k: experts that count as chosen, equal probabilities going to the lower id.
     """
     T, E = logits_TE.shape
-    columns = triton.next_power_of_2(E)
-    block = max(1, ROW_ELEMENTS // columns)
-    programs = min(triton.cdiv(T, block), PROGRAMS)
+    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize)
+    programs = min(triton.cdiv(T, tile.rows), PROGRAMS)
     part = torch.empty(programs, 2 * E + 1, dtype=torch.float32, device=logits_TE.device)
     if T > 0:
         with on_device_of(logits_TE):
             _sums_kernel[(programs,)](
                 logits_TE, logits_TE if mask_T is None else mask_T.contiguous(), part,
                 T, *logits_TE.stride(), programs,
-                E=E, C=columns, K=top_k, BLOCK=block, MASKED=mask_T is not None,
+                E=E, K=top_k, B=tile.rows, W=tile.chunks, L=tile.chunk,
+                MASKED=mask_T is not None,
                 DTYPE=TRITON_DTYPE[logits_TE.dtype], num_warps=1,
             )  # fmt: skip
     total = part.sum(dim=0)
@@ -76,101 +82,98 @@ def router_sums_backward(
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     if T == 0:
         return dlogits_TE
-    columns = triton.next_power_of_2(E)
-    block = max(1, ROW_ELEMENTS // columns)
+    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize)
     with on_device_of(logits_TE):
-        _sums_backward_kernel[(triton.cdiv(T, block),)](
+        _sums_backward_kernel[(triton.cdiv(T, tile.rows),)](
             dprobabilities_E.contiguous(), dz, logits_TE,
             logits_TE if mask_T is None else mask_T.contiguous(), dlogits_TE,
             T, *logits_TE.stride(),
-            E=E, C=columns, BLOCK=block, MASKED=mask_T is not None, num_warps=1,
+            E=E, B=tile.rows, W=tile.chunks, L=tile.chunk, MASKED=mask_T is not None, num_warps=1,
         )  # fmt: skip
     return dlogits_TE
 
 
 @triton.jit
-def _chosen(s_BC, c_C, E: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
+def _softmax_tile(
+    logits_ptr, t_B, T, stride_t, stride_e, E: tl.constexpr, W: tl.constexpr, L: tl.constexpr
+):
+    """Columns, softmax and log-sum-exp of the rows t_B; rows past the end repeat the last one."""
+    c_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
+    x_BWL = tl.load(
+        row_B[:, None, None] + c_WL.to(tl.int64) * stride_e, mask=c_WL < E, other=float("-inf")
+    ).to(tl.float32)
+    max_B = row_max(x_BWL)
+    p_BWL = tl.exp(x_BWL - max_B[:, None, None])
+    total_B = row_sum(p_BWL)
+    return c_WL, p_BWL * (1.0 / total_B)[:, None, None], max_B + tl.log(total_B)
+
+
+@triton.jit
+def _chosen(s_BWL, c_WL, E: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Whether each column is among the best K of its row, ties to the lower column."""
-    exists_C = c_C < E
     if DTYPE == tl.float32:
-        key_BC = tl.where(exists_C[None, :], key_of(s_BC), NO_KEY)
-        chosen_BC = (key_BC == NO_KEY) & (key_BC != NO_KEY)
+        key_BWL = tl.where(c_WL < E, key_of(s_BWL), NO_KEY)
+        chosen_BWL = (key_BWL == NO_KEY) & (key_BWL != NO_KEY)
         for _ in tl.range(K):
-            top_B = tl.max(key_BC, axis=1)
-            col_B = tl.min(tl.where(key_BC == top_B[:, None], c_C[None, :], C), axis=1)
-            best_BC = c_C[None, :] == col_B[:, None]
-            chosen_BC = chosen_BC | best_BC
-            key_BC = tl.where(best_BC, NO_KEY, key_BC)
-        return chosen_BC
+            top_B = row_max(key_BWL)
+            col_B = row_min(tl.where(key_BWL == top_B[:, None, None], c_WL, C))
+            best_BWL = c_WL == col_B[:, None, None]
+            chosen_BWL = chosen_BWL | best_BWL
+            key_BWL = tl.where(best_BWL, NO_KEY, key_BWL)
+        return chosen_BWL
     else:
-        packed_BC = packed_keys(s_BC, exists_C, c_C, C, DTYPE)
-        last_B = tl.max(packed_BC, axis=1)
+        packed_BWL = pack_short(s_BWL, c_WL < E, c_WL, C, DTYPE)
+        last_B = row_max(packed_BWL)
         for _ in tl.static_range(K - 1):
-            last_B = next_below(packed_BC, last_B)
-        return packed_BC >= last_B[:, None]
+            last_B = next_below(packed_BWL, last_B)
+        return packed_BWL >= last_B[:, None, None]
 
 
 @triton.jit
 def _sums_kernel(
     logits_ptr, mask_ptr, part_ptr, T, stride_t, stride_e, programs,
-    E: tl.constexpr, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-    DTYPE: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, B: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    MASKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): program p takes the row blocks p, p + programs, ... and writes row p."""
-    c_C = tl.arange(0, C)
-    tokens_BC = tl.zeros((BLOCK, C), dtype=tl.float32)
-    sum_BC = tl.zeros((BLOCK, C), dtype=tl.float32)
-    z_B = tl.zeros((BLOCK,), dtype=tl.float32)
-    start = tl.program_id(0) * BLOCK
+    tokens_BWL = tl.zeros((B, W, L), dtype=tl.float32)
+    sum_BWL = tl.zeros((B, W, L), dtype=tl.float32)
+    z_B = tl.zeros((B,), dtype=tl.float32)
+    start = tl.program_id(0) * B
     while start < T:
-        t_B = start + tl.arange(0, BLOCK)
+        t_B = start + tl.arange(0, B)
+        c_WL, s_BWL, lse_B = _softmax_tile(logits_ptr, t_B, T, stride_t, stride_e, E, W, L)
+        s_BWL = rounded(s_BWL, DTYPE)
         weight_B = (t_B < T).to(tl.float32)
         if MASKED:
             weight_B = tl.load(mask_ptr + t_B, mask=t_B < T, other=0.0)
-        row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
-        x_BC = tl.load(
-            row_B[:, None] + (c_C.to(tl.int64) * stride_e)[None, :],
-            mask=(c_C < E)[None, :], other=float("-inf"),
-        ).to(tl.float32)  # fmt: skip
-        max_B = tl.max(x_BC, axis=1)
-        p_BC = tl.exp(x_BC - max_B[:, None])
-        total_B = tl.sum(p_BC, axis=1)
-        s_BC = rounded(p_BC * (1.0 / total_B)[:, None], DTYPE)
-        lse_B = max_B + tl.log(total_B)
-        tokens_BC += tl.where(_chosen(s_BC, c_C, E, C, K, DTYPE), weight_B[:, None], 0.0)
-        sum_BC += tl.where((t_B < T)[:, None], s_BC * weight_B[:, None], 0.0)
+        chosen_BWL = _chosen(s_BWL, c_WL, E, W * L, K, DTYPE)
+        tokens_BWL += tl.where(chosen_BWL, weight_B[:, None, None], 0.0)
+        sum_BWL += tl.where((t_B < T)[:, None, None], s_BWL * weight_B[:, None, None], 0.0)
         z_B += tl.where(t_B < T, lse_B * lse_B * weight_B, 0.0)
-        start += programs * BLOCK
+        start += programs * B
+    c_WL = tl.arange(0, W)[:, None] * L + tl.arange(0, L)[None, :]
     here = part_ptr + tl.program_id(0) * (2 * E + 1)
-    tl.store(here + c_C, tl.sum(tokens_BC, axis=0), mask=c_C < E)
-    tl.store(here + E + c_C, tl.sum(sum_BC, axis=0), mask=c_C < E)
+    tl.store(here + c_WL, tl.sum(tokens_BWL, axis=0), mask=c_WL < E)
+    tl.store(here + E + c_WL, tl.sum(sum_BWL, axis=0), mask=c_WL < E)
     tl.store(here + 2 * E, tl.sum(z_B, axis=0))
 
 
 @triton.jit
 def _sums_backward_kernel(
     dsum_ptr, dz_ptr, logits_ptr, mask_ptr, dlogits_ptr, T, stride_t, stride_e,
-    E: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    E: tl.constexpr, B: tl.constexpr, W: tl.constexpr, L: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, BLOCK),): d = mask * s * (g - <g, s> + 2 * lse * dz)."""
-    c_C = tl.arange(0, C)
-    t_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
-    x_BC = tl.load(
-        row_B[:, None] + (c_C.to(tl.int64) * stride_e)[None, :],
-        mask=(c_C < E)[None, :], other=float("-inf"),
-    ).to(tl.float32)  # fmt: skip
-    max_B = tl.max(x_BC, axis=1)
-    p_BC = tl.exp(x_BC - max_B[:, None])
-    total_B = tl.sum(p_BC, axis=1)
-    s_BC = p_BC * (1.0 / total_B)[:, None]
-    g_C = tl.load(dsum_ptr + c_C, mask=c_C < E, other=0.0)
-    dz = tl.load(dz_ptr)
-    dot_B = tl.sum(s_BC * g_C[None, :], axis=1)
-    dx_BC = s_BC * (g_C[None, :] - (dot_B - 2.0 * dz * (max_B + tl.log(total_B)))[:, None])
+    """Grid (cdiv(T, B),): d = mask * s * (g - <g, s> + 2 * lse * dz)."""
+    t_B = tl.program_id(0) * B + tl.arange(0, B)
+    c_WL, s_BWL, lse_B = _softmax_tile(logits_ptr, t_B, T, stride_t, stride_e, E, W, L)
+    g_WL = tl.load(dsum_ptr + c_WL, mask=c_WL < E, other=0.0)
+    shift_B = row_sum(s_BWL * g_WL) - 2.0 * tl.load(dz_ptr) * lse_B
+    dx_BWL = s_BWL * (g_WL - shift_B[:, None, None])
     if MASKED:
-        dx_BC *= tl.load(mask_ptr + t_B, mask=t_B < T, other=0.0)[:, None]
+        dx_BWL *= tl.load(mask_ptr + t_B, mask=t_B < T, other=0.0)[:, None, None]
     tl.store(
-        dlogits_ptr + t_B.to(tl.int64)[:, None] * E + c_C[None, :], dx_BC,
-        mask=(t_B < T)[:, None] & (c_C < E)[None, :],
+        dlogits_ptr + t_B.to(tl.int64)[:, None, None] * E + c_WL, dx_BWL,
+        mask=(t_B < T)[:, None, None] & (c_WL < E),
     )  # fmt: skip

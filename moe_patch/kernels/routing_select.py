@@ -1,134 +1,156 @@
 """Device functions that choose the best K columns of each row, exactly by (value, lower column).
 
-Two ways, both K rounds of one row maximum:
-    short   values of 16 bits: key and inverted column share one int32, so a round is a subtraction
-            and a maximum per column.
-    long    fp32 values: a maximum over keys, then a minimum over the columns that attain it.
+A tile is [B, W, L]: B rows, whose column w * L + l lies at (w, l). The launcher chooses L and B so
+that a warp's threads cover [B, L] and W stays inside a thread, which then holds many columns of one
+row: most of a row maximum needs no shuffle.
+
+Selection runs K rounds over *packed* keys: int32, the value's key above the inverted column, so that
+all keys of a row differ, the lower column wins a tie, and a round is one subtraction and one maximum
+per column. Two of the three packings can be too coarse; those rows are found and done again by
+:func:`select_exactly`:
+    short      values of 16 bits, packed whole.
+    monotone   16-bit logits in place of their fp32 scores. A score never falls where its logit rises,
+               but two logits may share one score, and then the lower column must win.
+    truncated  fp32 values without their last bits.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from moe_patch.kernels.routing_math import (
-    NO_KEY,
-    key_of,
-    rounded,
-    score_of,
-    short_key_of,
-    short_value_of,
-    value_of,
-)
+from moe_patch.kernels.routing_math import NO_KEY, key_of, rounded, short_key_of, value_of
+
+
+# How many columns of one row a thread holds.
+COLUMNS_PER_THREAD = 16
+
+
+class Tile(NamedTuple):
+    """The shape [rows, chunks, chunk] of a tile, called [B, W, L] in kernels; powers of two."""
+
+    rows: int
+    chunks: int
+    chunk: int
+
+
+def tile_of(columns: int, tokens: int, itemsize: int) -> Tile:
+    """The tile of a one-warp program over rows of ``columns`` (a power of two) logits.
+
+    Each thread loads 16 bytes of one row at a time, so that L / vector threads share a row.
+    """
+    vector = 16 // itemsize
+    chunk = min(columns, max(vector, columns * vector // COLUMNS_PER_THREAD))
+    rows = min(max(1, 32 * vector // chunk), triton.next_power_of_2(max(tokens, 1)))
+    return Tile(rows, columns // chunk, chunk)
 
 
 @triton.jit
-def packed_keys(x_BC, exists_C, col_C, C: tl.constexpr, DTYPE: tl.constexpr):
-    """Distinct int32 keys of 16-bit values: the value's key above the inverted column."""
-    key_BC = short_key_of(x_BC, DTYPE)
-    key_BC = tl.where(exists_C[None, :], key_BC, -0x7FFF)
-    return key_BC * C + (C - 1 - col_C)[None, :]
+def row_max(x_BWL):
+    return tl.max(tl.max(x_BWL, axis=1), axis=1)
 
 
 @triton.jit
-def next_below(packed_BC, last_B):
+def row_min(x_BWL):
+    return tl.min(tl.min(x_BWL, axis=1), axis=1)
+
+
+@triton.jit
+def row_sum(x_BWL):
+    return tl.sum(tl.sum(x_BWL, axis=1), axis=1)
+
+
+@triton.jit
+def pack_short(x_BWL, exists_WL, c_WL, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Packed keys of fp32 values that are exact in the 16-bit DTYPE."""
+    key_BWL = tl.where(exists_WL, short_key_of(x_BWL, DTYPE), -0x7FFF)
+    return key_BWL * C + (C - 1 - c_WL)
+
+
+@triton.jit
+def pack_truncated(key_BWL, c_WL, C: tl.constexpr):
+    """Packed keys of int32 keys, which lose 1 + log2(C) bits."""
+    return ((key_BWL >> 1) & -C) | (C - 1 - c_WL)
+
+
+@triton.jit
+def next_below(packed_BWL, last_B):
     """The largest key below ``last_B`` in each row.
 
-    Keys span less than 31 bits, so those below wrap around to the upper half of uint32 and the
-    nearest of them is the maximum there.
+    Packed keys span less than 31 bits, so those below wrap around to the upper half of uint32 and
+    the nearest of them is the maximum there.
     """
-    gap_BC = (packed_BC - last_B[:, None]).to(tl.uint32, bitcast=True)
-    return last_B + tl.max(gap_BC, axis=1).to(tl.int32, bitcast=True)
+    gap_BWL = (packed_BWL - last_B[:, None, None]).to(tl.uint32, bitcast=True)
+    return last_B + row_max(gap_BWL).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def select_short(packed_BC, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """Columns [B, KP] of the K largest packed keys, in order."""
+def select_packed(packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MORE: tl.constexpr):
+    """Columns [B, KP] of the K largest packed keys in order; with MORE also each one's successor.
+
+    ``close_B`` tells whether any of those K + 1 share all but the column with their successor.
+    """
     k_K = tl.arange(0, KP)
-    cols_BK = tl.zeros((packed_BC.shape[0], KP), dtype=tl.int32)
-    last_B = tl.max(packed_BC, axis=1)
+    last_B = row_max(packed_BWL)
+    cols_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
+    next_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
+    close_B = last_B != last_B
     for k in tl.static_range(K):
         if k > 0:
-            last_B = next_below(packed_BC, last_B)
-        col_B = C - 1 - (last_B & (C - 1))
-        cols_BK = tl.where((k_K == k)[None, :], col_B[:, None], cols_BK)
-    return cols_BK
+            last_B = next_below(packed_BWL, last_B)
+        cols_BK = tl.where((k_K == k)[None, :], (C - 1 - (last_B & (C - 1)))[:, None], cols_BK)
+        if MORE:
+            after_B = next_below(packed_BWL, last_B)
+            close_B = close_B | ((after_B ^ last_B) & -C == 0)
+            next_BK = tl.where((k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK)
+    return cols_BK, next_BK, close_B
 
 
 @triton.jit
-def select_monotone(
-    packed_BC, row_max_B, row_inv_B, columns,
-    C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    SCORE: tl.constexpr, DTYPE: tl.constexpr, CHECK: tl.constexpr,
-):  # fmt: skip
-    """:func:`select_short` of the logits, standing in for their fp32 scores.
-
-    A score never falls where its logit rises, but two logits may share one score, and then the lower
-    column must win. ``bad_B`` marks the rows in which that could matter: two neighbours among the
-    best K + 1 differ as logits and not as scores, or the row holds a NaN.
-    """
-    k_K = tl.arange(0, KP)
-    cols_BK = tl.zeros((packed_BC.shape[0], KP), dtype=tl.int32)
-    score_BK = tl.zeros((packed_BC.shape[0], KP), dtype=tl.float32)
-    last_B = tl.max(packed_BC, axis=1)
-    bad_B = row_inv_B != row_inv_B
-    key_B = (last_B - (last_B & (C - 1))) // C
-    score_B = row_max_B
-    for k in tl.static_range(K + 1):
-        before_B = key_B
-        before_score_B = score_B
-        if k > 0:
-            last_B = next_below(packed_BC, last_B)
-        key_B = (last_B - (last_B & (C - 1))) // C
-        score_B = score_of(short_value_of(key_B, DTYPE), row_max_B, row_inv_B, SCORE, tl.float32)
-        if CHECK and k > 0:
-            bad_B = bad_B | ((key_B != before_B) & (score_B == before_score_B) & (k < columns))
-        if k < K:
-            col_B = C - 1 - (last_B & (C - 1))
-            cols_BK = tl.where((k_K == k)[None, :], col_B[:, None], cols_BK)
-            score_BK = tl.where((k_K == k)[None, :], score_B[:, None], score_BK)
-    return cols_BK, score_BK, bad_B
-
-
-@triton.jit
-def select_long(key_BC, col_C, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
+def select_exactly(key_BWL, c_WL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
     """Columns [B, KP] of the K largest keys, equal keys in order of their column."""
     k_K = tl.arange(0, KP)
-    cols_BK = tl.zeros((key_BC.shape[0], KP), dtype=tl.int32)
+    cols_BK = tl.zeros((key_BWL.shape[0], KP), dtype=tl.int32)
     for k in tl.range(K):
-        top_B = tl.max(key_BC, axis=1)
-        col_B = tl.min(tl.where(key_BC == top_B[:, None], col_C[None, :], C), axis=1)
-        key_BC = tl.where(col_C[None, :] == col_B[:, None], NO_KEY, key_BC)
+        top_B = row_max(key_BWL)
+        col_B = row_min(tl.where(key_BWL == top_B[:, None, None], c_WL, C))
+        key_BWL = tl.where(c_WL == col_B[:, None, None], NO_KEY, key_BWL)
         cols_BK = tl.where((k_K == k)[None, :], col_B[:, None], cols_BK)
     return cols_BK
 
 
 @triton.jit
 def limit_groups(
-    key_BC, fill_key, BLOCK: tl.constexpr, GROUPS: tl.constexpr, GROUPS_P2: tl.constexpr,
-    SIZE_P2: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, DTYPE: tl.constexpr,
+    key_BWL, fill_key, GROUPS: tl.constexpr, GROUPS_P2: tl.constexpr, SIZE_P2: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Replace the keys outside each row's best groups by ``fill_key``.
 
-    Columns are laid out group by group, each group padded to SIZE_P2 columns with NO_KEY.
+    Group g is the columns from g * SIZE_P2 on, padded with NO_KEY. With L columns per chunk it is
+    SIZE_P2 // L chunks, or one of L // SIZE_P2 parts of a chunk.
     """
-    key_BGS = tl.reshape(key_BC, (BLOCK, GROUPS_P2, SIZE_P2))
-    best_BG = tl.max(key_BGS, axis=2)
-    group_BG = best_BG
+    B: tl.constexpr = key_BWL.shape[0]
+    L: tl.constexpr = key_BWL.shape[2]
+    PARTS: tl.constexpr = L // SIZE_P2 if L > SIZE_P2 else 1
+    CHUNKS: tl.constexpr = SIZE_P2 // L if SIZE_P2 > L else 1
+    g_WP = tl.arange(0, GROUPS_P2 // PARTS)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    key = tl.reshape(key_BWL, (B, GROUPS_P2 // PARTS, CHUNKS, PARTS, L // PARTS))
+    group_BWP = tl.max(tl.max(key, axis=2), axis=3)
     if TOP2:
-        is_best_BGS = key_BGS == best_BG[:, :, None]
-        below_BG = tl.max(tl.where(is_best_BGS, NO_KEY, key_BGS), axis=2)
-        twice_BG = tl.sum(is_best_BGS.to(tl.int32), axis=2) > 1
-        second_BG = tl.where(twice_BG, best_BG, below_BG)
-        group_BG = key_of(rounded(value_of(best_BG) + value_of(second_BG), DTYPE))
-    g_G = tl.arange(0, GROUPS_P2)
-    group_BG = tl.where((g_G < GROUPS)[None, :], group_BG, NO_KEY)
-    keep_BG = tl.zeros((BLOCK, GROUPS_P2), dtype=tl.int1)
+        is_best = key == group_BWP[:, :, None, :, None]
+        twice_BWP = tl.sum(tl.sum(is_best.to(tl.int32), axis=2), axis=3) > 1
+        below_BWP = tl.max(tl.max(tl.where(is_best, NO_KEY, key), axis=2), axis=3)
+        second_BWP = tl.where(twice_BWP, group_BWP, below_BWP)
+        group_BWP = key_of(rounded(value_of(group_BWP) + value_of(second_BWP), DTYPE))
+    group_BWP = tl.where(g_WP < GROUPS, group_BWP, NO_KEY)
+    keep_BWP = (group_BWP == NO_KEY) & (group_BWP != NO_KEY)
     for _ in tl.static_range(TOP_GROUPS):
-        top_B = tl.max(group_BG, axis=1)
-        g_B = tl.min(tl.where(group_BG == top_B[:, None], g_G[None, :], GROUPS_P2), axis=1)
-        chosen_BG = g_G[None, :] == g_B[:, None]
-        keep_BG = keep_BG | chosen_BG
-        group_BG = tl.where(chosen_BG, NO_KEY, group_BG)
-    limited_BGS = tl.where(keep_BG[:, :, None] | (key_BGS == NO_KEY), key_BGS, fill_key)
-    return tl.reshape(limited_BGS, (BLOCK, GROUPS_P2 * SIZE_P2))
+        top_B = row_max(group_BWP)
+        g_B = row_min(tl.where(group_BWP == top_B[:, None, None], g_WP, GROUPS_P2))
+        chosen_BWP = g_WP == g_B[:, None, None]
+        keep_BWP = keep_BWP | chosen_BWP
+        group_BWP = tl.where(chosen_BWP, NO_KEY, group_BWP)
+    limited = tl.where(keep_BWP[:, :, None, :, None] | (key == NO_KEY), key, fill_key)
+    return tl.reshape(limited, key_BWL.shape)
