@@ -32,6 +32,11 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else INTERPRETER
 
 
+def approximate(tensor: Tensor) -> bool:
+    """Whether a kernel may use the GPU's approximate exponential and division: 16-bit results."""
+    return device_of(tensor) != INTERPRETER and tensor.dtype.itemsize == 2
+
+
 @functools.cache
 def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.device import device_of
+from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
+    column_chunk,
     join_pair,
     locate_tile,
     pair_columns,
@@ -85,10 +86,10 @@ def hidden_gradients(
         dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, dh_NH, wa_NF, partial_NC,
         rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
         rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(), *a_EFR.stride(),
-        **glu_constants(glu, fast=h_NH.is_cuda and h_NH.dtype.itemsize == 2),
+        **glu_constants(glu, fast=approximate(h_NH)),
         LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+        CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return HiddenGradients(dh_NH, wa_NF, partial_NC)
 
@@ -102,7 +103,7 @@ def _dh_kernel(
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     LOW_RANK: tl.constexpr, DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of a."""
     row_tiles = tl.load(table_ptr)
@@ -140,36 +141,57 @@ def _dh_kernel(
                     here = weight_pointers(low, stride_lo, stride_li, f, r)
                     factor = tl.load(here, mask=(r < R)[:, None] & (f < F)[None, :], other=0.0)
                     acc = tl.dot(q, factor, acc, input_precision="ieee")
-        stored = (n < end)[:, None] & (f < F)[None, :]
         weight_n = tl.load(weights_ptr + row).to(tl.float32)[:, None]
-        dtype = h_ptr.dtype.element_ty
-        if INTERLEAVED:
-            column, exists = pair_columns(column_tile, F, 2 * BN, GATED, INTERLEAVED)
-            pair = n64 * (2 * F) + column[None, :]
-            pair_stored = (n < end)[:, None] & exists[None, :]
-            h = tl.load(h_ptr + pair, mask=pair_stored, other=0.0).to(tl.float32)
-            gate, up = split_pair(h, BM, BN, INTERLEAVED)
-        elif GATED:
-            gate = tl.load(h_ptr + n64 * (2 * F) + f[None, :], mask=stored, other=0.0).to(tl.float32)
-            up = tl.load(h_ptr + n64 * (2 * F) + F + f[None, :], mask=stored, other=0.0).to(tl.float32)
-        else:
-            gate = tl.load(h_ptr + n64 * F + f[None, :], mask=stored, other=0.0).to(tl.float32)
-            up = gate
-        if WA or PARTIAL:
-            a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST).to(dtype).to(tl.float32)
+        # Columns in chunks: whole, the gate, up and gradient tiles at once would spill.
+        partial = tl.zeros((BM,), dtype=tl.float32)
+        for chunk in tl.static_range(CHUNKS):
+            partial += _emit(
+                column_chunk(acc, chunk, CHUNKS, BM, BN), column_tile * CHUNKS + chunk, weight_n, n, end, F,
+                h_ptr, dh_ptr, wa_ptr, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, CLAMPED, FAST,
+                DH, WA, PARTIAL, BM, BN // CHUNKS,
+            )  # fmt: skip
+        if PARTIAL:
+            tl.store(partial_ptr + n.to(tl.int64) * columns + column_tile, partial, mask=n < end)
+
+
+@triton.jit
+def _emit(
+    acc, column_chunk, weight_n, n, end, F, h_ptr, dh_ptr, wa_ptr,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
+    DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Read h, write dh and w·a for BC columns of a; returns the row sums of da' · a."""
+    f = column_chunk * BC + tl.arange(0, BC)
+    stored = (n < end)[:, None] & (f < F)[None, :]
+    n64 = n.to(tl.int64)[:, None]
+    dtype = h_ptr.dtype.element_ty
+    at_gate = n64 * (2 * F if GATED else F) + f[None, :]
+    if INTERLEAVED:
+        column, exists = pair_columns(column_chunk, F, 2 * BC, GATED, INTERLEAVED)
+        at_pair = n64 * (2 * F) + column[None, :]
+        pair_stored = (n < end)[:, None] & exists[None, :]
+        h = tl.load(h_ptr + at_pair, mask=pair_stored, other=0.0).to(tl.float32)
+        gate, up = split_pair(h, BM, BC, INTERLEAVED)
+    else:
+        gate = tl.load(h_ptr + at_gate, mask=stored, other=0.0).to(tl.float32)
+        up = gate
+        if GATED:
+            up = tl.load(h_ptr + at_gate + F, mask=stored, other=0.0).to(tl.float32)
+    partial = tl.zeros((BM,), dtype=tl.float32)
+    if WA or PARTIAL:
+        a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST).to(dtype).to(tl.float32)
         if WA:
             tl.store(wa_ptr + n64 * F + f[None, :], (weight_n * a).to(dtype), mask=stored)
         if PARTIAL:
-            tl.store(partial_ptr + n.to(tl.int64) * columns + column_tile, tl.sum(acc * a, axis=1), mask=n < end)
-        if DH:
-            dgate, dup = glu_backward(
-                gate, up, acc * weight_n, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST
-            )
-            if INTERLEAVED:
-                both = join_pair(dgate.to(dtype), dup.to(dtype), BM, BN, INTERLEAVED)
-                tl.store(dh_ptr + pair, both, mask=pair_stored)
-            elif GATED:
-                tl.store(dh_ptr + n64 * (2 * F) + f[None, :], dgate.to(dtype), mask=stored)
-                tl.store(dh_ptr + n64 * (2 * F) + F + f[None, :], dup.to(dtype), mask=stored)
-            else:
-                tl.store(dh_ptr + n64 * F + f[None, :], dgate.to(dtype), mask=stored)
+            partial = tl.sum(acc * a, axis=1)
+    if DH:
+        dgate, dup = glu_backward(gate, up, acc * weight_n, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+        if INTERLEAVED:
+            both = join_pair(dgate.to(dtype), dup.to(dtype), BM, BC, INTERLEAVED)
+            tl.store(dh_ptr + at_pair, both, mask=pair_stored)
+        else:
+            tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=stored)
+            if GATED:
+                tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=stored)
+    return partial

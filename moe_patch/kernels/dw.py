@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import device_of
+from moe_patch.kernels.dw_hopper import specialised_outer_sum, supported
 from moe_patch.kernels.launch import programs
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import locate_tile
@@ -37,6 +38,9 @@ def outer_sum(
         like_EOI: the weight whose gradient this is.
         tile: m and n are the gradient's rows and columns, k token rows per step.
     """
+    gathers = {"gather_left": gather_left, "gather_right": gather_right}
+    if tile.specialised and supported(left, right, like_EOI, **gathers):
+        return specialised_outer_sum(left, right, plan, like_EOI, gather_left=gather_left)
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
     row_tiles, columns = triton.cdiv(O, tile.m), triton.cdiv(I, tile.n)

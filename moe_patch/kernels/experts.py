@@ -138,13 +138,18 @@ class _Call:
         low_rank = None
         if self.lora2 is not None:
             low_rank = self.rank_inputs(a_NF, self.lora2), self.lora2.B_EOR
-        return self.linear(a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
+        tile = self.tile("down")
+        rows = self.tiles.rows(tile.m)
+        return grouped_linear(a_NF, rows, self.w.w2_EDF, self.w.b2_ED, tile, low_rank=low_rank)
 
-    def linear(
-        self, rows_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None, low_rank: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        tile = self.tile("rows")
-        return grouped_linear(rows_NI, self.tiles.rows(tile.m), w_EOI, b_EO, tile, low_rank=low_rank)
+    def input_gradient(self, dh_NH: Tensor, p_NR: Tensor | None) -> Tensor:
+        low_rank = None
+        if self.lora13 is not None and p_NR is not None:
+            low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
+        tile = self.tile("dx")
+        rows, w_EDH = self.tiles.rows(tile.m), self.w.w13_EHD.transpose(1, 2)
+        dx_ND = grouped_linear(dh_NH, rows, w_EDH, None, tile, low_rank=low_rank)
+        return combine(dx_ND, self.plan, None)
 
     def rank_inputs(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
         """u = s A_e in_n, [N, R]: what the B factor multiplies."""
@@ -159,15 +164,6 @@ class _Call:
         tile = replace(tile, n=depth_block(w_ERI.shape[1]))
         rows = self.tiles.rows(tile.m)
         return grouped_linear(source, rows, w_ERI, None, tile, gather=gather, alpha=alpha)
-
-    def outer(
-        self, left: Tensor, right: Tensor, like: Tensor, *, gather_left: bool = False, gather_right: bool = False
-    ) -> Tensor:
-        """Gradient of a full weight."""
-        tile = self.tile("dw")
-        return outer_sum(
-            left, right, self.plan, like, tile, gather_left=gather_left, gather_right=gather_right
-        )
 
     def outer_A(self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False) -> Tensor:
         """Gradient of an A factor."""
@@ -229,17 +225,16 @@ def _backward(
         rows = call.tiles.rows(call.tile("dh").m)
         grads["weights"] = routing_gradient(partial_NC, rows, weights_TK, dout_TD, w.b2_ED)
     if needs.w2:
-        grads["w2"] = call.outer(dout_TD, wa_NF, w.w2_EDF, gather_left=True)
+        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True)
     if needs.b2 and w.b2_ED is not None:
         grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
     if needs.w13:
-        grads["w13"] = call.outer(dh_NH, call.x_TD, w.w13_EHD, gather_right=True)
+        tile = call.tile("dw13")
+        grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
     if needs.b13 and w.b13_EH is not None:
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
     if needs.x:
-        low_rank = None if lora13 is None else (mid.p_NR, lora13.A_ERI.transpose(1, 2))
-        dx_ND = call.linear(dh_NH, w.w13_EHD.transpose(1, 2), None, low_rank)
-        grads["x"] = combine(dx_ND, plan, None)
+        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
     if lora13 is not None and needs.lora13_A:
         grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
     if lora13 is not None and needs.lora13_B:

@@ -54,7 +54,7 @@ def act(x, KIND: tl.constexpr, FAST: tl.constexpr):
     elif KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
     elif KIND == "gelu_tanh":
-        return x * sigmoid(TANH_SCALE * (x + TANH_CUBE * x * x * x), FAST)
+        return x * sigmoid((x + x * x * x * TANH_CUBE) * TANH_SCALE, FAST)
     elif KIND == "relu":
         return tl.where(x < 0, 0.0, x)
     else:
@@ -73,8 +73,8 @@ def act_and_slope(x, KIND: tl.constexpr, FAST: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
         return x * cdf, cdf + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
-        s = sigmoid(TANH_SCALE * (x + TANH_CUBE * x * x * x), FAST)
-        slope = s + x * s * (1.0 - s) * TANH_SCALE * (1.0 + 3.0 * TANH_CUBE * x * x)
+        s = sigmoid((x + x * x * x * TANH_CUBE) * TANH_SCALE, FAST)
+        slope = s + x * s * (1.0 - s) * (1.0 + x * x * (3.0 * TANH_CUBE)) * TANH_SCALE
         return x * s, slope
     elif KIND == "relu":
         return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, 0.0)

@@ -1,11 +1,13 @@
 """The deterministic alignment of rows to experts: a counting sort by (expert, row), in Triton.
 
-    _count_kernel    ids_N -> count_ET       how many rows of tile t chose expert e
-    _prefix_kernel   count_ET, in place      -> rows of e in the tiles before t; total_E
-    _place_kernel    -> slot_of_N, row_of_N, offsets_S
+    _count_kernel    ids_N -> below_ST     rows of tile t whose expert is below e, e = 0 .. E
+    _prefix_kernel   below_ST -> shift_ET  what to add to a row's rank inside its tile; offsets_S
+    _place_kernel    ids_N, shift_ET -> slot_of_TK, row_of_N
     _tiles_kernel    offsets_S -> the tile table of the grouped GEMMs (see :func:`tile_table`)
 
-Integer arithmetic only, no atomics and no host sync; every size on the host is an upper bound. The
+Summed over the tiles, below_ST[e] is where expert e starts: no pass over the experts is needed. Inside
+a tile the rank comes from sorting keys that carry the row in their low bits, which is stable. Integer
+arithmetic only, and no host sync; every size on the host is an upper bound. The
 result does not depend on the block sizes: it is the stable sort, bit for bit.
 """
 
@@ -21,10 +23,9 @@ from torch import Tensor
 from moe_patch.kernels.device import on_device_of
 from moe_patch.types import Plan
 
-# Rows per program of the sort: the rank inside a tile compares all its rows pairwise, so that the
-# work grows with the block and the table of counts shrinks with it.
-ROW_BLOCK = 128
-EXPERT_BLOCK = 64
+# Rows per program: a sorting network's depth grows with the block, the table of counts shrinks.
+ROW_BLOCK = 512
+EXPERT_BLOCK = 1
 
 
 class Grouped(NamedTuple):
@@ -60,7 +61,7 @@ def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expe
     Args:
         ids_TK, num_experts: as there.
         row_block: rows per program, a power of two.
-        expert_block: experts per step, any positive number; a last block that is not full is masked.
+        expert_block: experts per program of the prefix; a last block that is not full is masked.
     """
     T, K = ids_TK.shape
     N, E = T * K, num_experts
@@ -70,19 +71,19 @@ def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expe
     if N == 0:
         return Plan(row_of_N, slot_of_TK, torch.zeros(E + 1, dtype=torch.int32, device=ids_TK.device))
     offsets_S = torch.empty(E + 1, dtype=torch.int32, device=ids_TK.device)
-    tiles = triton.cdiv(N, row_block)
+    tiles, bins = triton.cdiv(N, row_block), triton.next_power_of_2(E + 1)
     single = tiles == 1
-    count_ET = row_of_N if single else torch.empty(E * (tiles + 1), dtype=torch.int32, device=ids_TK.device)
-    blocks = {"EXPERTS": expert_block, "EXPERTS_P2": triton.next_power_of_2(expert_block)}
+    shift_ET = offsets_S if single else torch.empty(E * tiles, dtype=torch.int32, device=ids_TK.device)
     with on_device_of(ids_TK):
         if not single:
-            _count_kernel[(tiles,)](ids_N, count_ET, N, E, tiles, BLOCK=row_block, **blocks)
+            below_ST = torch.empty((E + 1) * tiles, dtype=torch.int32, device=ids_TK.device)
+            _count_kernel[(tiles,)](ids_N, below_ST, N, E, tiles, BLOCK=row_block, BINS=bins)
             _prefix_kernel[(triton.cdiv(E, expert_block),)](
-                count_ET, E, tiles, EXPERTS=expert_block, CHUNK=1024
+                below_ST, shift_ET, offsets_S, E, tiles, EXPERTS=expert_block, CHUNK=512
             )
         _place_kernel[(tiles,)](
-            ids_N, count_ET, row_of_N, slot_of_TK, offsets_S, N, E, tiles,
-            SINGLE=single, BLOCK=row_block, **blocks,
+            ids_N, shift_ET, row_of_N, slot_of_TK, offsets_S, N, E, tiles,
+            SINGLE=single, BLOCK=row_block, BINS=bins,
         )  # fmt: skip
     return Plan(row_of_N, slot_of_TK, offsets_S)
 
@@ -128,82 +129,86 @@ def tile_table(plan: Plan, block_m: int) -> Tensor:
 
 
 @triton.jit
-def _count_kernel(
-    ids_ptr, count_ptr, N, E, tiles,
-    BLOCK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr,
-):  # fmt: skip
-    """Grid (tiles,): program t counts the experts of its BLOCK rows."""
-    tile = tl.program_id(0)
-    n = tile * BLOCK + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + n, mask=n < N, other=0)
-    lane = tl.arange(0, EXPERTS_P2)
-    for e0 in range(0, E, EXPERTS):
-        e = e0 + lane
-        hits = (ids[:, None] == e[None, :]) & (n < N)[:, None]
-        count = tl.sum(hits.to(tl.int32), axis=0)
-        tl.store(count_ptr + e * tiles + tile, count, mask=(lane < EXPERTS) & (e < E))
+def _expert_of_rows(ids_ptr, n, N, E):
+    """The expert of each row, E for an empty slot or a row past the last."""
+    expert = tl.load(ids_ptr + n, mask=n < N, other=0)
+    return tl.where((n < N) & (expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit
-def _prefix_kernel(count_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """Grid (cdiv(E, EXPERTS),): an exclusive prefix over the tiles, expert by expert.
+def _below(expert, BINS: tl.constexpr):
+    """How many of the experts are below 0, 1, .., BINS - 1."""
+    count = tl.histogram(expert, BINS)
+    return tl.cumsum(count, axis=0) - count
 
-    The totals follow the table, at count_ptr + E * tiles.
-    """
+
+@triton.jit
+def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Grid (tiles,): counts the tile's BLOCK rows."""
+    tile = tl.program_id(0)
+    expert = _expert_of_rows(ids_ptr, tile * BLOCK + tl.arange(0, BLOCK), N, E)
+    e = tl.arange(0, BINS)
+    tl.store(below_ptr + e * tiles + tile, _below(expert, BINS), mask=e <= E)
+
+
+@triton.jit
+def _prefix_kernel(
+    below_ptr, shift_ptr, offsets_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Grid (cdiv(E, EXPERTS),): per expert, its offset and the prefix of its counts over the tiles."""
     lane = tl.arange(0, CHUNK)
     for i in range(0, EXPERTS):
         e = tl.program_id(0) * EXPERTS + i
         if e < E:
-            run = tl.zeros((), dtype=tl.int32)
+            offset = tl.zeros((), dtype=tl.int32)
+            end = tl.zeros((), dtype=tl.int32)
             for t0 in range(0, tiles, CHUNK):
-                here = count_ptr + e * tiles + t0 + lane
-                count = tl.load(here, mask=t0 + lane < tiles, other=0)
-                tl.store(here, run + tl.cumsum(count, axis=0) - count, mask=t0 + lane < tiles)
-                run += tl.sum(count, axis=0)
-            tl.store(count_ptr + E * tiles + e, run)
+                here = below_ptr + e * tiles + t0 + lane
+                inside = t0 + lane < tiles
+                offset += tl.sum(tl.load(here, mask=inside, other=0), axis=0)
+                end += tl.sum(tl.load(here + tiles, mask=inside, other=0), axis=0)
+            tl.store(offsets_ptr + e, offset)
+            if e == E - 1:
+                tl.store(offsets_ptr + E, end)
+            for t0 in range(0, tiles, CHUNK):
+                here = below_ptr + e * tiles + t0 + lane
+                inside = t0 + lane < tiles
+                below = tl.load(here, mask=inside, other=0)
+                count = tl.load(here + tiles, mask=inside, other=0) - below
+                shift = offset + tl.cumsum(count, axis=0) - count - below
+                tl.store(shift_ptr + e * tiles + t0 + lane, shift, mask=inside)
+                offset += tl.sum(count, axis=0)
 
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, count_ptr, row_ptr, slot_ptr, offsets_ptr, N, E, tiles,
-    SINGLE: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr,
+    ids_ptr, shift_ptr, row_ptr, slot_ptr, offsets_ptr, N, E, tiles,
+    SINGLE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles,): slot = offset of the expert + rows before this tile + rank inside the tile.
+    """Grid (tiles,): sort the tile's rows by (expert, row); slot = rank + the expert's shift.
 
-    With SINGLE there is one tile, which counts for itself. Program 0 writes the offsets.
+    With SINGLE there is one tile: the rank is the slot, and the tile gives the offsets.
     """
     tile = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     n = tile * BLOCK + i
-    inside = n < N
-    ids = tl.load(ids_ptr + n, mask=inside, other=0)
-    peers = tl.load(ids_ptr + tile * BLOCK + i, mask=inside, other=0)
-    before = (ids[:, None] == peers[None, :]) & (i[None, :] < i[:, None])
-    rank = tl.sum(before.to(tl.int32), axis=1)
-    slot = tl.full((BLOCK,), -1, dtype=tl.int32)
-    lane = tl.arange(0, EXPERTS_P2)
-    total = tl.zeros((), dtype=tl.int32)
-    for e0 in range(0, E, EXPERTS):
-        e = e0 + lane
-        valid = (lane < EXPERTS) & (e < E)
-        hits = (ids[:, None] == e[None, :]) & valid[None, :] & inside[:, None]
-        if SINGLE:
-            count = tl.sum(hits.to(tl.int32), axis=0)
-            earlier = tl.zeros((EXPERTS_P2,), dtype=tl.int32)
-        else:
-            count = tl.load(count_ptr + E * tiles + e, mask=valid, other=0)
-            earlier = tl.load(count_ptr + e * tiles + tile, mask=valid, other=0)
-        offset = total + tl.cumsum(count, axis=0) - count
-        if tile == 0:
-            tl.store(offsets_ptr + e, offset, mask=valid)
-        base = tl.sum(tl.where(hits, (offset + earlier)[None, :], 0), axis=1)
-        slot = tl.where(tl.sum(hits.to(tl.int32), axis=1) > 0, base + rank, slot)
-        total += tl.sum(count, axis=0)
-    if tile == 0:
-        tl.store(offsets_ptr + E, total)
-    tl.store(slot_ptr + n, slot, mask=inside)
-    tl.store(row_ptr + slot, n, mask=inside & (slot >= 0))
-    tl.store(row_ptr + n, -1, mask=inside & (n >= total))
+    expert = _expert_of_rows(ids_ptr, n, N, E)
+    ranked = tl.sort(expert * BLOCK + i)
+    expert_of_rank = ranked // BLOCK
+    row = tile * BLOCK + ranked % BLOCK
+    valid = expert_of_rank < E
+    slot = i
+    if SINGLE:
+        e = tl.arange(0, BINS)
+        below = _below(expert, BINS)
+        tl.store(offsets_ptr + e, below, mask=e <= E)
+        total = tl.sum(tl.where(e == E, below, 0), axis=0)
+    else:
+        slot += tl.load(shift_ptr + expert_of_rank * tiles + tile, mask=valid, other=0)
+        total = tl.load(offsets_ptr + E)
+    tl.store(slot_ptr + row, tl.where(valid, slot, -1), mask=row < N)
+    tl.store(row_ptr + slot, row, mask=valid)
+    tl.store(row_ptr + n, -1, mask=(n < N) & (n >= total))
 
 
 @triton.jit

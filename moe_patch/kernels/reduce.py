@@ -89,7 +89,8 @@ def _combine_kernel(
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + t * K + k)
-        row = tl.load(rows_ptr + slot.to(tl.int64) * D + d, mask=(d < D) & (slot >= 0), other=0.0)
+        width = tl.where(slot >= 0, D, 0)
+        row = tl.load(rows_ptr + slot.to(tl.int64) * D + d, mask=d < width, other=0.0)
         if WEIGHTED:
             weight = tl.load(weights_ptr + t * K + k, mask=slot >= 0, other=0.0).to(tl.float32)
             acc += weight * row.to(tl.float32)

@@ -8,11 +8,11 @@ candidates offline, ``scripts/compile_tiles.py`` proves that every entry compile
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-OPS = ("up", "rows", "dh", "dw", "thin", "thin_dw")
+OPS = ("up", "down", "dh", "dx", "dw2", "dw13", "thin", "thin_dw")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Tile:
         persistent: as many programs as multiprocessors, each taking tiles in turn.
         descriptors: weights through tensor descriptors where their storage allows (sm90 and up).
         flatten: fuse the loop over tiles with the loop over depth.
+        specialised: take the warp-specialised Hopper kernel of the op where the operands allow it.
+        chunks: column chunks of an epilogue that would otherwise spill: 1, 2 or 4.
         group: row tiles that share a pass over the columns (for the L2 cache).
     """
 
@@ -39,6 +41,8 @@ class Tile:
     descriptors: bool = False
     flatten: bool = False
     group: int = 8
+    chunks: int = 1
+    specialised: bool = False
 
     def shared_bytes(self, itemsize: int) -> int:
         """Shared memory of the load pipeline, the lower bound of what the kernel takes."""
@@ -64,21 +68,27 @@ _FP32 = {op: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 1)) for op in OPS} | {
 _SM80 = {
     "many": {
         "up": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
-        "rows": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
+        "down": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
+        "dx": (Tile(128, 128, 64, 8, 3), Tile(128, 128, 32, 8, 3)),
         "dh": (Tile(128, 64, 64, 8, 3),),
-        "dw": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 8, 3)),
+        "dw2": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 8, 3)),
+        "dw13": (Tile(128, 128, 32, 8, 4), Tile(128, 128, 32, 8, 3)),
     },
     "some": {
         "up": (Tile(64, 128, 64, 4, 3),),
-        "rows": (Tile(64, 128, 64, 4, 3),),
+        "down": (Tile(64, 128, 64, 4, 3),),
+        "dx": (Tile(64, 128, 64, 4, 3),),
         "dh": (Tile(64, 64, 64, 4, 3),),
-        "dw": (Tile(128, 128, 32, 8, 3),),
+        "dw2": (Tile(128, 128, 32, 8, 3),),
+        "dw13": (Tile(128, 128, 32, 8, 3),),
     },
     "few": {
         "up": (Tile(16, 64, 128, 4, 3),),
-        "rows": (Tile(16, 64, 128, 4, 3),),
+        "down": (Tile(16, 64, 128, 4, 3),),
+        "dx": (Tile(16, 64, 128, 4, 3),),
         "dh": (Tile(16, 64, 128, 4, 3),),
-        "dw": (Tile(64, 128, 16, 4, 3),),
+        "dw2": (Tile(64, 128, 16, 4, 3),),
+        "dw13": (Tile(64, 128, 16, 4, 3),),
     },
 }
 _THIN = {
@@ -89,22 +99,28 @@ _THIN = {
 # Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors.
 _SM90 = {
     "many": {
-        "up": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True),),
-        "rows": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
-        "dh": (Tile(128, 128, 64, 8, 3, persistent=True, descriptors=True),),
-        "dw": (Tile(128, 256, 32, 8, 6),),
+        "up": (Tile(128, 256, 64, 8, 4, descriptors=True),),
+        "down": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
+        "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
+        "dh": (Tile(128, 256, 64, 8, 3, descriptors=True, chunks=4),),
+        "dw2": (Tile(128, 256, 64, 8, 6, specialised=True),),
+        "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "some": {
         "up": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
-        "rows": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
+        "down": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
+        "dx": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dh": (Tile(64, 128, 64, 4, 3, persistent=True, descriptors=True),),
-        "dw": (Tile(128, 256, 32, 8, 6),),
+        "dw2": (Tile(128, 256, 64, 8, 6, specialised=True),),
+        "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "few": {
         "up": (Tile(16, 64, 128, 4, 4),),
-        "rows": (Tile(16, 64, 128, 4, 4),),
+        "down": (Tile(16, 64, 128, 4, 4),),
+        "dx": (Tile(16, 64, 128, 4, 4),),
         "dh": (Tile(16, 64, 128, 4, 4),),
-        "dw": (Tile(64, 128, 16, 4, 4),),
+        "dw2": (Tile(64, 128, 16, 4, 4),),
+        "dw13": (Tile(64, 128, 16, 4, 4),),
     },
 }
 
@@ -126,8 +142,11 @@ def candidates(op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, 
         return _FP32[op]
     if op in _THIN:
         return _THIN[op]
-    hopper_or_later = capability[0] in (9, 10)
-    return (_SM90 if hopper_or_later else _SM80)[bucket][op]
+    if capability[0] == 9:
+        return _SM90[bucket][op]
+    if capability[0] == 10:
+        return tuple(replace(tile, specialised=False) for tile in _SM90[bucket][op])
+    return _SM80[bucket][op]
 
 
 @functools.cache

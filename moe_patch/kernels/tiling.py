@@ -66,6 +66,20 @@ def join_pair(gate, up, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.cons
 
 
 @triton.jit
+def column_chunk(tile, chunk: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Columns [chunk, chunk + 1) * BN / CHUNKS of a [BM, BN] tile; CHUNKS is 1, 2 or 4."""
+    if CHUNKS == 1:
+        part = tile
+    else:
+        low, high = split_pair(tile, BM, BN // 2, False)
+        part = low if chunk < CHUNKS // 2 else high
+        if CHUNKS == 4:
+            first, second = split_pair(part, BM, BN // 4, False)
+            part = first if chunk % 2 == 0 else second
+    return part
+
+
+@triton.jit
 def weight_pointers(w, stride_out, stride_in, column, k):
     """Pointers to the [k, column] tile of one expert's weight [out, in]."""
     return w + k[:, None] * stride_in + column[None, :] * stride_out

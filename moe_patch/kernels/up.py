@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.device import device_of
+from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
@@ -57,7 +57,7 @@ def up(
         x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
         rows.bound, columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(),
         bias.stride(0), bias.stride(1), *lb_EHR.stride(),
-        **glu_constants(glu, fast=x_TD.is_cuda and x_TD.dtype.itemsize == 2),
+        **glu_constants(glu, fast=approximate(x_TD)),
         BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
