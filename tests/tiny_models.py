@@ -40,6 +40,12 @@ def config(model_type: str, **overrides: Any) -> Any:
     return cls(**values, attn_implementation="eager")
 
 
+def folder(model_type: str) -> str:
+    """The transformers folder that defines the classes of a recipe's model."""
+    tiny = FAMILIES[model_type]
+    return tiny.model.split(":")[0] if tiny.model else model_type
+
+
 def with_experts(model_type: str, num_experts: int, top_k: int) -> dict[str, int]:
     """Overrides for the number of experts and the top-k, by the names that the config declares."""
     declared = {f.name for f in fields(type(config(model_type)))}
@@ -63,8 +69,9 @@ def build(
         model = _model_class(model_type)(config(model_type, **overrides))
     randomise(model, seed)
     cast(model, dtype)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    for module in model.modules():  # some experts hold a config of their own
+        if "config" in module.__dict__:
+            module.config._experts_implementation_internal = "eager"
     return model.train()
 
 
@@ -131,6 +138,8 @@ def inputs(model: nn.Module, batch: int = 2, seq: int = 7, seed: int = 1) -> dic
         return {"inputs_embeds": torch.randn(batch, seq, SIZES["hidden_size"], generator=generator)}
     ids = torch.randint(3, 90, (batch, seq), generator=generator)
     batch_of_ids = {"input_ids": ids}
+    if feed == "modalities":
+        batch_of_ids["moe_mm_token_type_ids"] = (torch.arange(seq) // 3 % 2).expand(batch, seq)
     if feed == "seq2seq":
         batch_of_ids["decoder_input_ids"] = ids.clone()
     if has_head(model):
@@ -168,7 +177,8 @@ def hidden(
     block_or_model: nn.Module, batch: int, seq: int, seed: int = 2, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Hidden states of size one for a block, [batch, seq, D], requiring grad."""
-    weight = next(p for n, p in block_or_model.named_parameters() if "experts" in n.split("."))
+    named = list(block_or_model.named_parameters())
+    weight = next((p for n, p in named if "experts" in n.split(".")), named[-1][1])
     D = SIZES["hidden_size"]
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, seq, D, generator=generator)

@@ -52,7 +52,8 @@ class Tiny:
         config, model: "folder:ClassName" where the auto classes of transformers do not lead there.
         block_alone: the block's forward takes hidden states alone and can be called by itself.
         extra: values that the config takes without declaring them.
-        feed: what the model takes: "ids", "embeds", "pixels", "patches" or "seq2seq".
+        feed: what the model takes: "ids", "embeds", "pixels", "patches", "seq2seq" or "modalities"
+            (ids of text and images).
     """
 
     over: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +108,9 @@ FAMILIES: dict[str, Tiny] = {
     "deepseek_v2": Tiny(MHA | {"topk_method": "group_limited_greedy"}),
     "deepseek_v3": Tiny(MHA),
     "deepseek_v32": Tiny(MHA),
-    "deepseek_v4": Tiny({"mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1}),
+    "deepseek_v4": Tiny(
+        {"mlp_layer_types": ["hash_moe", "moe"], "num_key_value_heads": 1}, block_alone=False
+    ),
     "diffusion_gemma": Tiny(
         {},
         "diffusion_gemma:DiffusionGemmaTextConfig",
@@ -124,12 +127,11 @@ FAMILIES: dict[str, Tiny] = {
         feed="patches",
     ),
     "ernie4_5_moe": Tiny(),
-    "ernie4_5_vl_moe": tower(
-        "ernie4_5_vl_moe",
-        "Ernie4_5_VLMoeText",
-        moe_intermediate_size=[24, 16],
-        rope_parameters=mrope(1, 1, 2),
-        **SPARSE,
+    "ernie4_5_vl_moe": Tiny(
+        SPARSE | {"moe_intermediate_size": [24, 16], "rope_parameters": mrope(1, 1, 2)},
+        "ernie4_5_vl_moe:Ernie4_5_VLMoeTextConfig",
+        "ernie4_5_vl_moe:Ernie4_5_VLMoeTextModel",
+        feed="modalities",
     ),
     "exaone_moe": Tiny(),
     "flex_olmo": Tiny({"intermediate_size": 16}),
@@ -173,7 +175,7 @@ FAMILIES: dict[str, Tiny] = {
             "use_mamba_kernels": False,
         }
     ),  # fmt: skip
-    "jetmoe": Tiny(),
+    "jetmoe": Tiny(block_alone=False),
     "kimi_linear": Tiny(HYBRID | MHA | SPARSE),
     "kolibri1": Tiny(),
     "laguna": Tiny(),
@@ -278,5 +280,5 @@ FAMILIES: dict[str, Tiny] = {
         extra={"out_indices": [2]},
         feed="pixels",
     ),
-    "zaya": Tiny({"num_experts_per_tok": 1}),
+    "zaya": Tiny({"num_experts_per_tok": 1}, block_alone=False),
 }

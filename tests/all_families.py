@@ -1,0 +1,178 @@
+"""Parity of one recipe with transformers, whole: what runs, what it computes, adapters included.
+
+    result = check("qwen3_moe")        Result(name, tier, worst, problem, lora)
+
+A patched and an unpatched copy of a tiny model take the same training step in fp32; every output,
+router logit, auxiliary loss and gradient must agree within LIMIT. The tier is the lowest of the
+blocks' entries and is proven by the code objects that ran. Then the same with LoRA on both expert
+projections, wrapped before and after patching.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
+from moe_patch.discover import discover
+from tests import tiny_models
+from tests.adapters import adapt, lora_config
+from tests.numerics import rel_err
+from tests.parity import Run, run_block, run_model
+from tests.tiny_recipes import FAMILIES
+from tests.trace import assert_tier, executed
+
+LIMIT = 2e-5
+# A gradient that is zero in exact arithmetic (a bias before a softmax) is pure rounding noise, with
+# no size of its own to compare with; it is measured against this share of the largest instead.
+NOISE = 1e-6
+# A crash in one recipe is a finding like any other; the run goes on.
+CRASHES = (RuntimeError, AttributeError, TypeError, ValueError, LookupError)
+
+
+@dataclass
+class Result:
+    """What the run found for one recipe.
+
+    Attributes:
+        name: the recipe.
+        tier: "full", "experts" or "refused" (the lowest of the model's blocks).
+        worst: the largest relative error of anything compared.
+        lora: "both orders", or why PEFT cannot adapt the experts.
+        problem: empty when all is well.
+    """
+
+    name: str
+    tier: str = ""
+    worst: float = 0.0
+    lora: str = ""
+    problem: str = ""
+
+
+def check(name: str, **overrides: Any) -> Result:
+    """The parity run of one recipe; never raises on a difference, it reports it.
+
+    Args:
+        name: a recipe of tests/tiny_recipes.py.
+        overrides: config values.
+    """
+    result = Result(name)
+    model = tiny_models.build(name, **overrides)
+    try:
+        _check_model(name, model, result)
+        if result.tier != "refused":
+            _check_lora(name, model, result)
+    except (AssertionError, *CRASHES) as error:
+        result.problem = f"{type(error).__name__}: {error}"
+    return result
+
+
+def _check_model(name: str, model: nn.Module, result: Result) -> None:
+    batch, options = tiny_models.inputs(model), _options(name)
+    result.tier = min(
+        (b.spec.tier for b in discover(model)), key=("refused", "experts", "full").index
+    )
+    if result.tier == "refused":
+        _check_refused(model, batch)
+        return
+    reference = run_model(model, batch, **options)
+    blocks = [(found.path, found.block) for found in discover(model) if found.block is not None]
+    blocks = blocks if FAMILIES[name].block_alone else []
+    expected = [run_block(block, tiny_models.hidden(block, 1, 5)) for _, block in blocks]
+    before = {p: t._version for p, t in model.named_parameters()}
+    patch_model(model)
+    runs: list[Run] = []
+    ran = executed(lambda: runs.append(run_model(model, batch, **options)))
+    assert {row.tier for row in patch_report(model)} >= {result.tier}
+    assert_tier(result.tier, model, ran)
+    assert not ran & _blocks_that_are_experts(model), "transformers' block ran"
+    _compare(result, "model", runs[0], reference)
+    for (path, block), wanted in zip(blocks, expected, strict=True):
+        found = run_block(block, tiny_models.hidden(block, 1, 5))
+        _compare(result, path, found, wanted)
+    unpatch_model(model)
+    assert before == {p: t._version for p, t in model.named_parameters()}, "a weight was written"
+
+
+def _blocks_that_are_experts(model: nn.Module) -> set[CodeType]:
+    """Forwards of blocks that hold router and experts in themselves."""
+    alone = [b for b in discover(model) if b.spec.experts is None and b.block is not None]
+    return {type(b.block).forward.__code__ for b in alone}
+
+
+def _check_refused(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Refused by name; with ``strict=False`` left exactly as it is."""
+    model.eval()
+    with torch.no_grad():
+        expected = tiny_models.loss(model(**batch))
+        try:
+            patch_model(model)
+        except UnsupportedModelError:
+            patch_model(model, strict=False)
+            assert {row.tier for row in patch_report(model)} == {"refused"}
+            assert torch.equal(tiny_models.loss(model(**batch)), expected), "the model was changed"
+            return
+    raise AssertionError("a family of tier refused was patched")
+
+
+def _check_lora(name: str, model: nn.Module, result: Result) -> None:
+    parameters = expert_parameters(model)
+    if not parameters:
+        result.lora = "no expert parameter that PEFT can target"
+        return
+    batch = tiny_models.inputs(model)
+    config = lora_config(parameters)
+    ours = {order: copy.deepcopy(model) for order in ("patch first", "peft first")}
+    patch_model(ours["patch first"], self_check=False)
+    wrapped = {order: adapt(twin, config) for order, twin in ours.items()}
+    patch_model(wrapped["peft first"], self_check=False)
+    reference = _trainable(run_model(adapt(model, config), batch))
+    for order, twin in wrapped.items():
+        found = _trainable(run_model(twin, batch))
+        _compare(result, f"lora, {order}", found, reference)
+    result.lora = "both orders"
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Names of expert projections for PEFT's ``target_parameters``: 3-D parameters of experts."""
+    names = {
+        ".".join(path.split(".")[-2:])
+        for path, p in model.named_parameters()
+        if p.dim() == 3 and "experts" in path.split(".")[-2]
+    }
+    return sorted(n for n in names if not n.startswith("shared") and n.endswith("_proj"))
+
+
+def _options(name: str) -> dict[str, Any]:
+    return {} if FAMILIES[name].feed in ("pixels", "patches") else {"output_router_logits": True}
+
+
+def _trainable(run: Run) -> Run:
+    kept = {n: t for n, t in run.items() if not n.startswith("grad.") or "lora_" in n}
+    dead = [n for n, t in kept.items() if n.startswith("grad.") and (t is None or not t.any())]
+    assert not dead, f"no gradient for {dead}"
+    return kept
+
+
+def _compare(result: Result, what: str, mine: Run, reference: Run) -> None:
+    assert mine.keys() == reference.keys(), f"{what}: {sorted(mine.keys() ^ reference.keys())}"
+    gradients = [t for n, t in reference.items() if t is not None and n.startswith(("grad.", "d"))]
+    noise = NOISE * max((t.double().norm().item() for t in gradients), default=0.0)
+    for name, wanted in reference.items():
+        found = mine[name]
+        assert (found is None) == (wanted is None), f"{what}: {name} is None on one side only"
+        if wanted is None:
+            continue
+        assert found.shape == wanted.shape, f"{what}: {name} has shape {tuple(found.shape)}"
+        assert found.dtype == wanted.dtype, f"{what}: {name} is {found.dtype}, not {wanted.dtype}"
+        distance = (found.double() - wanted.double()).norm().item()
+        error = rel_err(found, wanted)
+        if name.startswith(("grad.", "d")) and distance <= noise:
+            continue
+        result.worst = max(result.worst, error)
+        assert error <= LIMIT, f"{what}: {name} differs by {error:.1e}, limit {LIMIT:.0e}"
