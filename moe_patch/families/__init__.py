@@ -10,7 +10,8 @@ import pkgutil
 
 from torch import nn
 
-from moe_patch.families.spec import FamilySpec
+from moe_patch.families.installed import is_decorated, moe_model_types
+from moe_patch.families.spec import TIERS, FamilySpec
 
 ROLES = ("experts", "router", "block")
 
@@ -54,15 +55,35 @@ def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
 
 
 def supported_model_types() -> dict[str, str]:
-    """Every registered model type that the installed transformers has -> its tier."""
+    """Every MoE model type of the installed transformers -> its tier, sorted by name.
+
+    A type that no entry names takes the lowest tier of the towers that its config holds; where it
+    describes experts itself, the tier is "experts" if transformers' own registry of implementations
+    serves them, else "refused". Entries for types that the installed release lacks are left out.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    return {
-        model_type: spec.tier
-        for spec in _FAMILIES
-        for model_type in spec.model_types
-        if model_type in CONFIG_MAPPING_NAMES
-    }
+    installed = moe_model_types()
+    registered: dict[str, str] = {}
+    for spec in _FAMILIES:
+        for name in spec.model_types:
+            registered[name] = lowest_tier(spec.tier, registered.get(name, spec.tier))
+
+    def tier(name: str) -> str:
+        if name in registered:
+            return registered[name]
+        found = installed[name]
+        if found.own:
+            return "experts" if is_decorated(found.folder) else "refused"
+        return lowest_tier(*map(tier, found.towers))
+
+    names = {*installed, *(name for name in registered if name in CONFIG_MAPPING_NAMES)}
+    return {name: tier(name) for name in sorted(names)}
+
+
+def lowest_tier(*tiers: str) -> str:
+    """The tier that speaks for several blocks or towers together."""
+    return max(tiers, key=TIERS.index)
 
 
 def _identity(spec: FamilySpec) -> tuple:

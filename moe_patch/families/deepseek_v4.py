@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_patch.families.logits import linear
@@ -30,6 +31,14 @@ def hash_router_forward(
     return logits_TE, weights_TK * router.routed_scaling_factor, ids_TK
 
 
+def with_token_ids(block: Any, hidden: Tensor) -> Tensor:
+    """A call of the block by itself: hash layers also take one token id per hidden state."""
+    if not block.is_hash:
+        return block(hidden)
+    tokens = hidden.shape[0] * hidden.shape[1]
+    return block(hidden, torch.arange(tokens, device=hidden.device) % block.gate.tid2eid.shape[0])
+
+
 TOP_K = FamilySpec(
     model_types=("deepseek_v4",),
     module="deepseek_v4",
@@ -48,6 +57,7 @@ TOP_K = FamilySpec(
     router_input_3d=True,
     glu=GluRule("act_fn", limit="limit"),
     shared_by_block="shared_experts",
+    check_call=with_token_ids,
 )
 
 HASH = FamilySpec(

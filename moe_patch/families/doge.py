@@ -46,6 +46,7 @@ DOGE = FamilySpec(
     model_types=("doge",),
     module="doge",
     block="DogeCDMoE",
+    router_attr="router_gate",
     block_forward=product_key_block,
 )
 

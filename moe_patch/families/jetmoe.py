@@ -61,6 +61,12 @@ def block_forward(block: Any, record: ModulePatch, layer_input: Tensor) -> Tenso
     return out_TD.view(layer_input.shape) + block.bias
 
 
+def map_and_reduce(block: Any, hidden: Tensor) -> Tensor:
+    """The attention block's two halves, with nothing of attention between them."""
+    mapped, _, topology = block.map(hidden)
+    return block.reduce(mapped, topology)
+
+
 def jetmoe(block: str, **forwards: Any) -> FamilySpec:
     """The entry of one of the two kinds of block."""
     return FamilySpec(
@@ -81,4 +87,7 @@ def jetmoe(block: str, **forwards: Any) -> FamilySpec:
     )
 
 
-FAMILIES = (jetmoe("JetMoeMoE", block_forward=block_forward), jetmoe("JetMoeMoA"))
+FAMILIES = (
+    jetmoe("JetMoeMoE", block_forward=block_forward),
+    jetmoe("JetMoeMoA", check_call=map_and_reduce),
+)

@@ -115,6 +115,8 @@ class FamilySpec:
             experts forward where a ``layout`` is given), and the common block forward where there
             is a shared expert.
         block_slot: the block's attribute that ``block_forward`` replaces.
+        check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
+            hidden states alone.
         tier: what a patched model of the family reaches; "refused" needs a ``reason``.
     """
 
@@ -141,6 +143,7 @@ class FamilySpec:
     experts_forward: Callable[..., Any] | None = None
     block_forward: Callable[..., Any] | None = None
     block_slot: str = "forward"
+    check_call: Callable[[Any, Tensor], Any] | None = None
     tier: str = "full"
     reason: str = ""
 
@@ -179,6 +182,12 @@ class FamilySpec:
         required = {n for n in names if accepted[n].default is inspect.Parameter.empty}
         if missing := sorted(required - set(self.params)):
             fail(f"{self.routing.__name__} needs {missing}")
+
+    @property
+    def has_own_forwards(self) -> bool:
+        """Whether a block of the family is checked as a whole, not by router and experts."""
+        own = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
+        return any(function is not None for function in own)
 
     def route(
         self,
