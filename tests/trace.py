@@ -15,9 +15,7 @@ from typing import Any
 from torch import nn
 
 from moe_patch import composed, forward, ops
-from moe_patch.families import lookup
-
-OUR_EXPERTS = {ops.experts_mlp.__code__, composed.experts_composed.__code__}
+from moe_patch.families import families, lookup
 
 
 def executed(function: Callable[[], Any]) -> set[CodeType]:
@@ -53,7 +51,9 @@ def transformers_experts(model: nn.Module) -> set[CodeType]:
     registered = [*ALL_EXPERTS_FUNCTIONS.values(), *ALL_FP8_EXPERTS_FUNCTIONS.values()]
     our_entries = {forward.experts_forward.__code__, forward.refuse_fp8.__code__}
     functions = {_code(f) for f in registered} - our_entries
-    return functions | {_code(type(m).forward) for m in _of_role(model, "experts")}
+    # A family without an experts module computes its experts in the block.
+    whole = [m for m in _of_role(model, "block") if lookup(m)[0].experts is None]
+    return functions | {_code(type(m).forward) for m in [*_of_role(model, "experts"), *whole]}
 
 
 def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
@@ -65,17 +65,22 @@ def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
         ran: from :func:`executed`.
     """
     routers, experts = transformers_routers(model), transformers_experts(model)
-    eager = {_code(type(m).forward) for m in _of_role(model, "experts")}
-    assert experts, "no experts module of a registered family in the model"
     if tier == "refused":
-        assert ran & eager, "transformers' experts did not run"
-        assert not ran & OUR_EXPERTS, "our experts ran"
+        assert ran & experts, "transformers' experts did not run"
+        assert not ran & our_experts(), "our experts ran"
         return
-    assert ran & OUR_EXPERTS, "our experts did not run"
+    assert ran & our_experts(), "our experts did not run"
     assert not ran & experts, f"transformers' experts ran: {_names(ran & experts)}"
     if tier == "full":
         assert ran >= our_routing(model), "our routing did not run"
         assert not ran & routers, f"transformers' router ran: {_names(ran & routers)}"
+
+
+def our_experts() -> set[CodeType]:
+    """What computes experts here: the operator, its steps, and forwards that a family brings."""
+    common = (ops.experts_mlp, composed.experts_composed, composed.grouped_linear)
+    brought = [(spec.experts_forward, spec.block_forward) for spec in families()]
+    return {_code(f) for f in (*common, *sum(brought, ())) if f is not None}
 
 
 def our_routing(model: nn.Module) -> set[CodeType]:
