@@ -11,13 +11,14 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, TypeVar
 
 from torch import nn
 
 from moe_patch import forward, selfcheck
 from moe_patch.backend import choose_backend
+from moe_patch.bindings import bindings_of, foreign_forward, origin_of
+from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
@@ -26,7 +27,7 @@ from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.lora_targets import missed_experts
-from moe_patch.record import RECORD, ModulePatch, bind, is_ours, record_of, slot_for, unbind
+from moe_patch.record import RECORD, ModulePatch, bind, record_of, unbind
 from moe_patch.report import patch_report
 
 logger = logging.getLogger("moe_patch")
@@ -158,12 +159,10 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         return block.reason
     if not block.experts and block.spec.experts is not None:
         return "no experts module found in the block"
-    for path, module, _, _, slot in _bindings(block, config):
-        foreign = _foreign(module, slot)
+    for path, (module, _, _, slot) in bindings_of(block, config):
+        foreign = foreign_forward(module, slot)
         if foreign is not None:
-            return (
-                f"{path} ({type(module).__name__}) already has a {slot} bound by {_origin(foreign)}"
-            )
+            return f"{path} ({type(module).__name__}) already has a {slot} bound by {origin_of(foreign)}"
     try:
         _check_attributes(block)
         for path, experts in block.experts:
@@ -216,20 +215,17 @@ def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
             )
 
 
-def _origin(function: Any) -> str:
-    target = getattr(function, "func", function)
-    return f"{target.__module__}.{target.__qualname__}"
-
-
 def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
     results: dict[tuple, str] = {}
     by_path = {}
     for block in blocks:
         kind = selfcheck.kind_of(block)
-        if (
-            results.get(kind) != "passed"
-        ):  # a block that could not be checked speaks for itself only
+        # A block that could not be checked speaks for itself only.
+        if results.get(kind) != "passed":
             results[kind] = selfcheck.check(block, config.backend)
+            if results[kind] == "passed" and block.spec.has_own_forwards:
+                with selfcheck.sandbox(block):
+                    check_block(block, [b for _, b in bindings_of(block, config)])
         by_path[block.path] = results[kind]
     return by_path
 
@@ -238,10 +234,9 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     """Bind what is not bound yet; the number of modules bound."""
     spec = block.spec
     bound = 0
-    for _, module, function, role, slot in _bindings(block, config):
-        if record_of(module) is None:
-            own = block.spec_of(module) if role == "router" else spec
-            bind(module, function, ModulePatch(role, own, config, self_check=self_check), slot)
+    for _, binding in bindings_of(block, config, self_check):
+        if record_of(binding.module) is None:
+            bind(*binding)
             bound += 1
     for _, experts in block.experts:
         if record_of(experts) is None:
@@ -250,44 +245,6 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
             )
             bound += 1
     return bound
-
-
-def _bindings(block: FoundBlock, config: PatchConfig) -> list[tuple[str, nn.Module, Any, str, str]]:
-    """What gets a bound forward: (path, module, function, role, slot)."""
-    spec = block.spec
-    experts_forward = spec.experts_forward
-    if experts_forward is None and spec.layout is not None:
-        experts_forward = forward.bound_experts_forward
-    block_forward = spec.block_forward or (forward.block_forward if spec.shared else None)
-    todo: list[tuple[str, nn.Module, Any, str, str]] = []
-    for path, router in block.routers:
-        own = block.spec_of(router)
-        router_forward = own.router_forward or (forward.router_forward if own.routing else None)
-        if router_forward is not None:
-            todo.append((path, router, router_forward, "router", "forward"))
-    if block.block is not None and block_forward is not None:
-        todo.append((block.path, block.block, block_forward, "block", spec.block_slot))
-    if experts_forward is not None:
-        todo += [
-            (path, module, experts_forward, "experts", "forward") for path, module in block.experts
-        ]
-    if config.fuse_lora != "off":
-        todo += [
-            (path, module, forward.lora_forward, "lora", "forward")
-            for path, module in block.wrappers
-        ]
-    return todo
-
-
-def _foreign(module: nn.Module, slot: str) -> Any:
-    """What another library bound in a slot, or None; a module's own bound method is its own."""
-    if slot == "forward":
-        slot = slot_for(module)
-    found = module.__dict__.get(slot)
-    own = getattr(type(module), "forward" if slot == "_old_forward" else slot)
-    if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
-        return None
-    return None if is_ours(found) else found
 
 
 def _point_at_registry(experts: Any, record: ModulePatch) -> None:

@@ -2,8 +2,9 @@
 
 Router and experts are compared one by one, so that a tie in the router cannot blur the experts: the
 router with transformers' own forward on random weights and inputs, the experts with the class's
-original eager forward on equal ids. Eval mode, forked RNG, no hooks, at most 64 tokens; afterwards
-every attribute, buffer, gradient, training flag and RNG state is what it was.
+original eager forward on equal ids. Families with forwards of their own are compared block by block
+(blockcheck.py). Eval mode, forked RNG, no hooks, at most 64 tokens; afterwards every attribute,
+buffer, gradient, training flag and RNG state is what it was.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.b
 
 def obstacle(found: FoundBlock) -> str | None:
     """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
-    for _, module in [*found.routers, *found.experts]:
+    for module in involved(found):
         if "_hf_hook" in module.__dict__:
             return "an accelerate hook moves the weights"
         if "forward" in module.__dict__ and not is_ours(module.__dict__["forward"]):
@@ -48,6 +49,14 @@ def obstacle(found: FoundBlock) -> str | None:
     return None
 
 
+def involved(found: FoundBlock) -> list[nn.Module]:
+    """The modules that a check of the block runs."""
+    modules = [m for _, m in [*found.routers, *found.experts]]
+    if found.spec.has_own_forwards:
+        modules += found.block.modules()
+    return modules
+
+
 def _finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(torch.linalg.vector_norm(tensor, float("inf"))))
 
@@ -65,7 +74,7 @@ def kind_of(found: FoundBlock) -> tuple:
         for source in found.spec_of(m).params.values()
     )
     activations = tuple(read_glu(m, spec) for _, m in found.experts if spec.experts_forward is None)
-    return tuple(type(m) for m in modules), tensors, routing, activations
+    return type(found.block), tuple(type(m) for m in modules), tensors, routing, activations
 
 
 def check(found: FoundBlock, backend: str) -> str:
@@ -76,11 +85,7 @@ def check(found: FoundBlock, backend: str) -> str:
     """
     if why := obstacle(found):
         return f"skipped: {why}"
-    modules = [m for _, m in [*found.routers, *found.experts]]
-    devices = {p.device for m in modules for p in m.parameters()}
-    cuda = [d for d in devices if d.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda), _eval(modules), torch.enable_grad():
-        torch.manual_seed(0)
+    with sandbox(found):
         for path, router in found.routers:
             spec = found.spec_of(router)
             if spec.routing is not None and spec.router_forward is None:
@@ -98,7 +103,7 @@ def limit_for(weight: Tensor) -> float:
     return LIMITS[weight.dtype]
 
 
-class _Direct(nn.Module):
+class Direct(nn.Module):
     """Runs a function of a module under functional_call without calling the module (no hooks)."""
 
     def __init__(self, module: nn.Module, function: Any) -> None:
@@ -110,14 +115,19 @@ class _Direct(nn.Module):
         return self.function(self.module, *args)
 
 
-def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
+def random_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Random values for a module's floating tensors, by name; logits come out of size about one."""
     tensors = {}
-    for name, t in [*router.named_parameters(), *router.named_buffers()]:
+    for name, t in [*module.named_parameters(), *module.named_buffers()]:
         if t.is_floating_point():
             noise = torch.randn(t.shape, device=t.device)
-            tensors[f"module.{name}"] = (noise * (t.shape[-1] ** -0.5 if t.dim() > 1 else 0.3)).to(
-                t.dtype
-            )
+            noise *= t.shape[-1] ** -0.5 if t.dim() > 1 else 0.3
+            tensors[prefix + name] = noise.to(t.dtype)
+    return tensors
+
+
+def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
+    tensors = random_tensors(router, "module.")
     weight = next(p for p in router.parameters() if p.dim() == 2)
     x = torch.randn(TOKENS, weight.shape[1], device=weight.device, dtype=weight.dtype)
     if spec.router_input_3d:
@@ -135,12 +145,12 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
     def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
         return type(module).forward(module, hidden, *rest)
 
-    logits, weights, ids = torch.func.functional_call(_Direct(router, ours), tensors, (x, *args))
+    logits, weights, ids = torch.func.functional_call(Direct(router, ours), tensors, (x, *args))
     ref_logits, ref_weights, ref_ids = torch.func.functional_call(
-        _Direct(router, theirs), tensors, (x, *args)
+        Direct(router, theirs), tensors, (x, *args)
     )
     limit = limit_for(weight)
-    _compare(path, "router logits", logits, ref_logits, limit)
+    compare(path, "router logits", logits, ref_logits, limit)
     dense = torch.zeros_like(logits, dtype=torch.float64)
     mine = dense.scatter(1, ids, weights.double())
     theirs_TE = dense.scatter(1, ref_ids, ref_weights.double())
@@ -152,7 +162,7 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
             f"{len(agree_T)} rows choose other experts than transformers; "
             "pass self_check=False only if you know why"
         )
-    _compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
+    compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
@@ -168,16 +178,17 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
     original = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
     ref = original(experts, x, ids, weights)
     limit = limit_for(weight)
-    _compare(path, "experts output", out, ref, limit)
+    compare(path, "experts output", out, ref, limit)
     mine = torch.autograd.grad(out, (x, weights), grad)
     theirs = torch.autograd.grad(ref, (x, weights), grad)
     for name, a, b in zip(
         ("hidden-state gradient", "routing-weight gradient"), mine, theirs, strict=True
     ):
-        _compare(path, name, a, b, limit)
+        compare(path, name, a, b, limit)
 
 
-def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
+def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
+    """Refuse a relative difference above ``limit``, naming the block and what differs."""
     norm = theirs.double().norm()
     error = (
         (ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)
@@ -188,6 +199,17 @@ def _compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -
             f"limit {limit:.0e}; report this with the model's config; "
             "self_check=False patches anyway"
         )
+
+
+@contextmanager
+def sandbox(found: FoundBlock) -> Iterator[None]:
+    """Eval mode, gradients on, and a seeded RNG whose state is restored."""
+    modules = involved(found)
+    devices = {p.device for m in modules for p in m.parameters()}
+    cuda = [d for d in devices if d.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda), _eval(modules), torch.enable_grad():
+        torch.manual_seed(0)
+        yield
 
 
 @contextmanager

@@ -1,0 +1,69 @@
+"""Which forwards a patch binds in a block, and whose forwards are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from moe_patch import forward
+from moe_patch.config import PatchConfig
+from moe_patch.discover import FoundBlock, Named
+from moe_patch.record import ModulePatch, is_ours, slot_for
+
+
+class Binding(NamedTuple):
+    """One forward that the patch binds; the arguments of :func:`moe_patch.record.bind`."""
+
+    module: Any
+    function: Callable[..., Any]
+    record: ModulePatch
+    slot: str
+
+
+def bindings_of(
+    block: FoundBlock, config: PatchConfig, self_check: str = ""
+) -> list[tuple[str, Binding]]:
+    """What gets a bound forward, by module path."""
+    spec = block.spec
+    todo: list[tuple[str, Binding]] = []
+
+    def add(found: Named, function: Any, role: str, slot: str = "forward") -> None:
+        if function is not None:
+            path, module = found
+            own = block.spec_of(module) if role == "router" else spec
+            record = ModulePatch(role, own, config, self_check=self_check)
+            todo.append((path, Binding(module, function, record, slot)))
+
+    for router in block.routers:
+        own = block.spec_of(router[1])
+        common = forward.router_forward if own.routing else None
+        add(router, own.router_forward or common, "router")
+    if block.block is not None:
+        common = forward.block_forward if spec.shared else None
+        add((block.path, block.block), spec.block_forward or common, "block", spec.block_slot)
+    for experts in block.experts:
+        common = forward.bound_experts_forward if spec.layout else None
+        add(experts, spec.experts_forward or common, "experts")
+    for wrapper in block.wrappers:
+        add(wrapper, None if config.fuse_lora == "off" else forward.lora_forward, "lora")
+    return todo
+
+
+def foreign_forward(module: nn.Module, slot: str) -> Any:
+    """What another library bound in a slot, or None; a module's own bound method is its own."""
+    if slot == "forward":
+        slot = slot_for(module)
+    found = module.__dict__.get(slot)
+    own = getattr(type(module), "forward" if slot == "_old_forward" else slot)
+    if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
+        return None
+    return None if is_ours(found) else found
+
+
+def origin_of(function: Any) -> str:
+    """The qualified name of a function found on an instance."""
+    target = getattr(function, "func", function)
+    return f"{target.__module__}.{target.__qualname__}"

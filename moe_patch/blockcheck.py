@@ -1,0 +1,98 @@
+"""The patch-time self-check of families with forwards of their own: a whole block at a time.
+
+The block runs on two sets of twins of its modules: same classes, same weights, no hooks. One set
+carries what the patch is about to bind, the other is transformers' own. Nothing is bound on, and no
+hook fires from, the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.bindings import Binding
+from moe_patch.discover import FoundBlock
+from moe_patch.lora import is_param_wrapper
+from moe_patch.record import RECORD, bind, is_ours
+from moe_patch.selfcheck import TOKENS, Direct, compare, limit_for, random_tensors
+
+
+def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
+    """Compare outputs, and in fp32 and fp64 the gradient to hidden states.
+
+    In low precision three rows of four count: a tie in the router is nobody's fault.
+
+    Raises:
+        UnsupportedModelError: a difference above the limit, with block, error and limit.
+    """
+    ours, theirs = twins(found.block), twins(found.block)
+    for module, function, record, slot in bindings:
+        if record.role != "lora":
+            bind(ours[module], function, record, slot)
+    router: nn.Module = getattr(theirs[found.block], found.spec.router_attr)
+    tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
+    weight = next(p for p in router.parameters() if p.dim() == 2)
+    x = torch.randn(2, TOKENS // 2, weight.shape[1], device=weight.device, dtype=weight.dtype)
+    limit = limit_for(weight)
+    exact = limit <= 1e-5
+    call = found.spec.check_call or _call
+    results = [_run(Direct(t[found.block], call), tensors, x, exact) for t in (ours, theirs)]
+    for name, reference in results[1].items():
+        pair = results[0][name], reference
+        compare(found.path, name, *(pair if exact else _closest_rows(*pair)), limit)
+
+
+def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Copies of a block's modules that share tensors and nothing else, by the module they copy.
+
+    Hooks, bound forwards and records stay behind, and so do PEFT's parameter wrappers.
+    """
+    made: dict[nn.Module, nn.Module] = {}
+
+    def twin_of(module: Any) -> nn.Module:
+        if is_param_wrapper(module):
+            module = module.get_base_layer()
+        if module in made:
+            return made[module]
+        twin = object.__new__(type(module))
+        made[module] = twin
+        for key, value in module.__dict__.items():
+            if is_ours(value) or key == RECORD:
+                continue
+            if isinstance(value, dict) and key.startswith("_"):
+                value = type(value)() if "_hooks" in key else type(value)(value)
+            twin.__dict__[key] = value
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else twin_of(child)
+        twin.__dict__["training"] = False
+        return twin
+
+    twin_of(block)
+    return made
+
+
+def _call(block: nn.Module, hidden: Tensor) -> Any:
+    return block(hidden)
+
+
+def _run(direct: Direct, tensors: dict[str, Tensor], x: Tensor, grad: bool) -> dict[str, Tensor]:
+    x = x.detach().requires_grad_()
+    out = torch.func.functional_call(direct, tensors, (x,))
+    outs = out if isinstance(out, tuple) else (out,)
+    results = {f"block output {i}": o for i, o in enumerate(outs) if o.is_floating_point()}
+    if grad:
+        first = outs[0]
+        dout = torch.linspace(-1, 1, first.numel(), device=x.device, dtype=first.dtype)
+        (dx,) = torch.autograd.grad(first, x, dout.view(first.shape))
+        results["gradient of the block's hidden states"] = dx
+    return {name: t.detach() for name, t in results.items()}
+
+
+def _closest_rows(mine: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """The three quarters of the rows that agree best."""
+    mine, reference = (t.reshape(-1, t.shape[-1]).double() for t in (mine, reference))
+    order = (mine - reference).norm(dim=-1).argsort()[: max(1, mine.shape[0] * 3 // 4)]
+    return mine[order], reference[order]
