@@ -28,18 +28,19 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     Raises:
         UnsupportedModelError: a difference above the limit, with block, error and limit.
     """
-    ours, theirs = twins(found.block), twins(found.block)
+    block: Any = found.block
+    ours, theirs = twins(block), twins(block)
     for module, function, record, slot in bindings:
         if record.role != "lora":
             bind(ours[module], function, record, slot)
-    router: nn.Module = getattr(theirs[found.block], found.spec.router_attr)
+    router: nn.Module = getattr(theirs[block], found.spec.router_attr)
     tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
     weight = next(p for p in router.parameters() if p.dim() == 2)
     x = torch.randn(2, TOKENS // 2, weight.shape[1], device=weight.device, dtype=weight.dtype)
     limit = limit_for(weight)
     exact = limit <= 1e-5
     call = found.spec.check_call or _call
-    results = [_run(Direct(t[found.block], call), tensors, x, exact) for t in (ours, theirs)]
+    results = [_run(Direct(t[block], call), tensors, x, exact) for t in (ours, theirs)]
     for name, reference in results[1].items():
         pair = results[0][name], reference
         compare(found.path, name, *(pair if exact else _closest_rows(*pair)), limit)

@@ -162,7 +162,8 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     for path, (module, _, _, slot) in bindings_of(block, config):
         foreign = foreign_forward(module, slot)
         if foreign is not None:
-            return f"{path} ({type(module).__name__}) already has a {slot} bound by {origin_of(foreign)}"
+            name = f"{path} ({type(module).__name__})"
+            return f"{name} already has a {slot} bound by {origin_of(foreign)}"
     try:
         _check_attributes(block)
         for path, experts in block.experts:

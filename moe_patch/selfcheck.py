@@ -52,7 +52,7 @@ def obstacle(found: FoundBlock) -> str | None:
 def involved(found: FoundBlock) -> list[nn.Module]:
     """The modules that a check of the block runs."""
     modules = [m for _, m in [*found.routers, *found.experts]]
-    if found.spec.has_own_forwards:
+    if found.block is not None and found.spec.has_own_forwards:
         modules += found.block.modules()
     return modules
 
