@@ -18,7 +18,7 @@ NO_EXPERT_LORA = {"dbrx", "doge", "jetmoe", "nllb_moe", "switch_transformers", "
 VARIANTS = [
     # the other branch of a router's own switch
     ("deepseek_v2", {"topk_method": "greedy"}),
-    ("axk2", {"n_group": None}),
+    ("axk2", {"n_group": None, "topk_group": None}),
     ("lfm2_moe", {"use_expert_bias": False}),
     ("laguna", {"moe_router_logit_softcapping": 2.0}),
     ("qwen3_moe", {"norm_topk_prob": False}),

@@ -104,6 +104,10 @@ def _configs() -> dict[str, _Config]:
                 configs[node.name] = _config(node, path.parent.name)
     for config in configs.values():
         _inherit(config, configs)
+    for config in configs.values():
+        parts = [configs[sub] for sub in config.subs if sub in configs]
+        # a part without a model type of its own (DBRX's ffn_config) describes its holder
+        config.own = config.own or any(part.own and part.model_type is None for part in parts)
     return configs
 
 
