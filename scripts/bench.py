@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--R", nargs="+", type=_rank, dest="ranks", help="LoRA ranks, or none")
         sub.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
         sub.add_argument("--peers", type=Path, default=ROOT / ".peers" / "site", metavar="DIR")
-        sub.add_argument("--budget", type=float, default=180.0, help="seconds per peer and point")
+        sub.add_argument("--budget", type=float, default=180.0, help="seconds per impl and point")
         sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
         sub.add_argument("--out", type=Path, help=f"default: benchmarks/results/{op.name}.jsonl")
         sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")

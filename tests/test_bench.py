@@ -258,7 +258,8 @@ def test_a_crash_costs_one_point_and_no_other(tmp_path, monkeypatch):
     assert found[TASKS[1]] == {"skipped": "process ended with 1: an illegal memory access"}
 
 
-def test_a_peer_that_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch):
+@pytest.mark.parametrize("peer", [None, OPS["experts"].impl("scattermoe")], ids=["ours", "peer"])
+def test_what_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch, peer):
     plan = fake_child(
         tmp_path,
         monkeypatch,
@@ -266,7 +267,6 @@ def test_a_peer_that_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch):
         "    if name == 'scattermoe': time.sleep(60)\n"
         "    deliver({'median_ms': 1.0})",
     )
-    peer = OPS["experts"].impl("scattermoe")
     found = dict(runner.run_tasks(plan, "run-7", peer, TASKS))
     assert found[TASKS[1]] == {"skipped": "took longer than 3 s"}
     assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0}

@@ -1,15 +1,18 @@
 """The parent: plans the grid, hands it to child processes, turns what they found into rows.
 
 It measures nothing itself. Everything that needs no third-party code shares one child, so that its
-rows are taken side by side; each peer gets a child of its own with a time budget per point. A child
-that dies or hangs costs the point it was at, which is recorded with the reason, and no other.
+rows are taken side by side; each peer gets a child of its own. Every implementation has a time
+budget per point. A child that dies or hangs costs the point it was at, which is recorded with the
+reason, and no other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +41,7 @@ class Plan:
         points: the grid.
         device: "cuda" or "cpu".
         peers: the folder of third-party packages, or None.
-        budget_s: seconds a peer may take for one point, its compilation included.
+        budget_s: seconds an implementation may take for one point, its compilation included.
         settings: how thorough.
     """
 
@@ -123,8 +126,8 @@ def _run_child(
         child = subprocess.Popen(
             [sys.executable, str(SCRIPT), "child", str(job_file)],
             stdout=log, stderr=subprocess.STDOUT, env=_environment(plan.peers if peer else None),
+            start_new_session=True,
         )  # fmt: skip
-    budget_s = plan.budget_s if peer else None
     done, since, alive = 0, time.monotonic(), True
     try:
         while alive:
@@ -132,12 +135,14 @@ def _run_child(
             for fields in _read_results(found_file)[done:]:
                 done, since = done + 1, time.monotonic()
                 yield fields
-            if alive and budget_s is not None and time.monotonic() - since > budget_s:
-                yield {"skipped": f"took longer than {budget_s:.0f} s"}
+            if alive and time.monotonic() - since > plan.budget_s:
+                yield {"skipped": f"took longer than {plan.budget_s:.0f} s"}
                 return
             time.sleep(POLL_S if alive else 0)
     finally:
-        child.kill()
+        # The whole session: some peers compile in processes of their own.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if done < len(tasks):
         reason = _last_line(log_file.read_text(encoding="utf-8", errors="replace"))
