@@ -99,11 +99,11 @@ def markdown(rows: Sequence[Row], over: str | None = None, show: str = "time") -
         cells.append("–" if ceiling is None else f"{ceiling:.3g} TF")
         cells.append("–" if floor is None else f"{floor:.3g} ms")
         for impl in impls:
-            row = row_of.get(impl)
-            if row is None or row["median_ms"] is None:
-                cells.append("–" if row is None else "skipped")
+            found = row_of.get(impl)
+            if found is None or found["median_ms"] is None:
+                cells.append("–" if found is None else "skipped")
             else:
-                cells.append(CELLS[show](row, row_of.get(over) if over else None))
+                cells.append(CELLS[show](found, row_of.get(over) if over else None))
         lines.append("| " + " | ".join(cells) + " |")
     skipped = {(r["impl"], r["skipped"]): None for r in rows if "skipped" in r}
     lines += ["", *(f"- skipped {impl}: {reason}" for impl, reason in skipped)] if skipped else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -132,7 +133,6 @@ def matmul_ceiling_ms(
         left = torch.randn(batch, m, k, device=device, dtype=dtype)
         right = torch.randn(batch, k, n, device=device, dtype=dtype)
         out = torch.empty(batch, m, n, device=device, dtype=dtype)
-        total += median_ms(
-            lambda a=left, b=right, o=out: torch.bmm(a, b, out=o), timer, device, rep_ms
-        )
+        product = partial(torch.bmm, left, right, out=out)
+        total += median_ms(product, timer, device, rep_ms)
     return total

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from bench_lib.moe_layer import LayerInputs
+from bench_lib.moe_layer import LORA_SCALING, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
@@ -20,13 +20,13 @@ def layer(inputs: LayerInputs, leaves: dict[str, Tensor], sort: Any, linear: Any
     fused = {"use_fused_dX": True, "use_fused_gather": True}
     h_NH = linear(
         inputs.x_TD, inputs.w13_EHD.transpose(1, 2), K, experts, rows, ends,
-        lora_A=leaves["a13"], lora_B=leaves["b13"], scaling=inputs.lora13.scaling,
+        lora_A=leaves["a13"], lora_B=leaves["b13"], scaling=LORA_SCALING,
         grouped_out=True, **fused,
     )  # fmt: skip
     gate_NF, up_NF = h_NH.chunk(2, dim=-1)
     return linear(
         functional.silu(gate_NF) * up_NF, inputs.w2_EDF.transpose(1, 2), 1, experts, rows, ends,
-        lora_A=leaves["a2"], lora_B=leaves["b2"], scaling=inputs.lora2.scaling,
+        lora_A=leaves["a2"], lora_B=leaves["b2"], scaling=LORA_SCALING,
         gates=inputs.weights_TK, grouped_in=True, **fused,
     )  # fmt: skip
 

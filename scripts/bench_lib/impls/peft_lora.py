@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor, nn
 
 from bench_lib.impls.hf import experts_module
-from bench_lib.moe_layer import LayerInputs
+from bench_lib.moe_layer import LORA_SCALING, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
@@ -48,13 +49,13 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     experts = experts_module(inputs, point, "grouped_mm")
     config = LoraConfig(
         r=point.R,
-        lora_alpha=inputs.lora13.scaling * point.R,
+        lora_alpha=LORA_SCALING * point.R,
         target_modules=[],
         target_parameters=[f"experts.{name}" for name in _FACTORS],
     )
     model = get_peft_model(_Block(experts), config, autocast_adapter_dtype=False)
     leaves = {"x": inputs.x_TD, "weights": inputs.weights_TK}
-    canonical = {}
+    canonical: dict[str, Callable[[Tensor], Tensor]] = {}
     wrapper = model.base_model.model.experts
     while wrapper is not experts:
         a, b = _FACTORS[wrapper.parameter_name]
