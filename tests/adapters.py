@@ -1,8 +1,8 @@
 """PEFT adapters on tiny models: the same adapter on an unpatched reference and on a patched model.
 
-    pair = adapted_pair("qwen3_moe", parameters=EXPERTS, order="peft first", r=3)
-    pair.reference, pair.ours          equal weights and adapters, PeftModel around both
-    assert_same_step(pair)             logits, loss and every adapter gradient agree
+pair = adapted_pair("qwen3_moe", parameters=EXPERTS, order="peft first", r=3)
+pair.reference, pair.ours          equal weights and adapters, PeftModel around both
+assert_same_step(pair)             logits, loss and every adapter gradient agree
 """
 
 from __future__ import annotations
@@ -17,10 +17,20 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from moe_patch import patch_model
+from moe_patch.lora import HANDED_DOWN
 from tests import tiny_models
 from tests.numerics import FP32, assert_close, rel_err
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 ORDERS = ("peft first", "patch first", "patch first, again after")
 
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -31,9 +41,12 @@ SHARED = {
     "deepseek_v3": _SHARED_EXPERTS,
     "glm4_moe": _SHARED_EXPERTS,
     "qwen2_moe": (
-        "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate",
+        "shared_expert.gate_proj",
+        "shared_expert.up_proj",
+        "shared_expert.down_proj",
+        "shared_expert_gate",
     ),
-}  # fmt: skip
+}
 
 
 class Pair(NamedTuple):
@@ -54,6 +67,11 @@ def router_parameter(model_type: str) -> str:
     return "router.weight" if model_type == "gpt_oss" else "gate.weight"
 
 
+def recipe(model_type: str) -> list[str]:
+    """Both expert projections and the router, as target parameters."""
+    return [*EXPERTS, router_parameter(model_type)]
+
+
 def lora_config(
     parameters: Sequence[str] = (), modules: Sequence[str] = (), **options: Any
 ) -> LoraConfig:
@@ -67,7 +85,7 @@ def lora_config(
 
 
 def adapt(model: nn.Module, config: LoraConfig, seed: int = 5) -> PeftModel:
-    """get_peft_model with reproducible factors; PEFT's advice on configs is not of interest here."""
+    """get_peft_model with reproducible factors, without PEFT's advice on configs."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -123,7 +141,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def assert_same_step(pair: Pair, limit: float = FP32) -> None:
-    """Logits and every adapter gradient of the two models agree, and no adapter gradient is zero."""
+    """Logits and every adapter gradient of the two models agree; no gradient is zero."""
     expected, found = step(pair.reference, pair.batch), step(pair.ours, pair.batch)
     assert_close(found, expected, limit, "logits")
     wanted, got = adapter_gradients(pair.reference), adapter_gradients(pair.ours)
@@ -144,4 +162,11 @@ def assert_adapters_act(model: PeftModel, batch: dict[str, Tensor], least: float
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
     """The experts modules below any wrappers, in order."""
-    return [m for m in model.modules() if any(n in m._parameters for n in ("gate_up_proj", "down_proj"))]
+    return [
+        m for m in model.modules() if any(n in m._parameters for n in ("gate_up_proj", "down_proj"))
+    ]
+
+
+def no_factors_left(model: nn.Module) -> bool:
+    """Whether no experts module still holds factors that were handed down for a call."""
+    return not any(HANDED_DOWN in experts.__dict__ for experts in expert_modules(model))

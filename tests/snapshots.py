@@ -4,9 +4,9 @@
     ...
     assert_unchanged(before, snapshot(model))
 
-Entries of every module's ``__dict__`` are held by reference and compared with ``is``, one level into
-dictionaries (parameters, buffers, children, hooks), order included. Configs are compared by content
-as well, classes by the identity of their attributes.
+Entries of every module's ``__dict__`` are held by reference and compared with ``is``, one level
+into dictionaries (parameters, buffers, children, hooks), order included. Configs are compared by
+content as well, classes by the identity of their attributes.
 """
 
 from __future__ import annotations

@@ -55,7 +55,9 @@ def test_false_means_do_not_patch():
 
 
 def test_mapping_options_and_config_mean_the_same():
-    expected = PatchConfig(**{**CHANGED, "include": ("*.layers.0.*",), "exclude": ("*.layers.1.*",)})
+    expected = PatchConfig(
+        **{**CHANGED, "include": ("*.layers.0.*",), "exclude": ("*.layers.1.*",)}
+    )
     assert PatchConfig.parse(CHANGED) == expected
     assert PatchConfig.parse(None, **CHANGED) == expected
     assert PatchConfig.parse(PatchConfig(), **CHANGED) == expected
@@ -79,16 +81,17 @@ moe_patch:
 def test_yaml_text_and_node():
     expected = PatchConfig.parse(CHANGED)
     assert PatchConfig.parse(yaml.safe_load(YAML)["moe_patch"]) == expected
-    (_, node), = yaml.compose(YAML).value
+    ((_, node),) = yaml.compose(YAML).value
     assert PatchConfig.parse(node) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("true", PatchConfig()), ("on", PatchConfig()), ("", PatchConfig()), ("false", None)]
+    ("text", "expected"),
+    [("true", PatchConfig()), ("on", PatchConfig()), ("", PatchConfig()), ("false", None)],
 )
 def test_yaml_scalars(text, expected):
     assert PatchConfig.parse(yaml.safe_load(f"moe_patch: {text}")["moe_patch"]) == expected
-    (_, node), = yaml.compose(f"moe_patch: {text}").value
+    ((_, node),) = yaml.compose(f"moe_patch: {text}").value
     assert PatchConfig.parse(node) == expected
 
 
@@ -101,7 +104,13 @@ def test_yaml_reads_a_bare_off_as_false():
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("backends", "backend"), ("fuse-lora", "fuse_lora"), ("selfcheck", "self_check"), ("tie", "ties"), (7, None)],
+    [
+        ("backends", "backend"),
+        ("fuse-lora", "fuse_lora"),
+        ("selfcheck", "self_check"),
+        ("tie", "ties"),
+        (7, None),
+    ],
 )
 def test_unknown_key_names_the_nearest(key, nearest):
     with pytest.raises(UnsupportedOptionError) as raised:
@@ -129,7 +138,7 @@ def test_unknown_key_names_the_nearest(key, nearest):
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_wrong_value_lists_what_is_accepted(options, accepted):
-    (key, value), = options.items()
+    ((key, value),) = options.items()
     with pytest.raises(UnsupportedOptionError) as raised:
         PatchConfig.parse(options)
     assert key in str(raised.value)
@@ -144,7 +153,9 @@ def test_wrong_type_altogether(value):
         PatchConfig.parse(value)
 
 
-@pytest.mark.parametrize("options", [{"backend": "cuda"}, {"strict": 0}, {"ties": ["lower"]}, {"include": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"backend": "cuda"}, {"strict": 0}, {"ties": ["lower"]}, {"include": 3}], ids=str
+)
 def test_construction_checks_as_well(options):
     with pytest.raises(UnsupportedOptionError):
         PatchConfig(**options)

@@ -46,7 +46,12 @@ def bare_python(tmp_path):
 
     def run(*args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *args], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            [sys.executable, *args],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     return run
@@ -55,7 +60,11 @@ def bare_python(tmp_path):
 def test_public_names():
     assert set(moe_patch.__all__) >= PUBLIC
     assert all(hasattr(moe_patch, name) for name in moe_patch.__all__)
-    for error in (moe_patch.UnsupportedModelError, moe_patch.UnsupportedOptionError, moe_patch.PatchStateError):
+    for error in (
+        moe_patch.UnsupportedModelError,
+        moe_patch.UnsupportedOptionError,
+        moe_patch.PatchStateError,
+    ):
         assert issubclass(error, moe_patch.MoePatchError)
 
 
@@ -79,8 +88,8 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from moe_patch import UnsupportedOptionError, patch_model, patch_report, unpatch_model
 config = Qwen3MoeConfig(
-    vocab_size=16, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    vocab_size=16, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,
+    num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
 )
 model = Qwen3MoeForCausalLM(config)
 ids = torch.arange(8)[None]

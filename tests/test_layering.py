@@ -30,7 +30,7 @@ LAYERS = (
     {"families."},
     {"discover"},
     {"bindings", "lora_targets", "report", "selfcheck"},
-    {"blockcheck"},
+    {"blockcheck", "resolve"},
     {"patch"},
     {"__init__"},
     {"train."},
@@ -42,7 +42,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """"routing", "kernels.plan"; a package is its own ``__init__``, a folder's drops that."""
+    """ "routing", "kernels.plan"; a package is its own ``__init__``, a folder's drops that."""
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name if name == "__init__" else name.removesuffix(".__init__")
 
@@ -59,7 +59,9 @@ def layer_of(name: str) -> tuple[int, str]:
         for entry in entries:
             if entry.endswith(".") and f"{name}.".startswith(entry):
                 return rank, entry
-    raise AssertionError(f"moe_patch/{name.replace('.', '/')}.py has no place in LAYERS (tests/test_layering.py)")
+    raise AssertionError(
+        f"moe_patch/{name.replace('.', '/')}.py has no place in LAYERS (tests/test_layering.py)"
+    )
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -111,24 +113,39 @@ def test_imports_point_down(path):
             continue
         target_rank, target_entry = layer_of(target)
         inside = entry == target_entry and entry.endswith(".")
-        assert target_rank < rank or inside, f"{path}:{line}: {name_of(path)} imports {target}, which is not below"
+        assert target_rank < rank or inside, (
+            f"{path}:{line}: {name_of(path)} imports {target}, which is not below"
+        )
 
 
 def test_every_layer_entry_exists():
     for entry in set().union(*LAYERS):
-        assert any(n == entry or f"{n}.".startswith(entry) and entry.endswith(".") for n in NAMES), entry
+        assert any(
+            n == entry or f"{n}.".startswith(entry) and entry.endswith(".") for n in NAMES
+        ), entry
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=name_of)
 def test_kernels_know_nothing_of_autograd_modules_transformers_or_peft(path):
-    forbidden = ("torch.nn", "torch.autograd", "torch.library", "transformers", "peft", "accelerate")
+    forbidden = (
+        "torch.nn",
+        "torch.autograd",
+        "torch.library",
+        "transformers",
+        "peft",
+        "accelerate",
+    )
     tree = parse(path)
     for dotted, line in imports(tree):
-        assert not f"{dotted}.".startswith(tuple(f"{name}." for name in forbidden)), f"{path}:{line}: {dotted}"
+        assert not f"{dotted}.".startswith(tuple(f"{name}." for name in forbidden)), (
+            f"{path}:{line}: {dotted}"
+        )
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             dotted = ast.unparse(node)
-            assert not dotted.startswith(("torch.nn.", "torch.autograd.")), f"{path}:{node.lineno}: {dotted}"
+            assert not dotted.startswith(("torch.nn.", "torch.autograd.")), (
+                f"{path}:{node.lineno}: {dotted}"
+            )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +165,9 @@ def test_kernels_and_training_are_imported_only_inside_functions(path):
     for statement in run_at_import(parse(path)):
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             for dotted, line in imports(statement):
-                assert not dotted.startswith(("moe_patch.kernels", "moe_patch.train")), f"{path}:{line}: {dotted}"
+                assert not dotted.startswith(("moe_patch.kernels", "moe_patch.train")), (
+                    f"{path}:{line}: {dotted}"
+                )
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -172,5 +191,5 @@ def test_no_environment_variable_is_read_at_import(path):
     ],
 )
 def test_the_reader_sees_every_form_of_import(source, dotted):
-    (found, _), = imports(ast.parse(source))
+    ((found, _),) = imports(ast.parse(source))
     assert own_module(found) == dotted

@@ -1,4 +1,4 @@
-"""Adapters on a patched model equal PEFT on the unpatched one, without ever forming a merged weight.
+"""Adapters on a patched model equal PEFT on the unpatched one, without forming a merged weight.
 
 The reference is always PEFT's own forward on transformers' eager experts with the same factors.
 """
@@ -127,7 +127,7 @@ def test_shared_experts_as_parameters(model_type, order):
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", SHARED)
 def test_shared_experts_and_their_gate_as_linear_modules(model_type, order):
-    """On the layers alone: with a model's config at hand PEFT rewrites gate_proj to the experts'."""
+    """On the layers alone: where PEFT sees a model's config it takes gate_proj for the experts'."""
     reference = tiny_models.build(model_type)
     ours = copy.deepcopy(reference)
     plain = logits(reference, tiny_models.inputs(reference))
@@ -176,7 +176,10 @@ def test_the_counter_of_weight_gradients_counts(outer_sums):
 
 @pytest.mark.parametrize("rank", [3, 8])
 @pytest.mark.parametrize("width", [8, 16, 24], ids=["2F<D", "2F=D", "2F>D"])
-@pytest.mark.parametrize(("model_type", "key"), [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")])
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("qwen3_moe", "moe_intermediate_size"), ("gpt_oss", "intermediate_size")],
+)
 def test_ranks_and_widths_and_merging(model_type, key, width, rank):
     pair = adapted_pair(model_type, EXPERTS, r=rank, overrides={key: width, "hidden_size": 32})
     up = expert_modules(pair.ours)[0].gate_up_proj
@@ -205,7 +208,11 @@ def test_scaling_and_rank_variants(model_type, options):
     pair = adapted_pair(model_type, EXPERTS, **options)
     plain = adapted_pair(model_type, EXPERTS)
     signature = [
-        [(tuple(m.r.values()), tuple(m.scaling.values())) for m in p.ours.modules() if is_param_wrapper(m)]
+        [
+            (tuple(m.r.values()), tuple(m.scaling.values()))
+            for m in p.ours.modules()
+            if is_param_wrapper(m)
+        ]
         for p in (pair, plain)
     ]
     assert signature[0] != signature[1], "the pattern matched nothing"
@@ -251,12 +258,17 @@ def test_fuse_lora_require(merged_weights):
     step(pair.ours, pair.batch)
     assert merged_weights == []
     model = adapt(tiny_models.build("gpt_oss"), lora_config([UP, "experts.gate_up_proj_bias"]))
-    with pytest.raises(UnsupportedOptionError, match="fuse_lora='require' cannot hold: parameter 'gate_up_proj_bias'"):
+    with pytest.raises(
+        UnsupportedOptionError,
+        match="fuse_lora='require' cannot hold: parameter 'gate_up_proj_bias'",
+    ):
         patch_model(model, fuse_lora="require")
 
 
 def test_adapters_on_expert_biases_run_through_peft():
-    pair = adapted_pair("gpt_oss", [UP, DOWN, "experts.gate_up_proj_bias", "experts.down_proj_bias"])
+    pair = adapted_pair(
+        "gpt_oss", [UP, DOWN, "experts.gate_up_proj_bias", "experts.down_proj_bias"]
+    )
     assert_adapters_act(pair.ours, pair.batch)
     assert_same_step(pair)
 
@@ -266,5 +278,7 @@ def test_recompute_changes_no_bit(recompute):
     pair = adapted_pair("qwen3_moe", EXPERTS, patch={"recompute": recompute})
     other = adapted_pair("qwen3_moe", EXPERTS, patch={"recompute": not recompute})
     assert torch.equal(step(pair.ours, pair.batch), step(other.ours, other.batch))
-    for a, b in zip(adapter_gradients(pair.ours).values(), adapter_gradients(other.ours).values(), strict=True):
+    for a, b in zip(
+        adapter_gradients(pair.ours).values(), adapter_gradients(other.ours).values(), strict=True
+    ):
         assert torch.equal(a, b)

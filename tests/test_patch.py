@@ -36,7 +36,9 @@ def borrowed_forward(module, *args, **kwargs):
 
 
 def break_router(model):
-    model.model.layers[1].mlp.gate.forward = functools.partial(borrowed_forward, model.model.layers[1].mlp.gate)
+    model.model.layers[1].mlp.gate.forward = functools.partial(
+        borrowed_forward, model.model.layers[1].mlp.gate
+    )
 
 
 def break_attribute(model):
@@ -49,7 +51,7 @@ def break_weight(model):
 
 
 def break_values(model):
-    """The class itself computes something else than the family entry says: only the self-check sees it."""
+    """The class computes something else than its family entry says: only the self-check sees it."""
 
     class DoublingRouter(type(model.model.layers[1].mlp.gate)):
         def forward(self, hidden_states):
@@ -135,9 +137,14 @@ def test_unpatching_an_unpatched_model_is_an_error(model):
 def test_context_manager_undoes_also_after_an_exception(model):
     batch = tiny_models.inputs(model)
     out, before = logits(model, batch), snapshot(model)
-    with pytest.raises(ZeroDivisionError), patched(model, recompute=True):
-        assert {row.tier for row in patch_report(model)} == {"full"}
-        raise ZeroDivisionError
+
+    def fail_inside() -> None:
+        with patched(model, recompute=True):
+            assert {row.tier for row in patch_report(model)} == {"full"}
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
     assert_unchanged(before, snapshot(model))
     assert_bits(logits(model, batch), out)
 
@@ -160,10 +167,14 @@ def test_not_strict_warns_once_and_reports(model):
 def test_dense_model_is_refused_by_name():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {name: tiny_models.SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    sizes = {
+        name: tiny_models.SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=16))
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM: no MoE block found.*qwen3_moe"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM: no MoE block found.*qwen3_moe"
+    ):
         patch_model(model)
     assert_unchanged(before, snapshot(model))
 
@@ -189,7 +200,9 @@ class RemoteBlock(nn.Module):
 def test_module_list_experts_are_refused_with_the_reason():
     model = nn.ModuleDict({"mlp": RemoteBlock()})
     before = snapshot(model)
-    with pytest.raises(UnsupportedModelError, match=r"mlp: .*RemoteBlock keeps its experts as a ModuleList"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"mlp: .*RemoteBlock keeps its experts as a ModuleList"
+    ):
         patch_model(model)
     assert_unchanged(before, snapshot(model))
     with pytest.warns(UserWarning, match="ModuleList"):
@@ -214,7 +227,9 @@ def test_module_list_experts_are_refused_with_the_reason():
 def test_include_and_exclude(model, options, patched_layers):
     before = snapshot(model)
     patch_model(model, **options)
-    assert [row.path for row in patch_report(model)] == [f"model.layers.{i}.mlp" for i in patched_layers]
+    assert [row.path for row in patch_report(model)] == [
+        f"model.layers.{i}.mlp" for i in patched_layers
+    ]
     touched = {path for path, state in snapshot(model).items() if "_moe_patch" in state.entries}
     assert {int(path.split(".")[2]) for path in touched} == set(patched_layers)
     unpatch_model(model)
@@ -242,7 +257,11 @@ def test_dense_layers_are_left_alone(model_type, overrides, sparse):
     out, before = logits(model, batch), snapshot(model)
     patch_model(model)
     assert [row.path for row in patch_report(model)] == [f"model.layers.{i}.mlp" for i in sparse]
-    dense = {p: s for p, s in snapshot(model).items() if not p.startswith(f"model.layers.{sparse[0]}.mlp")}
+    dense = {
+        p: s
+        for p, s in snapshot(model).items()
+        if not p.startswith(f"model.layers.{sparse[0]}.mlp")
+    }
     assert_unchanged({path: before[path] for path in dense}, dense)
     assert_close(logits(model, batch), out, FP32)
 
@@ -255,7 +274,9 @@ def test_another_experts_implementation_set_before_is_logged(model, caplog):
     assert "batched_mm" in line.message
     assert "the patch wins" in line.message
     unpatch_model(model)
-    assert {b.experts.config._experts_implementation for _, b in tiny_models.blocks(model)} == {"batched_mm"}
+    assert {b.experts.config._experts_implementation for _, b in tiny_models.blocks(model)} == {
+        "batched_mm"
+    }
 
 
 def test_config_object_mapping_and_options_reach_the_model(model):

@@ -8,9 +8,6 @@ import dataclasses
 import pytest
 import torch
 import transformers
-from torch import nn
-from transformers import PreTrainedConfig
-from transformers.integrations.moe import use_experts_implementation
 
 from moe_patch import (
     FamilySpec,
@@ -30,8 +27,18 @@ from tests.adapters import EXPERTS, adapt, assert_same_step, lora_config
 from tests.adapters import Pair as AdaptedPair
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, snapshot
+from tests.toy_family import ToyModel, ToyRouter
 
-EIGHT = ("deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+EIGHT = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 TOY = {
     "model_types": ("toy_moe",),
     "experts": "ToyExperts",
@@ -59,9 +66,15 @@ def spec_of(model_type: str) -> FamilySpec:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"params": {"topk": "chosen", "renormalize": Const(True)}}, r"softmax_topk has no parameter \['topk'\].*top_k"),
+        (
+            {"params": {"topk": "chosen", "renormalize": Const(True)}},
+            r"softmax_topk has no parameter \['topk'\].*top_k",
+        ),
         ({"params": {"renormalize": Const(True)}}, r"softmax_topk needs \['top_k'\]"),
-        ({"params": {"top_k": "chosen", "renormalize": Const(True), "ties": Const("lower")}}, r"no parameter \['ties'\]"),
+        (
+            {"params": {"top_k": "chosen", "renormalize": Const(True), "ties": Const("lower")}},
+            r"no parameter \['ties'\]",
+        ),
         ({"routing": None}, "no routing function"),
         ({"routing": None, "params": {}}, "no routing function"),
         ({"router": None}, "router's class name"),
@@ -99,7 +112,9 @@ def test_entries_are_frozen():
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistyped_attribute_is_found_at_patch_time(model_type, change, cls, attribute, self_check):
+def test_a_mistyped_attribute_is_found_at_patch_time(
+    model_type, change, cls, attribute, self_check
+):
     register_family(dataclasses.replace(spec_of(model_type), **change))
     model = tiny_models.build(model_type)
     before = snapshot(model)
@@ -115,7 +130,11 @@ def test_a_mistyped_attribute_is_found_at_patch_time(model_type, change, cls, at
     [
         ("mixtral", {"params": {"top_k": "top_k", "renormalize": Const(False)}}, "routing weights"),
         ("deepseek_v3", {"bias": None}, "experts"),
-        ("qwen3_moe", {"logits": lambda router, hidden: 2 * logits_of.linear(router, hidden)}, "router logits"),
+        (
+            "qwen3_moe",
+            {"logits": lambda router, hidden: 2 * logits_of.linear(router, hidden)},
+            "router logits",
+        ),
     ],
 )
 def test_a_wrong_entry_is_refused_by_the_self_check(model_type, change, what):
@@ -135,70 +154,15 @@ def test_supported_model_types():
 
 
 def test_a_model_type_that_transformers_lacks_is_inert():
-    register_family(dataclasses.replace(spec_of("qwen3_moe"), model_types=("not_there_yet",), module="not_there_yet"))
+    register_family(
+        dataclasses.replace(
+            spec_of("qwen3_moe"), model_types=("not_there_yet",), module="not_there_yet"
+        )
+    )
     assert "not_there_yet" not in supported_model_types()
-    assert {row.tier for row in patch_report(patch_model(tiny_models.build("qwen3_moe")))} == {"full"}
-
-
-class ToyConfig(PreTrainedConfig):
-    model_type = "toy_moe"
-
-
-class ToyRouter(nn.Module):
-    def __init__(self, experts: int, hidden: int) -> None:
-        super().__init__()
-        self.chosen = 2
-        self.weight = nn.Parameter(torch.randn(experts, hidden) * 0.5)
-
-    def forward(self, hidden_states):
-        logits = nn.functional.linear(hidden_states, self.weight)
-        weights, ids = logits.softmax(-1, dtype=torch.float32).topk(self.chosen)
-        return logits, weights / weights.sum(-1, keepdim=True), ids
-
-
-@use_experts_implementation
-class ToyExperts(nn.Module):
-    def __init__(self, config, experts: int, hidden: int, width: int) -> None:
-        super().__init__()
-        self.num_experts = experts
-        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * width, hidden) * 0.3)
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, width) * 0.3)
-        self.act_fn = nn.SiLU()
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        out = torch.zeros_like(hidden_states)
-        for e in range(self.num_experts):
-            token, slot = (top_k_index == e).nonzero(as_tuple=True)
-            gate, up = (hidden_states[token] @ self.gate_up_proj[e].T).chunk(2, dim=-1)
-            y = (self.act_fn(gate) * up) @ self.down_proj[e].T
-            out = out.index_add(0, token, y * top_k_weights[token, slot, None])
-        return out
-
-
-class ToyBlock(nn.Module):
-    def __init__(self, config) -> None:
-        super().__init__()
-        self.picker = ToyRouter(4, 8)
-        self.experts = ToyExperts(config, 4, 8, 6)
-        self.shared = nn.Linear(8, 8)
-
-    def forward(self, hidden_states):
-        _, weights, ids = self.picker(hidden_states)
-        return self.experts(hidden_states, ids, weights) + self.shared(hidden_states)
-
-
-class ToyModel(nn.Module):
-    """Two blocks and a residual; its forward takes what tests.adapters hands a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = ToyConfig(experts_implementation="eager")
-        self.layers = nn.ModuleList(ToyBlock(self.config) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return transformers.utils.ModelOutput(logits=x, loss=x.square().mean())
+    assert {row.tier for row in patch_report(patch_model(tiny_models.build("qwen3_moe")))} == {
+        "full"
+    }
 
 
 @pytest.fixture
@@ -227,7 +191,9 @@ def test_a_users_family_works_end_to_end(toy, batch, shared):
     assert [(row.path, row.model_type, row.tier) for row in rows] == [
         ("layers.0", "toy_moe", "full"), ("layers.1", "toy_moe", "full"),
     ]  # fmt: skip
-    assert {(row.router, row.shared, row.self_check) for row in rows} == {("softmax_topk", shared or "none", "passed")}
+    assert {(row.router, row.shared, row.self_check) for row in rows} == {
+        ("softmax_topk", shared or "none", "passed")
+    }
     assert_close(toy(**batch).logits, out, FP32)
     for found, wanted in zip(gradients(toy, batch), expected, strict=True):
         assert_close(found, wanted, FP32)
@@ -267,7 +233,9 @@ def test_a_later_entry_for_the_same_classes_replaces(toy):
 def test_module_folder_keeps_equal_class_names_apart(toy):
     register_family(FamilySpec(**TOY, module="somewhere_else"))
     patch_model(toy)
-    assert {row.tier for row in patch_report(toy)} == {"experts"}, "an entry for another folder was used"
+    assert {row.tier for row in patch_report(toy)} == {"experts"}, (
+        "an entry for another folder was used"
+    )
 
 
 def test_bias_from_the_block_needs_an_argument_index():

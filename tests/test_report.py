@@ -1,4 +1,4 @@
-"""The report: one frozen row of plain values per block, printable, and true at the time it is asked."""
+"""The report: one frozen row of plain values per block, printable, true when it is asked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests import tiny_models
 from tests.adapters import EXPERTS, UP, adapt, lora_config
 
 COLUMNS = (
-    "path", "model_type", "tier", "router", "router_backend", "experts_backend", "shared", "lora", "self_check",
-    "reason",
+    "path", "model_type", "tier", "router", "router_backend", "experts_backend", "shared", "lora",
+    "self_check", "reason",
 )  # fmt: skip
 ROUTING = {
     "deepseek_v3": "sigmoid_topk",
@@ -68,7 +68,10 @@ def test_self_check_column():
     unpatch_model(model)
     tiny_models.blocks(model)[0][1].experts.down_proj.data[0, 0, 0] = float("nan")
     patch_model(model)
-    assert [row.self_check for row in patch_report(model)] == ["skipped: weights hold NaN or Inf", "passed"]
+    assert [row.self_check for row in patch_report(model)] == [
+        "skipped: weights hold NaN or Inf",
+        "passed",
+    ]
 
 
 def test_unpatched_and_unpatched_again_are_empty():
@@ -126,7 +129,9 @@ def test_lora_column_of_one_projection_and_of_attention_alone():
 
 
 def test_lora_column_off():
-    model = patch_model(adapt(tiny_models.build("qwen3_moe"), lora_config(EXPERTS)), fuse_lora="off")
+    model = patch_model(
+        adapt(tiny_models.build("qwen3_moe"), lora_config(EXPERTS)), fuse_lora="off"
+    )
     assert lora_column(model) == "peft: fuse_lora is off"
 
 
@@ -134,7 +139,8 @@ def test_lora_column_names_what_cannot_be_fused():
     model = adapt(tiny_models.build("gpt_oss"), lora_config([UP, "experts.down_proj_bias"]))
     patch_model(model)
     assert lora_column(model) == (
-        "fused (gate_up_proj); peft (down_proj_bias: parameter 'down_proj_bias' is not an expert projection)"
+        "fused (gate_up_proj); "
+        "peft (down_proj_bias: parameter 'down_proj_bias' is not an expert projection)"
     )
 
 

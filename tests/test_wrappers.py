@@ -1,9 +1,10 @@
-"""What may stand around or above the patched blocks: DDP, compile, PEFT, a vision-language model."""
+"""What may stand around patched blocks: DDP, compile, PEFT, offload, a vision-language model."""
 
 from __future__ import annotations
 
 import socket
 
+import accelerate
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -60,7 +61,9 @@ def test_inside_a_compiled_wrapper(model):
         expected = gradients(model, batch)
     wrapped = torch.compile(model, backend="eager")
     assert patch_model(wrapped) is wrapped
-    assert [row.path for row in patch_report(wrapped)] == [f"_orig_mod.model.layers.{i}.mlp" for i in range(2)]
+    assert [row.path for row in patch_report(wrapped)] == [
+        f"_orig_mod.model.layers.{i}.mlp" for i in range(2)
+    ]
     for found, wanted in zip(gradients(wrapped, batch), expected, strict=True):
         assert_close(found, wanted, FP32)
     unpatch_model(wrapped)
@@ -77,23 +80,69 @@ def test_inside_a_peft_model(model):
     assert_unchanged(before, snapshot(wrapped))
 
 
+@pytest.mark.parametrize("order", ["patch first", "offload first"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_cpu_offload(model_type, order):
+    model = tiny_models.build(model_type)
+    batch = tiny_models.inputs(model)
+    plain = logits(model, batch)
+    with patched(model):
+        expected = logits(model, batch)
+    if order == "patch first":
+        patch_model(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    patch_model(model)
+    assert all(p.is_meta for p in model.parameters())
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    assert_bits(logits(model, batch), expected)
+    unpatch_model(model)
+    assert_bits(logits(model, batch), plain)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_generate(implementation):
+    """transformers may switch the implementation for decoding; the patch stays in charge."""
+    model = tiny_models.build("qwen3_moe").eval()
+    model.set_experts_implementation(implementation)
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    ids = tiny_models.inputs(model)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    patch_model(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    experts = [block.experts for _, block in tiny_models.blocks(model)]
+    assert {e.config._experts_implementation for e in experts} == {"moe_patch"}
+    assert model.config._experts_implementation == implementation
+
+
 @pytest.fixture
 def vision_language_model():
     """Qwen3-VL-MoE: the MoE text tower sits two levels down, beside a vision tower."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
     vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-        "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+        "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
     }  # fmt: skip
     names = (
-        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",
+        "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size",
+        "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "num_experts", "num_experts_per_tok",
     )  # fmt: skip
     text = {name: tiny_models.SIZES[name] for name in names}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    special = {"image_token_id": 95, "video_token_id": 96, "vision_start_token_id": 97, "vision_end_token_id": 98}
-    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **special, attn_implementation="eager")
+    text["rope_parameters"] = {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+    }
+    special = {
+        "image_token_id": 95,
+        "video_token_id": 96,
+        "vision_start_token_id": 97,
+        "vision_end_token_id": 98,
+    }
+    config = Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision, **special, attn_implementation="eager"
+    )
     model = tiny_models.randomise(Qwen3VLMoeForConditionalGeneration(config))
     model.set_experts_implementation("eager")
     return model
@@ -107,7 +156,9 @@ def test_text_tower_of_a_vision_language_model(vision_language_model):
     model.zero_grad(set_to_none=True)
     settings = model.get_experts_implementation()
     patch_model(model)
-    assert [row.path for row in patch_report(model)] == [f"model.language_model.layers.{i}.mlp" for i in range(2)]
+    assert [row.path for row in patch_report(model)] == [
+        f"model.language_model.layers.{i}.mlp" for i in range(2)
+    ]
     assert {row.model_type for row in patch_report(model)} == {"qwen3_vl_moe_text"}
     assert all(row.tier in ("full", "experts") for row in patch_report(model))
     assert model.get_experts_implementation() == settings
