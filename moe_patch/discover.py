@@ -13,6 +13,8 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
 
 Named = tuple[str, Any]
+# What transformers' use_experts_implementation sets on every instance of a class it decorates.
+DECORATED = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
 
 
 @dataclass
@@ -112,8 +114,7 @@ def _holder(path: str) -> str:
 
 def _decorated(module: Any) -> tuple[FamilySpec, str] | None:
     """An experts module that transformers' decorator serves and no entry names: tier experts."""
-    flags = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
-    if not all(flag in module.__dict__ for flag in flags) or not hasattr(
+    if not all(name in module.__dict__ for name in DECORATED) or not hasattr(
         type(module).forward, "__wrapped__"
     ):
         return None

@@ -9,6 +9,7 @@ buffer, gradient, training flag and RNG state is what it was.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec, read
+from moe_patch.forward import route_on
 from moe_patch.record import is_ours
 
 TOKENS = 48
@@ -90,7 +92,7 @@ def check(found: FoundBlock, backend: str) -> str:
         for path, router in found.routers:
             spec = found.spec_of(router)
             if spec.routing is not None and spec.router_forward is None:
-                _check_router(path, router, spec)
+                _check_router(path, router, spec, backend)
         for path, experts in found.experts:
             if found.spec.experts_forward is None:
                 _check_experts(path, experts, found.spec, backend)
@@ -127,7 +129,7 @@ def random_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
+def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) -> None:
     tensors = random_tensors(router, "module.")
     weight = next(p for p in router.parameters() if p.dim() == 2)
     x = torch.randn(TOKENS, weight.shape[1], device=weight.device, dtype=weight.dtype)
@@ -138,7 +140,8 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
         args = (torch.randn(weight.shape[0], device=weight.device) * 0.3,)
 
     def ours(module: nn.Module, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        routing = spec.route(module, hidden, rest)
+        impl = functools.partial(route_on, backend=backend)
+        routing = spec.route(module, hidden, rest, impl=impl)
         if spec.returns is not None:
             return spec.returns(module, routing)
         return routing.logits_TE, routing.weights_TK, routing.ids_TK
@@ -146,14 +149,19 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
     def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
         return type(module).forward(module, hidden, *rest)
 
-    logits, weights, ids = torch.func.functional_call(Direct(router, ours), tensors, (x, *args))
-    ref_logits, ref_weights, ref_ids = torch.func.functional_call(
-        Direct(router, theirs), tensors, (x, *args)
-    )
+    mine = torch.func.functional_call(Direct(router, ours), tensors, (x, *args))
+    reference = torch.func.functional_call(Direct(router, theirs), tensors, (x, *args))
+    if len(mine) != len(reference):
+        raise UnsupportedModelError(
+            f"{path} ({type(router).__name__}): self-check: transformers' router returns "
+            f"{len(reference)} values, its family entry {len(mine)}; accepted: a release of "
+            "transformers that the entry was written for"
+        )
+    (logits, weights, ids), (ref_logits, ref_weights, ref_ids) = mine[:3], reference[:3]
     limit = limit_for(weight)
     compare(path, "router logits", logits, ref_logits, limit)
     dense = torch.zeros_like(logits, dtype=torch.float64)
-    mine = dense.scatter(1, ids, weights.double())
+    ours_TE = dense.scatter(1, ids, weights.double())
     theirs_TE = dense.scatter(1, ref_ids, ref_weights.double())
     agree_T = (ids.sort(-1).values == ref_ids.sort(-1).values).all(-1)
     needed = 1.0 if limit <= 1e-5 else 0.75
@@ -163,7 +171,7 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec) -> None:
             f"{len(agree_T)} rows choose other experts than transformers; "
             "pass self_check=False only if you know why"
         )
-    compare(path, "routing weights", mine[agree_T], theirs_TE[agree_T], limit)
+    compare(path, "routing weights", ours_TE[agree_T], theirs_TE[agree_T], limit)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:

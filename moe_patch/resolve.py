@@ -1,0 +1,116 @@
+"""What patch_model checks before it binds anything: which blocks it can serve, and why not."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from moe_patch.backend import choose_backend
+from moe_patch.bindings import bindings_of, foreign_forward, origin_of
+from moe_patch.config import PatchConfig
+from moe_patch.discover import DECORATED, FoundBlock
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.experts_module import read_glu, stored_weight
+from moe_patch.families import families
+from moe_patch.families.spec import FamilySpec, read
+from moe_patch.lora import fusion_obstacle
+
+
+def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
+    """Check every block; the refused ones by path with the reason.
+
+    Raises:
+        UnsupportedModelError: nothing to patch, or a refusal under ``strict``.
+        UnsupportedOptionError: an option that cannot hold on some block.
+    """
+    refused = {block.path: why for block in blocks if (why := _refusal(block, config)) is not None}
+    if not blocks:
+        known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
+        where = " among the selected paths" if config.include or config.exclude else ""
+        raise UnsupportedModelError(
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block found{where}; "
+            f"accepted model types: {known}"
+        )
+    if refused and config.strict:
+        path, reason = next(iter(refused.items()))
+        raise UnsupportedModelError(
+            f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves "
+            "such blocks to transformers"
+        )
+    if refused:
+        path, reason = next(iter(refused.items()))
+        warnings.warn(
+            f"moe_patch leaves {len(refused)} of {len(blocks)} MoE blocks to transformers, "
+            f"first {path}: {reason}",
+            stacklevel=4,
+        )
+    return refused
+
+
+def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
+    if block.refused:
+        return block.reason
+    if not block.experts and block.spec.experts is not None:
+        return "no experts module found in the block"
+    for path, (module, _, _, slot) in bindings_of(block, config):
+        foreign = foreign_forward(module, slot)
+        if foreign is not None:
+            name = f"{path} ({type(module).__name__})"
+            return f"{name} already has a {slot} bound by {origin_of(foreign)}"
+    try:
+        _check_attributes(block)
+        for path, experts in block.experts:
+            _check_experts_module(path, experts, block.spec, config)
+    except UnsupportedModelError as error:
+        return str(error)
+    _check_lora(block, config)
+    return None
+
+
+def _check_attributes(block: FoundBlock) -> None:
+    """Every attribute that the family entry names is there, before a forward asks for it.
+
+    Raises:
+        UnsupportedModelError: one is missing (names class, attribute, versions).
+    """
+    for _, router in block.routers:
+        own = block.spec_of(router)
+        for source in [*own.params.values(), own.bias]:
+            if isinstance(source, str):
+                read(router, source)
+    spec = block.spec
+    if block.block is not None and spec.shared is not None and spec.block_forward is None:
+        for name in (spec.router_attr, spec.shared, spec.shared_gate):
+            if name is not None:
+                read(block.block, name)
+
+
+def _check_experts_module(
+    path: str, experts: nn.Module, spec: FamilySpec, config: PatchConfig
+) -> None:
+    if spec.experts_forward is None and spec.layout is None:
+        missing = [name for name in DECORATED if name not in experts.__dict__]
+        if missing:
+            import transformers
+
+            raise UnsupportedModelError(
+                f"{path} ({type(experts).__name__}): transformers {transformers.__version__} does "
+                f"not serve this class through its experts registry (no {', '.join(missing)}); "
+                "accepted: a release that decorates it with use_experts_implementation"
+            )
+    if spec.experts_forward is None or spec.layout is not None:
+        read_glu(experts, spec)
+        weight = stored_weight(experts, spec)
+        if not weight.is_meta:
+            choose_backend(config.backend, weight.device, weight.dtype)
+
+
+def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
+    if config.fuse_lora != "require":
+        return
+    for path, wrapper in block.wrappers:
+        if why := fusion_obstacle(wrapper):
+            raise UnsupportedOptionError(
+                f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'"
+            )
