@@ -1,4 +1,4 @@
-"""A user's own MoE family: experts decorated as transformers' are, a router, a block, no package."""
+"""A user's own MoE family: decorated experts, a router and a block, in no transformers folder."""
 
 from __future__ import annotations
 
