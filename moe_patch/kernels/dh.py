@@ -94,7 +94,7 @@ def hidden_gradients(
     return HiddenGradients(dh_NH, wa_NF, partial_NC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _dh_kernel(
     dout_ptr, w, q_ptr, l_ptr, weights_ptr, h_ptr, dh_ptr, wa_ptr, partial_ptr,
     row_ptr, offsets_ptr, table_ptr,

@@ -29,6 +29,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moe_patch.kernels.device import device_of
 from moe_patch.types import Plan
 
+# Gluon is experimental and its names change between releases: only versions this was tested on.
+TRITON_VERSIONS = ("3.6",)
 BM, BN, BK, STAGES = 128, 256, 64, 4
 # A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end, with
 # 64-bit wrap-around in the first one's stride.
@@ -44,6 +46,7 @@ def supported(
     grad_strides = like_EOI.stride()
     return (
         device_of(left).capability == (9, 0)
+        and triton.__version__.rpartition(".")[0] in TRITON_VERSIONS
         and left.dtype.itemsize == 2
         and gather_left != gather_right
         and grad_strides[2] == 1
@@ -74,7 +77,7 @@ def specialised_outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    _kernel[(min(tiles, device_of(left).multiprocessors),)](
+    _specialised_dw_kernel[(min(tiles, device_of(left).multiprocessors),)](
         _ragged(sorted_side, [1, 1, BK, box], left_layout), gathered,
         TensorDescriptor(grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, BM // 2, BN // 2], grad_layout),
         plan.row_of_N, plan.offsets_S, tiles, row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8,
@@ -203,7 +206,7 @@ RAGGED_ROWS_C = gl.constexpr(RAGGED_ROWS)
 
 
 @gluon.jit
-def _kernel(
+def _specialised_dw_kernel(
     sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8, stride_8,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr,

@@ -65,7 +65,7 @@ def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expe
     """
     T, K = ids_TK.shape
     N, E = T * K, num_experts
-    ids_N = ids_TK.reshape(-1)
+    ids_N = ids_TK.reshape(-1).contiguous()
     row_of_N = torch.empty(N, dtype=torch.int32, device=ids_TK.device)
     slot_of_TK = torch.empty(T, K, dtype=torch.int32, device=ids_TK.device)
     if N == 0:
@@ -142,7 +142,7 @@ def _below(expert, BINS: tl.constexpr):
     return tl.cumsum(count, axis=0) - count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Grid (tiles,): counts the tile's BLOCK rows."""
     tile = tl.program_id(0)
@@ -151,7 +151,7 @@ def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl
     tl.store(below_ptr + e * tiles + tile, _below(expert, BINS), mask=e <= E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _prefix_kernel(
     below_ptr, shift_ptr, offsets_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -180,7 +180,7 @@ def _prefix_kernel(
                 offset += tl.sum(count, axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "tiles"])
 def _place_kernel(
     ids_ptr, shift_ptr, row_ptr, slot_ptr, offsets_ptr, N, E, tiles,
     SINGLE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
@@ -211,7 +211,7 @@ def _place_kernel(
     tl.store(row_ptr + n, -1, mask=(n < N) & (n >= total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(
     offsets_ptr, table_ptr, E, M, BLOCK_M: tl.constexpr, EXPERTS_P2: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -237,7 +237,7 @@ def _tiles_kernel(
             tl.store(table_ptr + 1 + M + first + m, slot + m * BLOCK_M, mask=m < mine)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _grouped_kernel(row_ptr, weights_ptr, token_ptr, weight_ptr, N, K, BLOCK: tl.constexpr):
     """Grid (cdiv(N, BLOCK),): token and weight of each sorted slot."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -99,7 +99,7 @@ def _combine_kernel(
     tl.store(out_ptr + t * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _bias_dot_kernel(
     dout_ptr, b_ptr, out_ptr, row_ptr, offsets_ptr, table_ptr, M, D, K, stride_dout, stride_be, stride_bd,
     BM: tl.constexpr, BD: tl.constexpr,
@@ -121,7 +121,7 @@ def _bias_dot_kernel(
         tl.store(out_ptr + n, acc, mask=n < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _routing_gradient_kernel(
     partial_ptr, bias_ptr, slot_ptr, grad_ptr, N, C,
     BIASED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS_P2: tl.constexpr,

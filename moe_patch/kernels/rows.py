@@ -57,7 +57,7 @@ def grouped_linear(
     return out_NO
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     in_ptr, w, b_ptr, u_ptr, l_ptr, out_ptr, row_ptr, offsets_ptr, table_ptr,
     M, columns, O, I, R, K, alpha, stride_in, stride_we, stride_wo, stride_wi,

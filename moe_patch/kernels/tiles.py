@@ -103,7 +103,7 @@ _SM90 = {
         "down": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
         "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
         "dh": (Tile(128, 256, 64, 8, 3, descriptors=True, chunks=4),),
-        "dw2": (Tile(128, 256, 64, 8, 6, specialised=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "some": {
@@ -111,7 +111,7 @@ _SM90 = {
         "down": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dx": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dh": (Tile(64, 128, 64, 4, 3, persistent=True, descriptors=True),),
-        "dw2": (Tile(128, 256, 64, 8, 6, specialised=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "few": {

@@ -65,7 +65,7 @@ def up(
     return h_NH, a_NF
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _up_kernel(
     x_ptr, w, b_ptr, u_ptr, lb_ptr, h_ptr, a_ptr, row_ptr, offsets_ptr, table_ptr,
     M, columns, D, F, R, K, stride_x, stride_we, stride_wo, stride_wi,
