@@ -90,6 +90,6 @@ def _identity(spec: FamilySpec) -> tuple:
     return (spec.module, spec.experts, spec.router, spec.block)
 
 
-for _, _name, _ in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
-    for _spec in vars(importlib.import_module(f"{__name__}.{_name}")).get("FAMILIES", ()):
+for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name):
+    for _spec in vars(importlib.import_module(f"{__name__}.{_file.name}")).get("FAMILIES", ()):
         register_family(_spec)

@@ -118,7 +118,7 @@ def _config(node: ast.ClassDef, folder: str) -> _Config:
             if "expert" in name:
                 config.own = True
             elif name == "model_type" and isinstance(value, ast.Constant):
-                config.model_type = value.value
+                config.model_type = str(value.value)
             elif name in ("sub_configs", "sub_configs_defaults") and value is not None:
                 config.subs += _named(value)
     return config

@@ -1,0 +1,121 @@
+"""Has transformers changed a class that an entry was checked against? By hashes of source text.
+
+hashes.json holds, per model folder and class, the hashes of the sources that entries were checked
+with and the transformers release of each. A class or function of a modeling file counts when an
+entry names it, or when the source of a router or experts class mentions it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from moe_patch.families.installed import modeling_file, moe_model_types
+from moe_patch.families.spec import FamilySpec
+
+STORE = Path(__file__).with_name("hashes.json")
+Hashes = dict[str, dict[str, str]]
+
+
+class Difference(NamedTuple):
+    """One thing to look at: ``kind`` is "new", "changed" or "gone"."""
+
+    kind: str
+    family: str
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.family}: {self.what} ({self.file})"
+
+
+def current(specs: tuple[FamilySpec, ...]) -> Hashes:
+    """folder -> class -> hash of its source, for the entries that the installed release has."""
+    found: Hashes = {}
+    for spec in specs:
+        path = modeling_file(spec.module) if spec.module is not None else None
+        if path is not None and spec.module is not None:
+            sources = _classes(path.read_text(encoding="utf-8"))
+            names = _with_parts(spec, sources)
+            hashes = {name: source_hash(sources[name]) for name in names if name in sources}
+            found.setdefault(spec.module, {}).update(hashes)
+    return found
+
+
+def stored() -> dict[str, dict[str, dict[str, str]]]:
+    """folder -> class -> hash -> the transformers release that it was checked with first."""
+    return json.loads(STORE.read_text(encoding="utf-8"))
+
+
+def accept(specs: tuple[FamilySpec, ...], release: str) -> None:
+    """Add the installed sources to hashes.json as checked."""
+    store = stored() if STORE.exists() else {}
+    for folder, hashes in current(specs).items():
+        for name, value in hashes.items():
+            store.setdefault(folder, {}).setdefault(name, {}).setdefault(value, release)
+    lines = [f"{json.dumps(k)}: {json.dumps(store[k], sort_keys=True)}" for k in sorted(store)]
+    STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def differences(specs: tuple[FamilySpec, ...]) -> list[Difference]:
+    """What is not as it was when the entries were checked, families without an entry included."""
+    known, now = stored(), current(specs)
+    found = []
+    for spec in specs:
+        path = modeling_file(spec.module) if spec.module is not None else None
+        if path is None or spec.module is None:
+            continue
+        for role in ("router", "block", "experts"):
+            name = getattr(spec, role)
+            if name is not None and name not in now[spec.module]:
+                what = f"{role} class {name} is not there"
+                found.append(Difference("gone", spec.model_types[0], str(path), what))
+    for folder, hashes in now.items():
+        for name, value in hashes.items():
+            if value not in known.get(folder, {}).get(name, {}):
+                what = f"source of {name} is not one that the entry was checked with"
+                found.append(Difference("changed", folder, str(modeling_file(folder)), what))
+    named = {name for spec in specs for name in spec.model_types}
+    for model_type in moe_model_types().values():
+        if model_type.own and model_type.name not in named:
+            file = str(modeling_file(model_type.folder) or model_type.folder)
+            what = "has experts and no entry"
+            found.append(Difference("new", model_type.name, file, what))
+    return found
+
+
+def _classes(text: str) -> dict[str, str]:
+    """Source text of every class and function of a module."""
+    lines = text.splitlines()
+    return {
+        node.name: "\n".join(lines[_first_line(node) - 1 : node.end_lineno])
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
+
+
+def _first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+
+
+def _with_parts(spec: FamilySpec, sources: dict[str, str]) -> list[str]:
+    """The classes an entry names, and what of the same file its router or experts mention."""
+    names = [name for name in (spec.router, spec.experts, spec.block) if name is not None]
+    queue = [name for name in (spec.router, spec.experts) if name is not None]
+    while queue:
+        body = sources.get(queue.pop(), "")
+        parts = sorted(set(re.findall(r"\b\w+\b", body)) & set(sources) - set(names))
+        names += parts
+        queue += parts
+    return names
+
+
+def source_hash(source: str) -> str:
+    """Of the code without comments and blank lines, which change nothing."""
+    lines = [line.rstrip() for line in source.splitlines()]
+    kept = [line for line in lines if line and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
