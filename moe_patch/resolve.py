@@ -43,7 +43,7 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
         warnings.warn(
             f"moe_patch leaves {len(refused)} of {len(blocks)} MoE blocks to transformers, "
             f"first {path}: {reason}",
-            stacklevel=4,
+            stacklevel=3,
         )
     return refused
 
