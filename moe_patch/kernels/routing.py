@@ -252,7 +252,8 @@ def _forward_kernel(
     ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
     v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
     if PACKING == "monotone" and CHECK:
-        next_v_BK = _load_at(row_B, next_BK, used_BK & (next_BK < E), stride_e)
+        # Where all E experts are chosen the last has no successor; any column may stand in.
+        next_v_BK = _load_at(row_B, tl.minimum(next_BK, E - 1), used_BK, stride_e)
         differ_BK = used_BK & (v_BK != next_v_BK)
         if not SUM and SCORE == "softmax":
             # A weight's denominator is then the sum over the chosen: any common factor will do.
@@ -272,11 +273,14 @@ def _forward_kernel(
                 inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
                 s_BWL = score_of(x_BWL, max_B[:, None, None], inv_B[:, None, None], SCORE, SCORE_DTYPE)
                 key_BWL = tl.where(exists_WL, key_of(s_BWL), NO_KEY)
-            cols_BK = select_exactly(key_BWL, c_WL, C, K, KP)
+            # Only the rows in question, so that a row's bits never depend on its neighbours.
+            exact_BK = select_exactly(key_BWL, c_WL, C, K, KP)
+            cols_BK = tl.where(bad_B[:, None], exact_BK, cols_BK)
             ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
-            v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+            exact_v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
             if not TOPK_FIRST:
-                v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+                exact_v_BK = score_of(exact_v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+            v_BK = tl.where(bad_B[:, None], exact_v_BK, v_BK)
 
     if TOPK_FIRST:
         if SCORE == "softmax":

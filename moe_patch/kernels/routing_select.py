@@ -24,8 +24,9 @@ import triton.language as tl
 from moe_patch.kernels.routing_math import NO_KEY, key_of, rounded, short_key_of, value_of
 
 
-# How many columns of one row a thread holds.
-COLUMNS_PER_THREAD = 16
+# How many columns of one row a thread holds, by the bytes of a logit. More save shuffles, which pays
+# until the registers of the fp32 path's wider keys leave too few warps to hide their latency.
+COLUMNS_PER_THREAD = {2: 32, 4: 8}
 
 
 class Tile(NamedTuple):
@@ -42,7 +43,7 @@ def tile_of(columns: int, tokens: int, itemsize: int) -> Tile:
     Each thread loads 16 bytes of one row at a time, so that L / vector threads share a row.
     """
     vector = 16 // itemsize
-    chunk = min(columns, max(vector, columns * vector // COLUMNS_PER_THREAD))
+    chunk = min(columns, max(vector, columns * vector // COLUMNS_PER_THREAD[itemsize]))
     rows = min(max(1, 32 * vector // chunk), triton.next_power_of_2(max(tokens, 1)))
     return Tile(rows, columns // chunk, chunk)
 
@@ -98,13 +99,13 @@ def select_packed(packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
     next_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
     close_B = last_B != last_B
     for k in tl.static_range(K):
-        if k > 0:
-            last_B = next_below(packed_BWL, last_B)
         cols_BK = tl.where((k_K == k)[None, :], (C - 1 - (last_B & (C - 1)))[:, None], cols_BK)
-        if MORE:
+        if MORE or k < K - 1:
             after_B = next_below(packed_BWL, last_B)
-            close_B = close_B | ((after_B ^ last_B) & -C == 0)
-            next_BK = tl.where((k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK)
+            if MORE:
+                close_B = close_B | ((after_B ^ last_B) & -C == 0)
+                next_BK = tl.where((k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK)
+            last_B = after_B
     return cols_BK, next_BK, close_B
 
 

@@ -1,0 +1,46 @@
+"""Run a test file's CASES under Triton's CPU interpreter, all in one process of their own.
+
+The interpreter has to be chosen before the kernels are imported, so not in the test session itself.
+A test file has ``CASES: dict[str, Callable[[str], None]]`` (each takes a device), calls
+:func:`report` when run as a program, and asserts on what :func:`run` returns, case by case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(file: str, timeout_s: float = 300) -> dict[str, str]:
+    """What each case of ``file`` said: an empty string, or its failure."""
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", file],
+        env=env, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def report(cases: Mapping[str, Callable[[str], None]]) -> None:
+    """Run every case on the CPU with poisoned memory and print the outcomes as one line of JSON."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    said = {}
+    for name, check in cases.items():
+        torch.manual_seed(0)
+        try:
+            check("cpu")
+            said[name] = ""
+        except Exception:  # noqa: BLE001 - reported per case by the parent process
+            said[name] = traceback.format_exc(limit=-3)
+    print(json.dumps(said))

@@ -1,0 +1,313 @@
+"""Triton routing against the definition, ``moe_patch.routing.route``: ids exactly, NaN rows included.
+
+Logits are small integers, so that ties are certain and everywhere. Gradients are held against
+autograd through the definition in fp64. Runs natively on a GPU (``-m gpu``) and, on a CPU, under
+Triton's interpreter, which is right for fp32 and fp16 only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.route_op import route as triton_route
+from moe_patch.route_op import route_with_stats
+from moe_patch.routing import RouteSpec, route
+from tests import interpreted
+from tests.numerics import assert_bits, assert_close
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+INF = float("inf")
+DEEPSEEK = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5}
+
+# E, with a bias?, the choices: why
+SPECS = {
+    "qwen3": (64, False, RouteSpec(8, renormalize=True)),
+    "olmoe": (60, False, RouteSpec(4)),
+    "mixtral": (8, False, RouteSpec(2, renormalize=True, fp32=False)),
+    "gpt_oss": (32, False, RouteSpec(4, order="topk_score", fp32=False)),
+    "topk_fp32_bias": (8, True, RouteSpec(2, order="topk_score", weights_dtype=F32)),
+    "topk_sigmoid": (16, False, RouteSpec(1, score="sigmoid", order="topk_score")),
+    "deepseek_v3": (32, True, RouteSpec(8, groups=4, top_groups=2, **DEEPSEEK)),
+    "deepseek_v2": (  # 5 experts per group, excluded ones get 0.0 and may be chosen
+        40, False,
+        RouteSpec(6, groups=8, top_groups=1, group_score="max", group_fill=0.0, scale=16.0, fp32=False),
+    ),
+    "groups_not_power_of_two": (
+        30, True,
+        RouteSpec(6, score="sqrtsoftplus", groups=3, top_groups=2, group_fill=0.0, scale=1.5),
+    ),
+    "clamp": (
+        30, True,
+        RouteSpec(6, score="sqrtsoftplus", fp32=False, renormalize=True, clamp_eps=True, eps=3.0),
+    ),
+    "bias_on_logits": (24, True, RouteSpec(3, bias_on="logits", renormalize=True, eps=1e-9)),
+    "raw": (64, True, RouteSpec(8, score="none")),
+    "one_expert": (1, False, RouteSpec(1)),
+    "all_chosen": (5, False, RouteSpec(5, renormalize=True)),
+    "wide": (257, False, RouteSpec(32, score="sigmoid")),
+    "widest": (512, False, RouteSpec(10, renormalize=True)),
+}  # fmt: skip
+# How far one rounding of a result can be from fp64, by dtype, relative in norm.
+LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}
+
+
+def inputs(name: str, T: int, dtype: torch.dtype, device: str) -> tuple[Tensor, RouteSpec, Tensor | None]:
+    E, biased, spec = SPECS[name]
+    logits_TE = torch.randint(-4, 5, (T, E), device=device).to(dtype)
+    bias_E = torch.randint(-2, 3, (E,), device=device) / 4 if biased else None
+    return logits_TE, spec, bias_E
+
+
+def in_fp64(spec: RouteSpec) -> RouteSpec:
+    return RouteSpec(**{**vars(spec), "weights_dtype": None})
+
+
+def check_spec(name: str, dtype: torch.dtype, device: str, T: int = 7) -> None:
+    logits_TE, spec, bias_E = inputs(name, T, dtype, device)
+    logits_TE.requires_grad_()
+    expected = route(logits_TE.detach(), spec, bias_E)
+    ours = triton_route(logits_TE, spec, bias_E)
+    assert_bits(ours.ids_TK, expected.ids_TK, "ids")
+    assert ours.weights_TK.dtype == expected.weights_TK.dtype
+    assert ours.logits_TE is logits_TE
+    # Both round scores to the same dtype, from exponentials that differ in the last bit.
+    assert_close(ours.weights_TK, expected.weights_TK, 2 * LIMITS[ours.weights_TK.dtype], "weights")
+
+    wide_TE = logits_TE.detach().double().requires_grad_()
+    reference = route(wide_TE, in_fp64(spec), None if bias_E is None else bias_E.double())
+    same_T = (reference.ids_TK == ours.ids_TK).all(-1)
+    # Rounded scores may tie where fp64 does not.
+    assert same_T.sum() >= (T if spec.fp32 else T // 2)
+    dw_TK = torch.randn(ours.weights_TK.shape, device=device).to(ours.weights_TK.dtype)
+    ours.weights_TK.backward(dw_TK)
+    reference.weights_TK.backward(dw_TK.double())
+    if name == "one_expert":
+        assert (logits_TE.grad == 0).all()
+    else:
+        assert_close(logits_TE.grad[same_T], wide_TE.grad[same_T], LIMITS[dtype], "gradient")
+
+
+def check_nan_rows(name: str, dtype: torch.dtype, device: str) -> None:
+    logits_TE, spec, bias_E = inputs(name, 9, dtype, device)
+    clean = triton_route(logits_TE, spec, bias_E)
+    bad_TE = logits_TE.clone()
+    bad_TE[1, -1] = float("nan")
+    bad_TE[3, 0] = INF
+    bad_TE[4] = -INF
+    bad_TE[6, ::2] = -torch.tensor(float("nan"))
+    bad_TE.requires_grad_()
+    ours, expected = triton_route(bad_TE, spec, bias_E), route(bad_TE.detach(), spec, bias_E)
+    assert_bits(ours.ids_TK, expected.ids_TK, "ids")
+    assert torch.equal(ours.weights_TK.isnan(), expected.weights_TK.isnan())
+    others = torch.tensor([0, 2, 5, 7, 8], device=device)
+    assert_bits(ours.ids_TK[others], clean.ids_TK[others])
+    assert_bits(ours.weights_TK[others], clean.weights_TK[others])
+    ours.weights_TK.sum().backward()
+    assert bad_TE.grad[others].isfinite().all()
+
+
+def check_shared_scores(device: str) -> None:
+    """Different logits whose scores are equal: the lower id wins, as in the definition."""
+    for score, logits in (
+        ("softmax", [-1e4, -2e4, 3e4, -3e4, 0.0, 1.0, -5e4, -4e4]),  # all but one underflow
+        ("sigmoid", [20.0, 30.0, 25.0, 40.0, -3.0, 50.0, 60.0, 35.0]),  # saturated
+        ("softmax", [0.0, 6e-8, -6e-8, 1.2e-7, 0.0, 8.0, 1.8e-7, -1.2e-7]),  # lost beside the maximum
+    ):
+        row_TE = torch.tensor([logits, logits[::-1]], device=device).to(F16)
+        spec = RouteSpec(4, score=score, renormalize=score == "softmax")
+        expected = route(row_TE, spec)
+        assert_bits(triton_route(row_TE, spec).ids_TK, expected.ids_TK, score)
+        assert expected.ids_TK.tolist() != row_TE.argsort(descending=True)[:, :4].tolist()
+
+
+def check_zeros(device: str) -> None:
+    for dtype in (F32, F16):
+        zero_TE = torch.zeros(3, 20, dtype=dtype, device=device)
+        zero_TE[:, ::3] = -0.0
+        ours = triton_route(zero_TE, RouteSpec(6), None)
+        assert ours.ids_TK.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+
+
+def check_all_negative_and_large(device: str) -> None:
+    logits_TE = torch.randint(-9, 1, (5, 64), device=device).float()
+    for spec in (RouteSpec(8, renormalize=True), RouteSpec(8)):
+        shifted = triton_route(logits_TE - 50, spec)
+        assert_bits(shifted.ids_TK, route(logits_TE, spec).ids_TK)
+        assert_close(shifted.weights_TK, route(logits_TE, spec).weights_TK, 1e-5)
+        large = triton_route(logits_TE * 1e4, spec)
+        assert_bits(large.ids_TK, route(logits_TE * 1e4, spec).ids_TK)
+        assert large.weights_TK.isfinite().all()
+
+
+def check_strides(device: str) -> None:
+    for name in ("qwen3", "deepseek_v3", "gpt_oss"):
+        logits_TE, spec, bias_E = inputs(name, 6, F32, device)
+        expected = route(logits_TE, spec, bias_E)
+        T, E = logits_TE.shape
+        wide = torch.full((T, 2 * E + 3), INF, device=device)
+        wide[:, 1 : 2 * E + 1 : 2] = logits_TE
+        for view in (logits_TE.T.contiguous().T, wide[:, 1 : 2 * E + 1 : 2], logits_TE.flip(0).flip(0)):
+            view = view.detach().requires_grad_()
+            ours = triton_route(view, spec, bias_E, ids_dtype=torch.int32)
+            assert_bits(ours.ids_TK, expected.ids_TK.int())
+            assert_close(ours.weights_TK, expected.weights_TK, LIMITS[F32])
+            # The gradient of a sum is one number expanded over [T, K]: all strides zero.
+            (3 * ours.weights_TK).sum().backward()
+            dense = logits_TE.clone().requires_grad_()
+            (3 * route(dense, spec, bias_E).weights_TK).sum().backward()
+            torch.testing.assert_close(view.grad, dense.grad, rtol=1e-4, atol=1e-5)
+
+
+def check_stats(device: str) -> None:
+    for T, dtype in ((0, F32), (1, F16), (301, F32)):
+        logits_TE, spec, bias_E = inputs("deepseek_v3", T, dtype, device)
+        logits_TE.requires_grad_()
+        stats = route_with_stats(logits_TE, spec, bias_E)
+        counts = torch.bincount(stats.routing.ids_TK.reshape(-1).cpu(), minlength=32)
+        assert torch.equal(stats.tokens_E.cpu(), counts.int())
+        assert not stats.lse_T.requires_grad
+        lse_T = torch.logsumexp(logits_TE.detach().double(), -1)
+        assert stats.lse_T.shape == (T,)
+        if T:
+            assert_close(stats.lse_T, lse_T, 1e-6)
+        stats.routing.weights_TK.sum().backward()
+        assert logits_TE.grad.shape == (T, 32)
+
+
+def check_invalid_ids(device: str) -> None:
+    """Backward on ids that are partly -1 or >= E: those slots have no weight and no gradient."""
+    from moe_patch.kernels.routing import route_backward
+
+    E, K = 12, 4
+    logits_TE = torch.randn(5, E, device=device)
+    ids_TK = torch.stack([torch.randperm(E, device=device)[:K] for _ in range(5)])
+    ids_TK[0, 1], ids_TK[1, 0], ids_TK[2, 3], ids_TK[3] = -1, E, E + 7, -1
+    dw_TK = torch.randn(5, K, device=device)
+    valid_TK = (ids_TK >= 0) & (ids_TK < E)
+    dw_TK[~valid_TK] = float("nan")
+    for spec in (
+        RouteSpec(K), RouteSpec(K, renormalize=True, eps=1e-6, scale=2.0), RouteSpec(K, score="sigmoid"),
+        RouteSpec(K, order="topk_score"),
+    ):  # fmt: skip
+        leaf = logits_TE.double().requires_grad_()
+        chosen_TK = leaf.gather(1, ids_TK.clamp(0, E - 1))
+        if spec.order == "topk_score":
+            v_TK = torch.softmax(chosen_TK.masked_fill(~valid_TK, -1e300), -1)
+        elif spec.score == "softmax":
+            v_TK = torch.softmax(leaf, -1).gather(1, ids_TK.clamp(0, E - 1))
+        else:
+            v_TK = torch.sigmoid(chosen_TK)
+        v_TK = torch.where(valid_TK, v_TK, 0.0)
+        if spec.renormalize:
+            v_TK = spec.scale * v_TK / (v_TK.sum(-1, keepdim=True) + spec.eps)
+        (v_TK * torch.where(valid_TK, dw_TK.double(), 0.0)).sum().backward()
+        for ids in (ids_TK, ids_TK.int()):
+            ours = route_backward(dw_TK, logits_TE, ids, spec)
+            assert (ours[3] == 0).all()
+            assert_close(ours, leaf.grad, 2e-6, f"{spec.score} {spec.order}")
+
+
+CASES = {
+    **{
+        f"{name}-{str(dtype)[6:]}": partial(check_spec, name, dtype)
+        for name in SPECS
+        for dtype in (F32, F16)
+    },
+    **{f"nan-{name}": partial(check_nan_rows, name, F32) for name in SPECS if name != "one_expert"},
+    **{f"nan16-{name}": partial(check_nan_rows, name, F16) for name in ("qwen3", "gpt_oss", "clamp")},
+    **{
+        f"T{T}-{name}": partial(check_spec, name, F32, T=T)
+        for T in (1, 33)
+        for name in ("mixtral", "deepseek_v3", "gpt_oss")
+    },
+    "shared_scores": check_shared_scores,
+    "zeros": check_zeros,
+    "negative_and_large": check_all_negative_and_large,
+    "strides": check_strides,
+    "stats": check_stats,
+    "invalid_ids": check_invalid_ids,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    return interpreted.run(__file__)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(outcomes: dict[str, str], case: str) -> None:
+    assert not outcomes[case], outcomes[case]
+
+
+@pytest.mark.parametrize(
+    ("logits", "spec", "word"),
+    [
+        (torch.zeros(2, 8), RouteSpec(2, ties="torch"), "ties"),
+        (torch.zeros(2, 8).double(), RouteSpec(2), "float64"),
+        (torch.zeros(2, 513), RouteSpec(2), "513"),
+        (torch.zeros(2, 64), RouteSpec(33), "33"),
+        (torch.zeros(2, 8), RouteSpec(9), "top_k=9"),
+        (torch.zeros(2, 8), RouteSpec(2, groups=3, top_groups=2), "groups=3"),
+        (torch.zeros(2, 8), RouteSpec(2, groups=8, top_groups=2), "two experts per group"),
+        (torch.zeros(2, 8), RouteSpec(2, score="tanh"), "tanh"),
+        (torch.zeros(2, 8), RouteSpec(2, group_score="mean"), "mean"),
+    ],
+)
+def test_what_the_kernels_do_not_cover_is_refused(logits: Tensor, spec: RouteSpec, word: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=word) as error:
+        triton_route(logits, spec)
+    assert "backend='torch'" in str(error.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_gpu(case: str, poisoned_memory: None) -> None:
+    CASES[case]("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("name", SPECS)
+def test_gpu_dtypes_at_real_sizes(name: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+    check_spec(name, dtype, "cuda", T=4099)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss", "widest", "clamp"])
+def test_gpu_repeats_are_bit_identical(name: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+    _, spec, bias_E = inputs(name, 1, dtype, "cuda")
+    logits_TE = torch.randn(32768, SPECS[name][0], device="cuda").to(dtype).requires_grad_()
+    first = None
+    for _ in range(40):
+        stats = route_with_stats(logits_TE, spec, bias_E)
+        weights_TK = stats.routing.weights_TK
+        (grad,) = torch.autograd.grad(weights_TK, logits_TE, torch.ones_like(weights_TK))
+        found = (stats.routing.ids_TK, weights_TK, stats.tokens_E, stats.lse_T, grad)
+        first = first or found
+        for a, b in zip(first, found, strict=True):
+            assert_bits(a, b)
+
+
+@pytest.mark.gpu
+def test_gpu_compiles_whole_and_registers_correctly() -> None:
+    logits_TE, spec, bias_E = inputs("deepseek_v3", 64, BF16, "cuda")
+    logits_TE.requires_grad_()
+    compiled = torch.compile(triton_route, fullgraph=True)
+    ours, eager = compiled(logits_TE, spec, bias_E), triton_route(logits_TE, spec, bias_E)
+    assert_bits(ours.ids_TK, eager.ids_TK)
+    assert_bits(ours.weights_TK, eager.weights_TK)
+    (a,) = torch.autograd.grad(ours.weights_TK.sum(), logits_TE)
+    (b,) = torch.autograd.grad(eager.weights_TK.sum(), logits_TE)
+    assert_bits(a, b)
+
+
+if __name__ == "__main__":
+    interpreted.report(CASES)
