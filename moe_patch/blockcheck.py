@@ -84,8 +84,8 @@ def _run(direct: Direct, tensors: dict[str, Tensor], x: Tensor, grad: bool) -> d
     out = torch.func.functional_call(direct, tensors, (x,))
     outs = out if isinstance(out, tuple) else (out,)
     results = {f"block output {i}": o for i, o in enumerate(outs) if o.is_floating_point()}
-    if grad:
-        first = outs[0]
+    first = outs[0]
+    if grad and first.requires_grad:
         dout = torch.linspace(-1, 1, first.numel(), device=x.device, dtype=first.dtype)
         (dx,) = torch.autograd.grad(first, x, dout.view(first.shape))
         results["gradient of the block's hidden states"] = dx

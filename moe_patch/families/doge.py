@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_patch.families.spec import FamilySpec
@@ -42,12 +43,19 @@ def product_key_block(
     return block.down_proj(gated) + retrieved_TD.view(hidden_states.shape), logits_2TP
 
 
+def values_where_no_backward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """A call of the block; transformers' own has no backward where it renormalises in place."""
+    with torch.set_grad_enabled(not block.norm_topk_prob):
+        return block(hidden)
+
+
 DOGE = FamilySpec(
     model_types=("doge",),
     module="doge",
     block="DogeCDMoE",
     router_attr="router_gate",
     block_forward=product_key_block,
+    check_call=values_where_no_backward,
 )
 
 FAMILIES = (DOGE,)
