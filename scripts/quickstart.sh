@@ -5,4 +5,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/_env.sh
 install_moe_patch train
-exec "$venv_python" -m moe_patch train configs/quickstart.yaml --overwrite "$@"
+# The model is tiny: a second thread gains a fifth, and loses all of it on a busy machine.
+exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
+    "$venv_python" -m moe_patch train configs/quickstart.yaml --overwrite "$@"
