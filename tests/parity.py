@@ -70,7 +70,8 @@ def run_router(call: Callable[..., tuple], router: nn.Module, x: Tensor, *args: 
     x = x.detach().clone().requires_grad_()
     logits, weights, ids = call(router, x, *args)
     by_expert = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
-    probe(by_expert).backward()
+    if by_expert.requires_grad:
+        probe(by_expert).backward()
     run: Run = {"logits": logits.detach(), "ids": ids, "weights": weights.detach(), "dx": x.grad}
     return run | _gradients(router)
 
