@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tests.tiny_models import hidden_output
+
 
 class ModuleState(NamedTuple):
     """One module: itself, its class, its ``__dict__`` and the content of its config."""
@@ -98,7 +100,7 @@ def assert_same_attributes(
 
 
 def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A model's logits in eval mode, its training flags left as they were.
+    """A model's logits, or hidden states without a head, in eval mode; training flags stay.
 
     The first forward of a transformers model installs hooks that stay (and cannot be pickled), so
     snapshots are taken after it and pickles before it.
@@ -107,7 +109,8 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     model.eval()
     try:
         with torch.no_grad():
-            return model(**batch).logits
+            out = model(**batch)
+            return (out.logits if "logits" in out else hidden_output(out)).clone()
     finally:
         for module, training in flags.items():
             module.training = training
