@@ -10,7 +10,12 @@ import pkgutil
 
 from torch import nn
 
-from moe_patch.families.installed import is_decorated, moe_model_types
+from moe_patch.families.installed import (
+    defines,
+    is_decorated,
+    modeling_file,
+    moe_model_types,
+)
 from moe_patch.families.spec import TIERS, FamilySpec
 
 ROLES = ("experts", "router", "block")
@@ -60,6 +65,8 @@ def supported_model_types() -> dict[str, str]:
     A type that no entry names takes the lowest tier of the towers that its config holds; where it
     describes experts itself, the tier is "experts" if transformers' own registry of implementations
     serves them, else "refused". Entries for types that the installed release lacks are left out.
+    An entry is "experts" in a release whose router is not yet the class that it names, and
+    "refused" where its experts are not yet decorated.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -67,7 +74,7 @@ def supported_model_types() -> dict[str, str]:
     registered: dict[str, str] = {}
     for spec in _FAMILIES:
         for name in spec.model_types:
-            registered[name] = lowest_tier(spec.tier, registered.get(name, spec.tier))
+            registered[name] = lowest_tier(_tier_here(spec), registered.get(name, "full"))
 
     def tier(name: str) -> str:
         if name in registered:
@@ -84,6 +91,17 @@ def supported_model_types() -> dict[str, str]:
 def lowest_tier(*tiers: str) -> str:
     """The tier that speaks for several blocks or towers together."""
     return max(tiers, key=TIERS.index)
+
+
+def _tier_here(spec: FamilySpec) -> str:
+    """The tier of an entry in the installed release of transformers."""
+    if spec.module is None or spec.tier != "full" or modeling_file(spec.module) is None:
+        return spec.tier
+    if spec.experts and spec.layout is None and not is_decorated(spec.module):
+        return "refused"
+    if spec.router and not defines(spec.module, spec.router):
+        return "experts"
+    return spec.tier
 
 
 def _identity(spec: FamilySpec) -> tuple:
