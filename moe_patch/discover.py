@@ -69,7 +69,7 @@ def discover(model: nn.Module) -> list[FoundBlock]:
     for path, module in named:
         found = lookup(module) or _decorated(module)
         if found is None:
-            if (reason := _looks_like_moe(module)) and not _inside(path, order):
+            if (reason := _looks_like_moe(module)) and _inside(path, order) is None:
                 block = block_at(
                     path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
                 )
@@ -80,12 +80,13 @@ def discover(model: nn.Module) -> list[FoundBlock]:
             block = block_at(path, spec)
             block.block = module
         else:
-            block = block_at(_inside(path, order) or _holder(path), spec)
+            owner = _inside(path, order)
+            block = block_at(_holder(path) if owner is None else owner, spec)
             (block.routers if role == "router" else block.experts).append((path, module))
         if spec.tier == "refused":
             block.reason = spec.reason
     for path, module in named:
-        if is_param_wrapper(module) and (owner := _inside(path, order)):
+        if is_param_wrapper(module) and (owner := _inside(path, order)) is not None:
             base = module.get_base_layer()
             if any(base is experts for _, experts in blocks[owner].experts):
                 blocks[owner].wrappers.append((path, module))
@@ -99,8 +100,9 @@ def selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> b
 
 
 def _inside(path: str, owners: list[str]) -> str | None:
-    """The innermost block path that contains ``path``."""
-    return max((o for o in owners if path == o or path.startswith(f"{o}.")), key=len, default=None)
+    """The innermost block path that contains ``path``; the root's path is empty."""
+    around = (o for o in owners if o in ("", path) or path.startswith(f"{o}."))
+    return max(around, key=len, default=None)
 
 
 def _holder(path: str) -> str:
