@@ -127,7 +127,11 @@ def sums_torch(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
     tokens_E = torch.zeros(E, dtype=torch.float32, device=logits_TE.device)
     tokens_E.scatter_add_(0, ids_TK.reshape(-1), weight_T.repeat_interleave(top_k))
     lse_T = torch.logsumexp(_wide(logits_TE), dim=-1).float()
-    return tokens_E, (softmax_TE.float() * weight_T[:, None]).sum(0), (lse_T.square() * weight_T).sum()
+    return (
+        tokens_E,
+        (softmax_TE.float() * weight_T[:, None]).sum(0),
+        (lse_T.square() * weight_T).sum(),
+    )
 
 
 def _sums_backward(

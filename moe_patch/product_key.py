@@ -48,7 +48,9 @@ def product_key_reference(
     missing = top_k - ids_TK.shape[1]
     value_TK = torch.nn.functional.pad(value_TK, (0, missing), value=NEG_INF)
     ids_TK = torch.nn.functional.pad(ids_TK, (0, missing), value=-1)
-    return Routing(ids_TK, _weights(value_TK, ids_TK, score, renormalize), logits_x_TP.new_empty(T, 0))
+    return Routing(
+        ids_TK, _weights(value_TK, ids_TK, score, renormalize), logits_x_TP.new_empty(T, 0)
+    )
 
 
 def _weights(value_TK: Tensor, ids_TK: Tensor, score: str, renormalize: bool) -> Tensor:

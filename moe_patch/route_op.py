@@ -130,7 +130,12 @@ def _forward(
 
     return tuple(
         route_forward(
-            logits_TE, _spec(fields), bias_E, ids_dtype=ids_dtype, count_tokens=stats, with_lse=stats
+            logits_TE,
+            _spec(fields),
+            bias_E,
+            ids_dtype=ids_dtype,
+            count_tokens=stats,
+            with_lse=stats,
         )
     )
 
@@ -173,10 +178,10 @@ def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor, dtokens: Any, dlse: Any)
 
 
 def _define() -> None:
-    tensors = "(Tensor, Tensor, Tensor, Tensor)"
+    inputs = f"Tensor logits, Tensor? bias, ScalarType ids_dtype, bool stats, {_SPEC_ARGUMENTS}"
     torch.library.define(
         "moe_patch::route_forward",
-        f"(Tensor logits, Tensor? bias, ScalarType ids_dtype, bool stats, {_SPEC_ARGUMENTS}) -> {tensors}",
+        f"({inputs}) -> (Tensor, Tensor, Tensor, Tensor)",
     )
     torch.library.define(
         "moe_patch::route_backward",

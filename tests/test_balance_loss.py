@@ -54,7 +54,9 @@ def mask_of(batch: int, sequence: int) -> Tensor:
     ("dtype", "limit"), [(torch.float64, 1e-6), (F32, 2e-6), (BF16, 2e-2)], ids=str
 )
 @pytest.mark.parametrize(("E", "K"), [(8, 2), (12, 3), (32, 8)])
-def test_is_transformers_loss(E: int, K: int, dtype: torch.dtype, limit: float, masked: bool) -> None:
+def test_is_transformers_loss(
+    E: int, K: int, dtype: torch.dtype, limit: float, masked: bool
+) -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     batch, sequence = 3, 7
@@ -79,7 +81,9 @@ def test_z_loss(masked: bool) -> None:
     layers = [torch.randn(21, 12, requires_grad=True) for _ in range(2)]
     wide = [t.detach().double().requires_grad_() for t in layers]
     weight_T = torch.ones(21) if mask is None else mask.reshape(-1)
-    expected = sum((torch.logsumexp(t, -1).square() * weight_T).sum() for t in wide) / (2 * weight_T.sum())
+    expected = sum((torch.logsumexp(t, -1).square() * weight_T).sum() for t in wide) / (
+        2 * weight_T.sum()
+    )
     loss = router_z_loss(layers, mask)
     assert_close(loss, expected, 1e-6)
     loss.backward()
@@ -144,7 +148,9 @@ def check_sums(T: int, E: int, K: int, dtype: torch.dtype, device: str) -> None:
             if mask_T is None:
                 assert_bits(ours.tokens_E, expected[0])
             for name, mine, ref in zip(ours._fields, ours, expected, strict=True):
-                assert_close(mine, ref, 2e-3 if dtype == BF16 else 1e-4 if dtype == F16 else 2e-6, name)
+                assert_close(
+                    mine, ref, 2e-3 if dtype == BF16 else 1e-4 if dtype == F16 else 2e-6, name
+                )
             g_E, dz = torch.randn(E, device=device), torch.tensor(0.3, device=device)
             wide_TE = logits_TE.double()
             reference = sums_backward_torch(g_E, dz, wide_TE, mask_T)
@@ -153,7 +159,9 @@ def check_sums(T: int, E: int, K: int, dtype: torch.dtype, device: str) -> None:
 
 
 CASES = {
-    f"T{T}_E{E}_K{K}-{str(d)[6:]}": partial(check_sums, T, E, K, d) for T, E, K in SIZES for d in (F32, F16)
+    f"T{T}_E{E}_K{K}-{str(d)[6:]}": partial(check_sums, T, E, K, d)
+    for T, E, K in SIZES
+    for d in (F32, F16)
 }
 
 

@@ -1,4 +1,4 @@
-"""Triton routing against the definition, ``moe_patch.routing.route``: ids exactly, NaN rows included.
+"""Triton routing against its definition, ``moe_patch.routing.route``: ids exactly, NaN included.
 
 Logits are small integers, so that ties are certain and everywhere. Gradients are held against
 autograd through the definition in fp64. Runs natively on a GPU (``-m gpu``) and, on a CPU, under
@@ -37,7 +37,9 @@ SPECS = {
     "deepseek_v3": (32, True, RouteSpec(8, groups=4, top_groups=2, **DEEPSEEK)),
     "deepseek_v2": (  # 5 experts per group, excluded ones get 0.0 and may be chosen
         40, False,
-        RouteSpec(6, groups=8, top_groups=1, group_score="max", group_fill=0.0, scale=16.0, fp32=False),
+        RouteSpec(
+            6, groups=8, top_groups=1, group_score="max", group_fill=0.0, scale=16.0, fp32=False
+        ),
     ),
     "groups_not_power_of_two": (
         30, True,
@@ -58,7 +60,9 @@ SPECS = {
 LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}
 
 
-def inputs(name: str, T: int, dtype: torch.dtype, device: str) -> tuple[Tensor, RouteSpec, Tensor | None]:
+def inputs(
+    name: str, T: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, RouteSpec, Tensor | None]:
     E, biased, spec = SPECS[name]
     logits_TE = torch.randint(-4, 5, (T, E), device=device).to(dtype)
     bias_E = torch.randint(-2, 3, (E,), device=device) / 4 if biased else None
@@ -118,7 +122,10 @@ def check_shared_scores(device: str) -> None:
     for score, logits in (
         ("softmax", [-1e4, -2e4, 3e4, -3e4, 0.0, 1.0, -5e4, -4e4]),  # all but one underflow
         ("sigmoid", [20.0, 30.0, 25.0, 40.0, -3.0, 50.0, 60.0, 35.0]),  # saturated
-        ("softmax", [0.0, 6e-8, -6e-8, 1.2e-7, 0.0, 8.0, 1.8e-7, -1.2e-7]),  # lost beside the maximum
+        (
+            "softmax",
+            [0.0, 6e-8, -6e-8, 1.2e-7, 0.0, 8.0, 1.8e-7, -1.2e-7],
+        ),  # lost beside the maximum
     ):
         row_TE = torch.tensor([logits, logits[::-1]], device=device).to(F16)
         spec = RouteSpec(4, score=score, renormalize=score == "softmax")
@@ -153,7 +160,11 @@ def check_strides(device: str) -> None:
         T, E = logits_TE.shape
         wide = torch.full((T, 2 * E + 3), INF, device=device)
         wide[:, 1 : 2 * E + 1 : 2] = logits_TE
-        for view in (logits_TE.T.contiguous().T, wide[:, 1 : 2 * E + 1 : 2], logits_TE.flip(0).flip(0)):
+        for view in (
+            logits_TE.T.contiguous().T,
+            wide[:, 1 : 2 * E + 1 : 2],
+            logits_TE.flip(0).flip(0),
+        ):
             view = view.detach().requires_grad_()
             ours = triton_route(view, spec, bias_E, ids_dtype=torch.int32)
             assert_bits(ours.ids_TK, expected.ids_TK.int())
@@ -179,6 +190,12 @@ def check_stats(device: str) -> None:
             assert_close(stats.lse_T, lse_T, 1e-6)
         stats.routing.weights_TK.sum().backward()
         assert logits_TE.grad.shape == (T, 32)
+    for name in ("qwen3", "olmoe", "gpt_oss"):
+        logits_TE, spec, bias_E = inputs(name, 5, F16, device)
+        plain = triton_route(logits_TE, spec, bias_E)
+        counted = route_with_stats(logits_TE, spec, bias_E)
+        assert_bits(counted.routing.weights_TK, plain.weights_TK, name)
+        assert_close(counted.lse_T, torch.logsumexp(logits_TE.double(), -1), 1e-6)
 
 
 def check_invalid_ids(device: str) -> None:
@@ -193,8 +210,8 @@ def check_invalid_ids(device: str) -> None:
     valid_TK = (ids_TK >= 0) & (ids_TK < E)
     dw_TK[~valid_TK] = float("nan")
     for spec in (
-        RouteSpec(K), RouteSpec(K, renormalize=True, eps=1e-6, scale=2.0), RouteSpec(K, score="sigmoid"),
-        RouteSpec(K, order="topk_score"),
+        RouteSpec(K), RouteSpec(K, renormalize=True, eps=1e-6, scale=2.0),
+        RouteSpec(K, score="sigmoid"), RouteSpec(K, order="topk_score"),
     ):  # fmt: skip
         leaf = logits_TE.double().requires_grad_()
         chosen_TK = leaf.gather(1, ids_TK.clamp(0, E - 1))
@@ -221,7 +238,10 @@ CASES = {
         for dtype in (F32, F16)
     },
     **{f"nan-{name}": partial(check_nan_rows, name, F32) for name in SPECS if name != "one_expert"},
-    **{f"nan16-{name}": partial(check_nan_rows, name, F16) for name in ("qwen3", "gpt_oss", "clamp")},
+    **{
+        f"nan16-{name}": partial(check_nan_rows, name, F16)
+        for name in ("qwen3", "gpt_oss", "clamp")
+    },
     **{
         f"T{T}-{name}": partial(check_spec, name, F32, T=T)
         for T in (1, 33)
@@ -260,7 +280,9 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
         (torch.zeros(2, 8), RouteSpec(2, group_score="mean"), "mean"),
     ],
 )
-def test_what_the_kernels_do_not_cover_is_refused(logits: Tensor, spec: RouteSpec, word: str) -> None:
+def test_what_the_kernels_do_not_cover_is_refused(
+    logits: Tensor, spec: RouteSpec, word: str
+) -> None:
     with pytest.raises(UnsupportedOptionError, match=word) as error:
         triton_route(logits, spec)
     assert "backend='torch'" in str(error.value)
@@ -282,7 +304,9 @@ def test_gpu_dtypes_at_real_sizes(name: str, dtype: torch.dtype, poisoned_memory
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss", "widest", "clamp"])
-def test_gpu_repeats_are_bit_identical(name: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+def test_gpu_repeats_are_bit_identical(
+    name: str, dtype: torch.dtype, poisoned_memory: None
+) -> None:
     _, spec, bias_E = inputs(name, 1, dtype, "cuda")
     logits_TE = torch.randn(32768, SPECS[name][0], device="cuda").to(dtype).requires_grad_()
     first = None

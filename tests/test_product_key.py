@@ -1,8 +1,8 @@
 """Product-key top-k: the definition against all P * P sums, and Triton against the definition.
 
-Small integer logits make ties certain, also in the sums; fp16 sums of random logits tie by rounding,
-where pruning pairs by their rank would lose the lower id. Runs natively on a GPU (``-m gpu``) and,
-on a CPU, under Triton's interpreter.
+Small integer logits make ties certain, also in the sums; fp16 sums of random logits tie by
+rounding, where pruning pairs by their rank would lose the lower id. Runs natively on a GPU
+(``-m gpu``) and, on a CPU, under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -241,7 +241,9 @@ def test_gpu(case: str, poisoned_memory: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 @pytest.mark.parametrize(("P", "K"), [(64, 16), (64, 64), (128, 32), (256, 32), (1024, 64)])
-def test_gpu_dtypes_at_real_sizes(P: int, K: int, dtype: torch.dtype, poisoned_memory: None) -> None:
+def test_gpu_dtypes_at_real_sizes(
+    P: int, K: int, dtype: torch.dtype, poisoned_memory: None
+) -> None:
     for integers in (True, False):
         check(P, K, dtype, "cuda", T=1025, integers=integers)
 

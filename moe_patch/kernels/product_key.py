@@ -3,14 +3,14 @@
 The meaning is ``moe_patch.product_key.product_key_reference``. Forward, per token:
 
 1. The best K of x and of y: a partial bitonic sort of keys with the inverted index below the value.
-2. With both sorted, the pair (i, j) has (i + 1)(j + 1) - 1 pairs at or above its sum, so the *values*
-   of the best K sums come from the pairs with (i + 1)(j + 1) <= K: K ln K of them, not K * K.
+2. With both sorted, the pair (i, j) has (i + 1)(j + 1) - 1 pairs at or above its sum, so the
+   *values* of the best K sums come from the pairs with (i + 1)(j + 1) <= K: K ln K of them.
 3. Rounding makes sums equal that were not, and then a pair outside that set may tie the K-th sum
    with a lower id. All pairs above the K-th sum lie inside the set, so only ties with it are in
    question: if the first pair outside the set of any i reaches it, the lowest ids among all K * K
    pairs with that sum are found one by one. So the choice is exact by (sum, id).
 
-Backward sums a token's K terms into its row of dx and of dy in the order of k, and writes both whole.
+Backward sums a token's K terms into its row of dx and of dy, in order, and writes both whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _best_of_row(
     row_ptr, stride, P: tl.constexpr, LOG_P: tl.constexpr, LOG_KEPT: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [2**LOG_KEPT] of the largest logits of a row, descending, the inverted index below each."""
+    """Keys [2**LOG_KEPT] of a row's largest logits, descending, the inverted index below each."""
     c_P = tl.arange(0, 1 << LOG_P)
     x_P = tl.load(row_ptr + c_P.to(tl.int64) * stride, mask=c_P < P, other=float("-inf"))
     x_P = x_P.to(tl.float32)
@@ -146,7 +146,7 @@ def _sum_keys(x, y, exists, WIDE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _inner_pair(c, K: tl.constexpr, KEPT: tl.constexpr):
-    """(i, j) of the c-th pair with (i + 1)(j + 1) <= K, row by row: row i has K // (i + 1) of them."""
+    """(i, j) of the c-th pair with (i + 1)(j + 1) <= K; row i has K // (i + 1) of them."""
     # With all K rows there, rows from K // 3 on hold two pairs or one: no need to search them.
     SEARCHED: tl.constexpr = K // 3 if KEPT == K else KEPT - 1
     start = 0
@@ -224,13 +224,13 @@ def _forward_kernel(
     k_k = tl.arange(0, 1 << LOG_KEPT)
     edge_k = K // (k_k + 1)
     edge_exists_k = (k_k < KEPT) & (edge_k < KEPT)
-    edge_y_k, _ = _unpack(tl.gather(best_y_k, tl.where(edge_exists_k, edge_k, 0), 0), LOG_P, WIDE, DTYPE)
+    edge_y_k, _ = _unpack(
+        tl.gather(best_y_k, tl.where(edge_exists_k, edge_k, 0), 0), LOG_P, WIDE, DTYPE
+    )
     edge_key_k = _sum_keys(x_k, edge_y_k, edge_exists_k, WIDE, DTYPE)
     if (tl.max(edge_key_k, axis=0) == tie) & (tie > NONE):
         above = tl.sum((found_K & (key_K > tie)).to(tl.int32), axis=0)
-        ids_K = _fill_ties(
-            ids_K, x_k, ix_k, y_k, iy_k, tie, above, P, K, KEPT, LOG_K, WIDE, DTYPE
-        )
+        ids_K = _fill_ties(ids_K, x_k, ix_k, y_k, iy_k, tie, above, P, K, KEPT, LOG_K, WIDE, DTYPE)
 
     v_K = value_of(key_K) if WIDE else short_value_of(key_K, DTYPE)
     w_1K = v_K[None, :]

@@ -27,6 +27,8 @@ from moe_patch.kernels.routing_select import (
 
 # Programs of the forward pass. Fixed, so that the order of summation does not depend on the device.
 PROGRAMS = 2048
+# Columns of one row per thread.
+COLUMNS = 16
 
 
 class RouterSums(NamedTuple):
@@ -52,7 +54,7 @@ def router_sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> RouterS
         top_k: experts that count as chosen, equal probabilities going to the lower id.
     """
     T, E = logits_TE.shape
-    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize)
+    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize, COLUMNS)
     programs = min(triton.cdiv(T, tile.rows), PROGRAMS)
     part = torch.empty(programs, 2 * E + 1, dtype=torch.float32, device=logits_TE.device)
     if T > 0:
@@ -82,7 +84,7 @@ def router_sums_backward(
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     if T == 0:
         return dlogits_TE
-    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize)
+    tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize, COLUMNS)
     with on_device_of(logits_TE):
         _sums_backward_kernel[(triton.cdiv(T, tile.rows),)](
             dprobabilities_E.contiguous(), dz, logits_TE,
@@ -112,7 +114,7 @@ def _softmax_tile(
 @triton.jit
 def _chosen(s_BWL, c_WL, E: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
     """Whether each column is among the best K of its row, ties to the lower column."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         key_BWL = tl.where(c_WL < E, key_of(s_BWL), NO_KEY)
         chosen_BWL = (key_BWL == NO_KEY) & (key_BWL != NO_KEY)
         for _ in tl.range(K):

@@ -1,8 +1,7 @@
 """Device functions the routing kernels share: rounding, order-preserving keys, scores, weights.
 
 A *key* is an integer that orders like the value it stands for: NaN above everything (as in
-torch.sort), -0 equal to +0. Packing the inverted column below a 16-bit value's key makes all keys of
-a row distinct and lets the lower column win a tie.
+torch.sort), -0 equal to +0.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def row_softmax(x_BK, used_BK, DTYPE: tl.constexpr):
 def weights_of(
     v_BK, used_BK, eps, scale, RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Weights of the chosen scores v: renormalised, scaled, each step rounded as torch rounds it."""
+    """Weights of chosen scores v: renormalised, scaled, each step rounded as torch rounds it."""
     w_BK = tl.where(used_BK, v_BK, 0.0)
     if RENORMALIZE:
         total_B = rounded(tl.sum(w_BK, axis=1), DTYPE)

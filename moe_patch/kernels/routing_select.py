@@ -4,13 +4,13 @@ A tile is [B, W, L]: B rows, whose column w * L + l lies at (w, l). The launcher
 that a warp's threads cover [B, L] and W stays inside a thread, which then holds many columns of one
 row: most of a row maximum needs no shuffle.
 
-Selection runs K rounds over *packed* keys: int32, the value's key above the inverted column, so that
-all keys of a row differ, the lower column wins a tie, and a round is one subtraction and one maximum
-per column. Two of the three packings can be too coarse; those rows are found and done again by
-:func:`select_exactly`:
+Selection runs K rounds over *packed* keys: int32, the value's key above the inverted column, so
+that all keys of a row differ, the lower column wins a tie, and a round is one subtraction and one
+maximum per column. Two of the three packings can be too coarse; those rows are found and done again
+by :func:`select_exactly`:
     short      values of 16 bits, packed whole.
-    monotone   16-bit logits in place of their fp32 scores. A score never falls where its logit rises,
-               but two logits may share one score, and then the lower column must win.
+    monotone   16-bit logits in place of their fp32 scores. A score never falls where its logit
+               rises, but two logits may share one, and then the lower column must win.
     truncated  fp32 values without their last bits.
 """
 
@@ -24,11 +24,6 @@ import triton.language as tl
 from moe_patch.kernels.routing_math import NO_KEY, key_of, rounded, short_key_of, value_of
 
 
-# How many columns of one row a thread holds, by the bytes of a logit. More save shuffles, which pays
-# until the registers of the fp32 path's wider keys leave too few warps to hide their latency.
-COLUMNS_PER_THREAD = {2: 32, 4: 8}
-
-
 class Tile(NamedTuple):
     """The shape [rows, chunks, chunk] of a tile, called [B, W, L] in kernels; powers of two."""
 
@@ -37,13 +32,13 @@ class Tile(NamedTuple):
     chunk: int
 
 
-def tile_of(columns: int, tokens: int, itemsize: int) -> Tile:
+def tile_of(columns: int, tokens: int, itemsize: int, columns_per_thread: int) -> Tile:
     """The tile of a one-warp program over rows of ``columns`` (a power of two) logits.
 
     Each thread loads 16 bytes of one row at a time, so that L / vector threads share a row.
     """
     vector = 16 // itemsize
-    chunk = min(columns, max(vector, columns * vector // COLUMNS_PER_THREAD[itemsize]))
+    chunk = min(columns, max(vector, columns * vector // columns_per_thread))
     rows = min(max(1, 32 * vector // chunk), triton.next_power_of_2(max(tokens, 1)))
     return Tile(rows, columns // chunk, chunk)
 
@@ -88,7 +83,9 @@ def next_below(packed_BWL, last_B):
 
 
 @triton.jit
-def select_packed(packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MORE: tl.constexpr):
+def select_packed(
+    packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MORE: tl.constexpr
+):
     """Columns [B, KP] of the K largest packed keys in order; with MORE also each one's successor.
 
     ``close_B`` tells whether any of those K + 1 share all but the column with their successor.
@@ -104,7 +101,9 @@ def select_packed(packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr
             after_B = next_below(packed_BWL, last_B)
             if MORE:
                 close_B = close_B | ((after_B ^ last_B) & -C == 0)
-                next_BK = tl.where((k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK)
+                next_BK = tl.where(
+                    (k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK
+                )
             last_B = after_B
     return cols_BK, next_BK, close_B
 
@@ -136,7 +135,9 @@ def limit_groups(
     L: tl.constexpr = key_BWL.shape[2]
     PARTS: tl.constexpr = L // SIZE_P2 if L > SIZE_P2 else 1
     CHUNKS: tl.constexpr = SIZE_P2 // L if SIZE_P2 > L else 1
-    g_WP = tl.arange(0, GROUPS_P2 // PARTS)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    g_WP = (
+        tl.arange(0, GROUPS_P2 // PARTS)[None, :, None] * PARTS + tl.arange(0, PARTS)[None, None, :]
+    )
     key = tl.reshape(key_BWL, (B, GROUPS_P2 // PARTS, CHUNKS, PARTS, L // PARTS))
     group_BWP = tl.max(tl.max(key, axis=2), axis=3)
     if TOP2:
