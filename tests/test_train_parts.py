@@ -141,6 +141,13 @@ def test_loss_check_finds_early_late_and_nan():
     assert not checks.compare_losses({1: 5.0}, {2: 5.0}, torch.float32)[0].passed
 
 
+def test_first_step_apart_is_said():
+    base = dict.fromkeys(range(1, 31), 5.0)
+    assert checks.first_apart(base, base) == "losses equal to 1e-06 at all 30 steps"
+    for value in (5.001, float("nan")):
+        assert "before step 12;" in checks.first_apart({**base, 12: value, 20: 6.0}, base)
+
+
 def test_logits_check():
     logits = torch.randn(2, 3, 5)
     assert checks.check_logits(logits, logits * (1 + 1e-6), torch.float32).passed

@@ -20,6 +20,7 @@ LOGITS_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # A wrong gradient shows within a few steps. Over many, rounding compounds in any two equal runs: it
 # flips a near tie of a router, and from there on the weights drift apart a little.
 EARLY_STEPS = 10
+SAME_NUMBER = 1e-6
 EARLY_LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 ALL_STEPS_LIMIT = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 
@@ -42,15 +43,32 @@ class Check:
         return f"{self.name}: {self.difference:.1e} relative (limit {self.limit:.0e}) {verdict}"
 
 
+def _relative(patched: dict[int, float], unpatched: dict[int, float]) -> tuple[list[int], Tensor]:
+    """The steps that both curves have, and their relative differences in fp64."""
+    steps = sorted(patched.keys() & unpatched.keys())
+    ours, theirs = (torch.tensor([r[s] for s in steps]).double() for r in (patched, unpatched))
+    return steps, (ours - theirs).abs() / theirs.abs()
+
+
+def first_apart(patched: dict[int, float], unpatched: dict[int, float]) -> str:
+    """One line: from which step on the two losses are not the same number any more."""
+    steps, differences = _relative(patched, unpatched)
+    apart = [s for s, d in zip(steps, differences.tolist(), strict=True) if not d <= SAME_NUMBER]
+    if not apart:
+        return f"losses equal to {SAME_NUMBER:.0e} at all {len(steps)} steps"
+    return (
+        f"losses equal to {SAME_NUMBER:.0e} before step {apart[0]}; from there on rounding has "
+        "changed an expert choice or grown through the optimizer"
+    )
+
+
 def compare_losses(
     patched: dict[int, float], unpatched: dict[int, float], dtype: torch.dtype
 ) -> list[Check]:
     """Compare two loss curves at the steps that both have: the first few of them, and all."""
-    steps = sorted(patched.keys() & unpatched.keys())
+    steps, differences = _relative(patched, unpatched)
     if not steps:
         return [Check("losses, no step in common", float("nan"), 0.0)]
-    ours, theirs = (torch.tensor([r[s] for s in steps]).double() for r in (patched, unpatched))
-    differences = (ours - theirs).abs() / theirs.abs()
     found = []
     for count, limit in ((EARLY_STEPS, EARLY_LIMIT[dtype]), (len(steps), ALL_STEPS_LIMIT[dtype])):
         name = f"losses, steps {steps[0]}-{steps[:count][-1]}"

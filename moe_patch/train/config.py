@@ -9,6 +9,8 @@
     compare_unpatched: true | false | number of steps                      default: false
     seed: 0
     output_dir: FOLDER
+    tiny: true | false                                                     default: false
+    tiny_values: with ``tiny``, each key takes the place of the file's own; `training` is merged
 
 Relative paths are relative to the working directory.
 """
@@ -146,6 +148,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     """Check a YAML node and make a TrainConfig of it. Raises UnsupportedOptionError."""
+    node = _sized(node, where)
     shape = {**node}
     for key in ("model", "tokenizer", "data"):
         shape.pop(key, None)
@@ -171,6 +174,22 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
         raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
     training = dict(shape.pop("training", None) or {})
     return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
+
+
+def _sized(node: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The node without ``tiny`` and ``tiny_values``, which are put over it where asked for."""
+    tiny, values = node.get("tiny", False), node.get("tiny_values", {})
+    check_type(f"{where}: tiny", tiny, bool)
+    check_type(f"{where}: tiny_values", values, dict)
+    for key in values:
+        check_known(f"{where}: tiny_values: unknown key", key, TrainConfig.__dataclass_fields__)
+    if tiny and not values:
+        raise UnsupportedOptionError(f"{where}: tiny is true, but there are no tiny_values")
+    own = {key: value for key, value in node.items() if key not in ("tiny", "tiny_values")}
+    if not tiny:
+        return own
+    training = {**(own.get("training") or {}), **values.get("training", {})}
+    return {**own, **values, "training": training}
 
 
 def _named(node: Any, cls: Any, where: str) -> Any:

@@ -170,6 +170,8 @@ def _tell(
     print(report.loss_table(patched, unpatched))
     for name, one in trained.items():
         print(f"{name}: {len(one.losses)} losses logged, {one.seconds:.1f} s")
+    if patched and unpatched:
+        print(checks.first_apart(patched, unpatched))
     for check in found:
         print(check)
     report.write_losses(folder / "losses.csv", patched, unpatched)
