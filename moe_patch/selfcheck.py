@@ -43,6 +43,8 @@ def obstacle(found: FoundBlock) -> str | None:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if tensor.is_meta:
                 return "meta weights"
+            if tensor.is_inference():
+                return "weights were made in inference mode"
             if hasattr(tensor, "ds_id"):
                 return "ZeRO-3 partitioned weights"
             if type(tensor).__name__ == "DTensor":
@@ -138,10 +140,31 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
     args: tuple = ()
     if isinstance(spec.bias, Arg):
         args = (torch.randn(weight.shape[0], device=weight.device) * 0.3,)
+    _compare_routers(path, router, spec, backend, tensors, x, args)
+    # Scores below zero show what scores above zero hide: how excluded groups are filled. Where that
+    # is with zeros, they tie, so transformers' own order of ties is taken.
+    if isinstance(spec.bias, Arg):
+        args = (args[0] - 2,)
+    elif spec.bias is not None:
+        name = f"module.{spec.bias}"
+        tensors = tensors | {name: tensors[name] - 2}
+    if spec.bias is not None:
+        _compare_routers(path, router, spec, backend, tensors, x, args, ties="torch")
 
+
+def _compare_routers(
+    path: str,
+    router: nn.Module,
+    spec: FamilySpec,
+    backend: str,
+    tensors: dict[str, Tensor],
+    x: Tensor,
+    args: tuple,
+    ties: str = "lower",
+) -> None:
     def ours(module: nn.Module, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         impl = functools.partial(route_on, backend=backend)
-        routing = spec.route(module, hidden, rest, impl=impl)
+        routing = spec.route(module, hidden, rest, ties=ties, impl=impl)
         if spec.returns is not None:
             return spec.returns(module, routing)
         return routing.logits_TE, routing.weights_TK, routing.ids_TK
@@ -149,6 +172,7 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
     def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
         return type(module).forward(module, hidden, *rest)
 
+    x = x.detach().requires_grad_()
     mine = torch.func.functional_call(Direct(router, ours), tensors, (x, *args))
     reference = torch.func.functional_call(Direct(router, theirs), tensors, (x, *args))
     if len(mine) != len(reference):
@@ -158,7 +182,7 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
             "transformers that the entry was written for"
         )
     (logits, weights, ids), (ref_logits, ref_weights, ref_ids) = mine[:3], reference[:3]
-    limit = limit_for(weight)
+    limit = limit_for(next(p for p in router.parameters() if p.dim() == 2))
     compare(path, "router logits", logits, ref_logits, limit)
     dense = torch.zeros_like(logits, dtype=torch.float64)
     ours_TE = dense.scatter(1, ids, weights.double())
@@ -172,6 +196,12 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
             "pass self_check=False only if you know why"
         )
     compare(path, "routing weights", ours_TE[agree_T], theirs_TE[agree_T], limit)
+    # The logits take part so that the gradient is not noise where the weights are constant.
+    grads = [
+        torch.autograd.grad((by_expert + raw)[agree_T].square().sum(), x)[0]
+        for by_expert, raw in ((ours_TE, logits), (theirs_TE, ref_logits))
+    ]
+    compare(path, "router's hidden-state gradient", *grads, limit)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
@@ -221,6 +251,7 @@ def sandbox(found: FoundBlock) -> Iterator[None]:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.random.fork_rng(devices=cuda))
         stack.enter_context(_eval(modules))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         torch.manual_seed(0)
         yield
