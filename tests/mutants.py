@@ -180,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "excluded groups masked with 0.0", "deepseek_v3",
-        ("router", "router in bf16", "block", "model"), GROUPS,
+        ("router", "router in bf16", "block", "model", "self-check"), GROUPS,
         entry=routing(groups_masked_with_zero), prepare=all_biases(-2.0),
     ),
     Mutant("group score by max", "glm4_moe", ALL, GROUPS, entry=routing(group_score_by_max)),
@@ -201,7 +201,7 @@ MUTANTS = [
     Mutant("patch that binds nothing", "qwen3_moe", ("trace",), bound=False),
     Mutant(
         "no gradient through the weights", "qwen3_moe",
-        ("router", "router in bf16", "block", "model", "adapters"),
+        ALL,
         entry=routing(no_gradient_through_the_weights),
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,8 @@ from moe_patch import UnsupportedModelError, patch_model, patch_report, register
 from moe_patch.discover import discover
 from moe_patch.families import families, logits
 from moe_patch.families.spec import Const, FamilySpec, GluRule
-from moe_patch.types import Glu
+from moe_patch.routing import softmax_topk
+from moe_patch.types import Glu, Routing
 from tests import tiny_models
 from tests.numerics import assert_bits
 from tests.parity import run_model
@@ -55,6 +57,13 @@ def doubled(router: nn.Module, hidden: Tensor) -> Tensor:
     return 2 * logits.linear_fp32(router, hidden)
 
 
+@functools.wraps(softmax_topk)
+def detached(*args: Any, **kwargs: Any) -> Routing:
+    """Right ids and weights, no gradient through the weights."""
+    routing = softmax_topk(*args, **kwargs)
+    return dataclasses.replace(routing, weights_TK=routing.weights_TK.detach())
+
+
 WRONG = [
     ("qwen3_moe", lambda: params("qwen3_moe", renormalize=False), "gate.*routing weights"),
     ("qwen2_moe", lambda: params("qwen2_moe", renormalize=True), "gate.*routing weights"),
@@ -65,6 +74,8 @@ WRONG = [
     ("deepseek_v3", lambda: {"bias": None}, "gate.*other experts"),
     ("glm4_moe", lambda: {"logits": doubled}, "gate.*router logits"),
     ("minimax_m2", lambda: params("minimax_m2", scale=2.0), "gate.*routing weights"),
+    ("deepseek_v3", lambda: params("deepseek_v3", group_fill=0.0), "gate.*other experts"),
+    ("qwen3_moe", lambda: {"routing": detached}, "gate.*hidden-state gradient"),
     ("gpt_oss", lambda: {"logits": logits.linear}, "router.*router logits"),
     ("gpt_oss", lambda: {"glu": GluRule("silu")}, "experts.*experts output"),
     ("gpt_oss", lambda: {"glu": GluRule("swiglu_oai", limit="limit")}, "experts.*experts output"),
