@@ -17,6 +17,7 @@ from tests.adapters import (
     ORDERS,
     Pair,
     adapted_pair,
+    adapter_gradients,
     assert_same_step,
     attention,
     lora_config,
@@ -211,3 +212,35 @@ def test_a_single_expert_is_left_to_peft():
     assert_same_step(pair)
     for row in patch_report(pair.ours):
         assert row.lora.count("a single expert is a plain matrix to PEFT") == 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_undo_under_adapters_leaves_peft_as_it_is(order):
+    pair = adapted_pair("qwen2_moe", recipe("qwen2_moe"), attention("qwen2_moe"), order=order)
+    unpatch_model(pair.ours)
+    assert_bits(logits(pair.ours, pair.batch), logits(pair.reference, pair.batch))
+    for theirs, ours in zip(pair.reference.modules(), pair.ours.modules(), strict=True):
+        assert theirs.__dict__.keys() == ours.__dict__.keys()
+
+
+@pytest.mark.parametrize("frozen", ["lora_A", "lora_B"])
+def test_one_factor_frozen(frozen):
+    pair = adapted_pair("gpt_oss", EXPERTS)
+    both(pair, lambda m: [p.requires_grad_(False) for n, p in m.named_parameters() if frozen in n])
+    assert_same_step(pair)
+    assert all(p.grad is None for n, p in pair.ours.named_parameters() if frozen in n)
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_experts_without_tokens_get_zero_adapter_gradients(model_type):
+    pair = adapted_pair(model_type, EXPERTS)
+    batch = {key: value[:1, :1] for key, value in pair.batch.items()}
+    for model in pair[:2]:
+        model.zero_grad(set_to_none=True)
+        model(input_ids=batch["input_ids"]).logits.square().sum().backward()
+    wanted, got = adapter_gradients(pair.reference), adapter_gradients(pair.ours)
+    for name, gradient in wanted.items():
+        assert_close(got[name], gradient, FP32, name)
+        if ".lora_A." in name:
+            rows = got[name].view(8, -1)
+            assert (rows == 0).all(-1).sum() == 6, "one token reaches two experts of eight"

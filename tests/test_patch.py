@@ -285,3 +285,13 @@ def test_config_object_mapping_and_options_reach_the_model(model):
     patch_model(model, {"ties": "torch", "recompute": True})
     patch_model(model, ties="torch", recompute=True)
     assert {m._moe_patch.config for m in model.modules() if "_moe_patch" in m.__dict__} == {config}
+
+
+def test_a_second_derivative_is_a_named_error_and_the_first_is_not_disturbed(model):
+    weight = tiny_models.blocks(patch_model(model))[0][1].experts.down_proj
+    batch = tiny_models.inputs(model)
+    (plain,) = torch.autograd.grad(model(**batch).loss, weight)
+    (gradient,) = torch.autograd.grad(model(**batch).loss, weight, create_graph=True)
+    assert_close(gradient, plain, FP32)
+    with pytest.raises(UnsupportedOptionError, match="second derivative.*unpatch_model"):
+        gradient.square().sum().backward()

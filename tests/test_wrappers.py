@@ -7,11 +7,12 @@ import socket
 import accelerate
 import pytest
 import torch
+from peft import inject_adapter_in_model
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import patch_model, patch_report, patched, unpatch_model
 from tests import tiny_models
-from tests.adapters import EXPERTS, adapt, lora_config
+from tests.adapters import EXPERTS, adapt, lora_config, recipe
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, logits, snapshot
 
@@ -78,6 +79,42 @@ def test_inside_a_peft_model(model):
     assert {row.lora for row in patch_report(wrapped)} == {"fused (down_proj, gate_up_proj)"}
     unpatch_model(wrapped)
     assert_unchanged(before, snapshot(wrapped))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_a_block_by_itself(model_type):
+    """The model may be the MoE block alone, adapters included."""
+    block = tiny_models.blocks(tiny_models.build(model_type))[0][1]
+    x = tiny_models.hidden(block, 2, 5)
+    inject_adapter_in_model(lora_config(recipe(model_type)), block)
+    before = snapshot(block)
+    (expected, *_) = out if isinstance(out := block(x), tuple) else (out,)
+    patch_model(block)
+    (row,) = patch_report(block)
+    assert (row.path, row.tier, row.lora) == ("", "full", "fused (down_proj, gate_up_proj)")
+    (found, *_) = out if isinstance(out := block(x), tuple) else (out,)
+    assert_close(found, expected, FP32)
+    unpatch_model(block)
+    assert before.keys() == snapshot(block).keys()
+    assert not any("_moe_patch" in module.__dict__ for module in block.modules())
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_inside_inference_mode(model_type):
+    model = tiny_models.build(model_type).eval()
+    batch = tiny_models.inputs(model)
+    with torch.inference_mode():
+        expected = model(**batch).logits
+        patch_model(model)
+        assert {row.self_check for row in patch_report(model)} == {"passed"}
+        assert_close(model(**batch).logits.clone(), expected.clone(), FP32)
+        unpatch_model(model)
+        made_there = tiny_models.build(model_type).eval()
+        patch_model(made_there)
+        assert {row.self_check for row in patch_report(made_there)} == {
+            "skipped: weights were made in inference mode"
+        }
+        assert_close(made_there(**batch).logits.clone(), expected.clone(), FP32)
 
 
 @pytest.mark.parametrize("order", ["patch first", "offload first"])
