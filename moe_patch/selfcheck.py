@@ -197,11 +197,11 @@ def _compare_routers(
         )
     compare(path, "routing weights", ours_TE[agree_T], theirs_TE[agree_T], limit)
     # The logits take part so that the gradient is not noise where the weights are constant.
-    grads = [
+    dx, ref_dx = (
         torch.autograd.grad((by_expert + raw)[agree_T].square().sum(), x)[0]
         for by_expert, raw in ((ours_TE, logits), (theirs_TE, ref_logits))
-    ]
-    compare(path, "router's hidden-state gradient", *grads, limit)
+    )
+    compare(path, "router's hidden-state gradient", dx, ref_dx, limit)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
