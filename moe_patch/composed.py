@@ -46,35 +46,24 @@ def experts_composed(
     *,
     lora13: Lora | None = None,
     lora2: Lora | None = None,
-    input_weights: bool = False,
 ) -> Tensor:
     """out_t = sum_k w_tk * norm(W2_e gate(W13_e x_t + b13_e) + b2_e); arguments as ``experts_mlp``.
 
     Args:
         gate: h_NH -> a_NF, differentiable; the experts module's own.
         post_norm: y_ND -> y_ND, differentiable; None for none.
-        input_weights: w_tk multiplies x_t (rounded to its dtype) instead of the expert's output.
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
-    x_ND = gather_rows(x_TD, plan)
-    if input_weights:
-        x_ND = x_ND * weight_rows(weights_TK, plan).to(x_ND.dtype)
-    h_NH = grouped_linear(x_ND, w.w13_EHD, plan, w.b13_EH, lora13)
+    h_NH = grouped_linear(gather_rows(x_TD, plan), w.w13_EHD, plan, w.b13_EH, lora13)
     y_ND = grouped_linear(gate(h_NH), w.w2_EDF, plan, w.b2_ED, lora2)
     if post_norm is not None:
         y_ND = post_norm(y_ND)
-    return combine_rows(y_ND, None if input_weights else weights_TK, plan).to(x_TD.dtype)
+    return combine_rows(y_ND, weights_TK, plan).to(x_TD.dtype)
 
 
 def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
     """Each row's token in plan order, [N, D]; differentiable."""
     return _ops.rows(x_TD, *plan)
-
-
-def weight_rows(weights_TK: Tensor, plan: Plan) -> Tensor:
-    """Each row's routing weight in plan order, [N, 1]; differentiable."""
-    per_row = Plan(plan.row_of_N, plan.slot_of_TK.reshape(-1, 1), plan.offsets_S)
-    return _ops.rows(weights_TK.reshape(-1, 1), *per_row)
 
 
 def grouped_linear(
@@ -84,8 +73,8 @@ def grouped_linear(
     return _ops.linear(x_NI, w_EOI, b_EO, *(lora or (None, None, 1.0)), *plan)
 
 
-def combine_rows(y_ND: Tensor, weights_TK: Tensor | None, plan: Plan) -> Tensor:
-    """sum_k w_tk y[slot_tk], or the plain sum without weights, [T, D]; differentiable."""
+def combine_rows(y_ND: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
+    """sum_k w_tk y[slot_tk], [T, D]; differentiable."""
     return _ops.combine(y_ND, weights_TK, *plan)
 
 
@@ -146,8 +135,6 @@ def _combine_setup(ctx: Any, inputs: Any, output: Any) -> Any:
 
 def _combine_backward(ctx: Any, dout: Any) -> Any:
     y, weights, *plan = ctx.saved_tensors
-    if weights is None:
-        return _ops.rows(dout, *plan), None, None, None, None
     return *_ops.combine_bwd(dout, y, weights, *plan), None, None, None
 
 

@@ -109,7 +109,7 @@ def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
     layout = layout_of(experts, spec)
     if "_apply_gate" in experts.__dict__ or layout.has_post_expert_norm:
         return None
-    if layout.input_weights or not layout.fused:
+    if not layout.fused:
         return None
     rule = spec.glu or _ACT_FN
     if spec.glu is None and layout.has_gate and spec.layout is None:
@@ -221,6 +221,5 @@ def run_experts(
             experts.post_expert_norm if layout.has_post_expert_norm else None,
             lora13=lora13,
             lora2=lora2,
-            input_weights=layout.input_weights,
         )
     return out_TD.to(hidden_TD.dtype)

@@ -184,12 +184,13 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
         return "peft: fuse_lora is off"
     fused: list[str] = []
     left: list[str] = []
-    for _, wrapper in found.wrappers:
+    for path, wrapper in found.wrappers:
         obstacle = fusion_obstacle(wrapper)
         if obstacle is None and record_of(wrapper) is None:
             obstacle = "call patch_model again to fuse"
-        (left if obstacle else fused).append(
-            f"{wrapper.parameter_name}: {obstacle}" if obstacle else wrapper.parameter_name
-        )
+        name = wrapper.parameter_name
+        if name == "weight":  # says nothing without the module it belongs to
+            name = f"{path.rpartition('.')[2]}.{name}"
+        (left if obstacle else fused).append(f"{name}: {obstacle}" if obstacle else name)
     parts = [f"fused ({', '.join(sorted(fused))})"] if fused else []
     return "; ".join(parts + [f"peft ({entry})" for entry in left])

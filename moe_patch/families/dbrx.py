@@ -57,7 +57,8 @@ def experts_forward(
     gate_NF, up_NF = grouped_linear(x_ND, w1_EFD, plan), grouped_linear(x_ND, v1_EFD, plan)
     y_ND = grouped_linear(mlp.activation_fn(gate_NF) * up_NF, w2_EFD.mT, plan)
     out_TD = combine_rows(y_ND, weights_TK, plan)
-    return out_TD.to(hidden.dtype).view(hidden.shape[0], -1, D)
+    shape = hidden.shape if hidden.dim() == 3 else (hidden.shape[0], 1, D)
+    return out_TD.to(hidden.dtype).view(shape)
 
 
 DBRX = FamilySpec(

@@ -26,7 +26,7 @@ def product_key_block(
     """
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     # Rows of the two axes come from different tokens: transformers keeps this split of the logits.
-    logits_2TP = block.router_gate(hidden_states).view(2, x_TD.shape[0], -1)
+    logits_2TP = block.router_gate(hidden_states).view(2, x_TD.shape[0], block.num_keys)
     routing = product_key_topk(
         logits_2TP[0],
         logits_2TP[1],

@@ -61,16 +61,22 @@ def experts_forward(
     ids_TK: Tensor | None = None,
     weights_TK: Tensor | None = None,
 ) -> Tensor:
-    """Chosen experts on [T, D], or transformers' own call: E equal stretches of scaled rows."""
+    """Chosen experts on [T, D], or transformers' own call: E equal stretches of scaled rows.
+
+    A scaled row is a token of its own with one expert, whose output then counts as it is.
+    """
     # forward.py imports the registry, which imports this file.
     from moe_patch import forward
 
     if ids_TK is None or weights_TK is None:
         E = experts.num_experts
         ids_N = torch.arange(E, device=hidden.device).repeat_interleave(hidden.shape[0] // E)
-        ids_TK = ids_N.unsqueeze(1)
-        weights_TK = hidden.new_ones(ids_TK.shape)
-    return forward.experts_forward(experts, hidden, ids_TK, weights_TK)
+        ones_N1 = hidden.new_ones(ids_N.shape[0], 1)
+        return forward.experts_forward(experts, hidden, ids_N.unsqueeze(1), ones_N1)
+    rows_ND = (hidden.unsqueeze(1) * weights_TK.unsqueeze(2)).flatten(0, 1)
+    ids_N1 = ids_TK.reshape(-1, 1)
+    out_ND = forward.experts_forward(experts, rows_ND, ids_N1, rows_ND.new_ones(ids_N1.shape))
+    return out_ND.view(*ids_TK.shape, hidden.shape[1]).sum(dim=1)
 
 
 LLAMA4 = FamilySpec(
@@ -85,7 +91,7 @@ LLAMA4 = FamilySpec(
     weights_dtype="logits",
     router_attr="router",
     shared="shared_expert",
-    layout=Layout(is_transposed=True, input_weights=True),
+    layout=Layout(is_transposed=True),
     router_forward=router_forward,
     experts_forward=experts_forward,
     block_forward=block_forward,

@@ -63,7 +63,6 @@ class Layout:
         is_transposed: storage is [E, in, out].
         is_concatenated: gate and up lie side by side, not interleaved.
         has_post_expert_norm: each expert's output is normalised before its routing weight.
-        input_weights: the routing weight multiplies the expert's input, not its output (Llama-4).
         up: attribute path of the up projection; None means gate_up_proj, or up_proj without a gate.
         fused: the storage is one that the experts operator reads; otherwise only the family's own
             ``experts_forward`` does.
@@ -74,7 +73,6 @@ class Layout:
     is_transposed: bool = False
     is_concatenated: bool = True
     has_post_expert_norm: bool = False
-    input_weights: bool = False
     up: str | None = None
     fused: bool = True
 
