@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report
 from tests import tiny_models
@@ -69,6 +70,48 @@ def test_phimoe_samples_the_same_experts(seed) -> None:
     assert torch.equal(results[0][4], results[1][4])
     best = results[0][0].argmax(-1)
     assert (results[0][2][:, 0] != best).any(), "nothing was sampled"
+
+
+BLOCKS = {
+    "dbrx": "DbrxFFN", "deepseek_v4": "DeepseekV4SparseMoeBlock", "doge": "DogeCDMoE",
+    "inkling": "InklingMoE", "jetmoe": "JetMoeMoE", "llama4": "Llama4TextMoe",
+    "longcat_flash": "LongcatFlashMoE", "phimoe": "PhimoeSparseMoeBlock",
+    "zaya": "ZayaSparseMoeBlock",
+}  # fmt: skip
+
+
+def last_block(model: nn.Module, name: str) -> nn.Module:
+    """The last block: DeepSeek-V4's first one hashes token ids."""
+    return [m for m in model.modules() if type(m).__name__ == BLOCKS[name]][-1]
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 32), (0, 5, 32)])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_no_tokens(name, shape) -> None:
+    """The empty result, and zero gradients for everything that the block used."""
+    block = last_block(pair(name)[0], name)
+    x = torch.randn(shape, requires_grad=True)
+    out = block(x)
+    out = out[0] if isinstance(out, tuple) else out
+    assert out.numel() == 0
+    assert out.shape[-1] == 32
+    out.sum().backward()
+    for key, p in block.named_parameters():
+        if p.requires_grad and "router_states_scale" not in key:  # needs a previous layer's state
+            assert p.grad is not None, key
+            assert not p.grad.any(), key
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_block_compiles_without_a_graph_break(name) -> None:
+    block = last_block(pair(name)[0].eval(), name)
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    for mine, eager in zip(
+        run_block(compiled, x).items(), run_block(block, x).items(), strict=True
+    ):
+        if eager[1] is not None:
+            assert_close(mine[1], eager[1], LIMIT, eager[0])
 
 
 # --- contracts of single families -----------------------------------------------------------------
