@@ -135,6 +135,7 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
 
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     """Bind what is not bound yet; the number of modules bound."""
+    _unmark_refused(block)
     spec = block.spec
     bound = 0
     for _, binding in bindings_of(block, config, self_check):
@@ -160,12 +161,21 @@ def _point_at_registry(experts: Any, record: ModulePatch) -> None:
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
-    anchor = (
-        block.block
-        if block.block is not None
-        else next(m for _, m in [*block.experts, *block.routers])
-    )
-    anchor.__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
+    _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
+
+
+def _unmark_refused(block: FoundBlock) -> None:
+    """Forget an earlier refusal: its reason is gone, the block is patched now."""
+    record = record_of(_anchor(block))
+    if record is not None and record.role == "refused":
+        del _anchor(block).__dict__[RECORD]
+
+
+def _anchor(block: FoundBlock) -> nn.Module:
+    """The module that carries a refused block's record."""
+    if block.block is not None:
+        return block.block
+    return next(module for _, module in [*block.experts, *block.routers])
 
 
 def _announce_conflict(blocks: list[FoundBlock]) -> None:

@@ -15,6 +15,7 @@ from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
+from moe_patch.record import record_of
 
 
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
@@ -54,7 +55,8 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if not block.experts and block.spec.experts is not None:
         return "no experts module found in the block"
     for path, (module, _, _, slot) in bindings_of(block, config):
-        foreign = foreign_forward(module, slot)
+        # A wrapper put around our own forward after patching is no obstacle to patching again.
+        foreign = foreign_forward(module, slot) if record_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
             return f"{name} already has a {slot} bound by {origin_of(foreign)}"
