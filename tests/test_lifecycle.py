@@ -214,3 +214,24 @@ def test_forward_bound_by_another_library_is_refused_by_name(where):
     ):
         patch_model(model)
     assert_unchanged(before, snapshot(model))
+
+
+def test_a_wrapper_put_around_our_forward_survives_undo(model):
+    batch = tiny_models.inputs(model)
+    out = logits(model, batch)
+    patch_model(model)
+    fast = logits(model, batch)
+    router = tiny_models.blocks(model)[1][1].gate
+    inner, calls = router.forward, []
+
+    def wrapper(*args):
+        calls.append(args)
+        return inner(*args)
+
+    router.forward = wrapper
+    assert_bits(logits(patch_model(model), batch), fast)
+    assert calls
+    unpatch_model(model)
+    assert router.forward is wrapper
+    assert_bits(logits(model, batch), out)
+    assert len(calls) == 2

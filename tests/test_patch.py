@@ -164,6 +164,24 @@ def test_not_strict_warns_once_and_reports(model):
     assert patch_report(model) == []
 
 
+def test_a_block_refused_once_is_patched_when_the_reason_is_gone(model):
+    expected = logits(model, tiny_models.inputs(model))
+    before = snapshot(model)
+    break_router(model)
+    with pytest.warns(UserWarning, match="borrowed_forward"):
+        patch_model(model, strict=False)
+    del model.model.layers[1].mlp.gate.forward
+    patch_model(model, strict=False)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    roles = [
+        m._moe_patch.role for m in model.model.layers[1].mlp.modules() if "_moe_patch" in m.__dict__
+    ]
+    assert sorted(roles) == ["block", "experts", "router"]
+    assert_close(logits(model, tiny_models.inputs(model)), expected, FP32)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
 def test_dense_model_is_refused_by_name():
     from transformers import LlamaConfig, LlamaForCausalLM
 
