@@ -24,3 +24,8 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = filled
     torch.use_deterministic_algorithms(before)
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """A lambda's repr holds its address: workers of one run would collect different tests."""
+    return argname if getattr(val, "__name__", "") == "<lambda>" else None
