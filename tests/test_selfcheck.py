@@ -82,7 +82,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("model_type", "change", "message"), WRONG, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("model_type", "change", "message"), WRONG)
 def test_a_wrong_entry_is_caught_and_nothing_is_bound(mutate, model_type, change, message) -> None:
     mutate(model_type, **change())
     model = tiny_models.build(model_type)
