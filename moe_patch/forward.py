@@ -11,20 +11,16 @@ own forward does.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moe_patch import route_op
-from moe_patch.backend import choose_backend
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import run_experts
 from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle
 from moe_patch.record import ModulePatch, bound, record_of
-from moe_patch.routing import RouteSpec, route
-from moe_patch.types import Routing
+from moe_patch.route_op import route_impl
 
 EXPERTS_NAME = "moe_patch"
 
@@ -37,23 +33,18 @@ class ExpertsPatch(ModulePatch):
         register_experts()
 
 
-def route_on(
-    logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None, *, backend: str = "auto"
-) -> Routing:
-    """``route`` on Triton where its kernels cover the case, else on torch."""
-    triton = choose_backend(backend, logits_TE.device, logits_TE.dtype).name == "triton"
-    if triton and route_op.route_obstacle(logits_TE, spec, bias_E) is None:
-        return route_op.route(logits_TE, spec, bias_E)
-    return route(logits_TE, spec, bias_E)
-
-
 @bound
 def router_forward(
     router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any
 ) -> Any:
     """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
-    impl = functools.partial(route_on, backend=record.config.backend)
-    routing = record.spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
+    routing = record.spec.route(
+        router,
+        hidden_states,
+        args,
+        ties=record.config.ties,
+        impl=route_impl(record.config.backend),
+    )
     if record.spec.returns is not None:
         return record.spec.returns(router, routing)
     return routing.logits_TE, routing.weights_TK, routing.ids_TK

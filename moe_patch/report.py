@@ -125,7 +125,7 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         return "torch", ""
     router = found.routers[0][1]
     spec = found.spec_of(router)
-    if spec.routing is None or spec.router_forward is not None:
+    if spec.routing is None:
         return "torch", "the family routes in a forward of its own"
     weight = next(p for p in router.parameters() if p.dim() == 2)
     obstacles = []

@@ -6,13 +6,16 @@ default on a CPU. Triton is imported by the first call, not by this module.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moe_patch.backend import choose_backend
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.routing import RouteSpec
+from moe_patch.routing import RouteImpl, RouteSpec
+from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
 
 MAX_EXPERTS = 512
@@ -117,6 +120,20 @@ def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = N
     if spec.group_score == "top2" and spec.groups == E:
         return f"group_score='top2' needs two experts per group, found groups={spec.groups} of {E}"
     return None
+
+
+def route_impl(backend: str) -> RouteImpl:
+    """The :func:`route` of a backend: Triton where its kernels cover the call, else torch."""
+    return functools.partial(_route_on, backend)
+
+
+def _route_on(
+    backend: str, logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None
+) -> Routing:
+    triton = choose_backend(backend, logits_TE.device, logits_TE.dtype).name == "triton"
+    if triton and route_obstacle(logits_TE, spec, bias_E) is None:
+        return route(logits_TE, spec, bias_E)
+    return torch_route(logits_TE, spec, bias_E)
 
 
 def _spec(fields: tuple[Any, ...]) -> RouteSpec:

@@ -9,7 +9,6 @@ buffer, gradient, training flag and RNG state is what it was.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,8 +20,8 @@ from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec, read
-from moe_patch.forward import route_on
 from moe_patch.record import is_ours
+from moe_patch.route_op import route_impl
 
 TOKENS = 48
 # fp64: transformers' routers and some experts cast to fp32 inside, whatever the model's dtype.
@@ -163,7 +162,7 @@ def _compare_routers(
     ties: str = "lower",
 ) -> None:
     def ours(module: nn.Module, hidden: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        impl = functools.partial(route_on, backend=backend)
+        impl = route_impl(backend)
         routing = spec.route(module, hidden, rest, ties=ties, impl=impl)
         if spec.returns is not None:
             return spec.returns(module, routing)

@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear_fp32_no_autocast
 from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.record import ModulePatch, bound
+from moe_patch.route_op import route_impl
 from moe_patch.routing import sigmoid_topk
 
 
@@ -25,7 +26,13 @@ def router_forward(
     shared = router.n_shared_experts
     logits = linear_fp32_no_autocast(router, hidden_states)
     routed_TE, shared_logits = logits[:, :-shared], logits[:, -shared:]
-    ids_TK = record.spec.choose(router, routed_TE, hidden_states, ties=record.config.ties).ids_TK
+    ids_TK = record.spec.choose(
+        router,
+        routed_TE,
+        hidden_states,
+        ties=record.config.ties,
+        impl=route_impl(record.config.backend),
+    ).ids_TK
     with torch.autocast(hidden_states.device.type, enabled=False):
         joint = torch.nn.functional.logsigmoid(
             torch.cat([routed_TE.gather(1, ids_TK), shared_logits], dim=-1)

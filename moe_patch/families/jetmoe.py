@@ -16,6 +16,7 @@ from moe_patch.composed import combine_rows, gather_rows, grouped_linear
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.record import ModulePatch, bound
 from moe_patch.reference import build_plan
+from moe_patch.route_op import route_impl
 from moe_patch.routing import topk_softmax
 from moe_patch.types import Plan
 
@@ -30,7 +31,9 @@ def gating_forward(
     router: Any, record: ModulePatch, hidden_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Plan, Tensor]:
     """Rows by expert, their tokens, their weights, the plan, and the logits."""
-    routing = record.spec.route(router, hidden_TD, (), ties=record.config.ties)
+    routing = record.spec.route(
+        router, hidden_TD, (), ties=record.config.ties, impl=route_impl(record.config.backend)
+    )
     plan = build_plan(routing.ids_TK, router.num_experts)
     row_of_N = plan.row_of_N.long()
     weight_N = routing.weights_TK.reshape(-1)[row_of_N]

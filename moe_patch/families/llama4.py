@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.record import ModulePatch, bound
+from moe_patch.route_op import route_impl
 from moe_patch.routing import RouteImpl, RouteSpec, route
 from moe_patch.types import Routing
 
@@ -38,7 +39,9 @@ def topk_sigmoid(
 @bound
 def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Scores as transformers returns them, [T, E] and zero where not chosen, and the logits."""
-    routing = record.spec.route(router, hidden_TD, (), ties=record.config.ties)
+    routing = record.spec.route(
+        router, hidden_TD, (), ties=record.config.ties, impl=route_impl(record.config.backend)
+    )
     dense_TE = torch.zeros_like(routing.logits_TE)
     return dense_TE.scatter(1, routing.ids_TK, routing.weights_TK), routing.logits_TE
 
@@ -48,7 +51,9 @@ def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tens
     """Shared expert plus routed experts, [T, D], and the router logits."""
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     _, logits_TE = block.router(x_TD)
-    routing = record.spec.choose(block, logits_TE, x_TD, ties=record.config.ties)
+    routing = record.spec.choose(
+        block, logits_TE, x_TD, ties=record.config.ties, impl=route_impl(record.config.backend)
+    )
     routed_TD = block.experts(x_TD, routing.ids_TK, routing.weights_TK)
     return block.shared_expert(x_TD) + routed_TD, logits_TE
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.record import ModulePatch, bound
+from moe_patch.route_op import route_impl
 from moe_patch.routing import softmax_topk
 
 
@@ -35,7 +36,13 @@ def router_forward(
     """Logits, weights, ids, and the router state for the next layer."""
     state = router_state(router, hidden_states, router_states)
     logits = class_logits(router, state)
-    routing = record.spec.choose(router, logits, hidden_states, ties=record.config.ties)
+    routing = record.spec.choose(
+        router,
+        logits,
+        hidden_states,
+        ties=record.config.ties,
+        impl=route_impl(record.config.backend),
+    )
     skipped_TK = routing.ids_TK == router.num_experts
     return (
         routing.logits_TE,
