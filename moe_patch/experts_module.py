@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.composed import experts_composed
+from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
 from moe_patch.lora import HANDED_DOWN, live_factors, to_lora
 from moe_patch.ops import experts_mlp
@@ -96,9 +97,24 @@ def read_projection(
     weight, factors = (
         live if live is not None else (getattr(experts, name), handed_down.get(name, []))
     )
+    require_float(weight, f"{type(experts).__name__}.{name}")
     w_EOI = weight.mT if transposed else weight
     lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora
+
+
+def require_float(weight: Tensor, where: str) -> None:
+    """Packed or 8-bit storage is never taken for numbers.
+
+    Raises:
+        UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more.
+    """
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+        raise UnsupportedModelError(
+            f"{where}: expert weights are stored in {weight.dtype}; accepted: bf16, fp16, fp32 and "
+            "fp64, or a parametrization that yields one of them; leave such a model to "
+            "transformers (unpatch_model if it was quantised after patching)"
+        )
 
 
 def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:

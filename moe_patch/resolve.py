@@ -11,7 +11,7 @@ from moe_patch.bindings import bindings_of, foreign_forward, origin_of
 from moe_patch.config import PatchConfig
 from moe_patch.discover import DECORATED, FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import read_glu, stored_weight
+from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
@@ -104,6 +104,7 @@ def _check_experts_module(
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
         weight = stored_weight(experts, spec)
+        require_float(weight, f"{path} ({type(experts).__name__})")
         if not weight.is_meta:
             choose_backend(config.backend, weight.device, weight.dtype)
 
