@@ -8,6 +8,8 @@ import accelerate
 import pytest
 import torch
 from peft import inject_adapter_in_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import patch_model, patch_report, patched, unpatch_model
@@ -54,6 +56,31 @@ def test_inside_ddp(model, process_group, patch_first):
         assert_bits(found, wanted)
     unpatch_model(wrapped)
     assert patch_report(model) == []
+
+
+@pytest.mark.parametrize("order", ["patch first", "shard first"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
+def test_fsdp2_units_with_adapters(model_type, order, process_group):
+    mesh = init_device_mesh("cpu", (1,))
+    reference = adapt(tiny_models.build(model_type), lora_config(EXPERTS))
+    ours = adapt(tiny_models.build(model_type), lora_config(EXPERTS))
+    batch = tiny_models.inputs(reference.base_model.model)
+    expected = gradients(reference, batch)
+    if order == "patch first":
+        patch_model(ours)
+    for layer in ours.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    patch_model(ours)
+    check = "passed" if order == "patch first" else "skipped: DTensor weights"
+    assert {(r.tier, r.lora, r.self_check) for r in patch_report(ours)} == {
+        ("full", "fused (down_proj, gate_up_proj)", check)
+    }
+    found = [gradient.full_tensor() for gradient in gradients(ours, batch)]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_close(mine, theirs, FP32)
+    unpatch_model(ours)
+    assert not any("_moe_patch" in module.__dict__ for module in ours.modules())
 
 
 def test_inside_a_compiled_wrapper(model):

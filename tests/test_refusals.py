@@ -1,0 +1,190 @@
+"""What cannot be patched is refused by name before anything changed, or reported if not strict."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from moe_patch import (
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    patch_model,
+    patch_report,
+    unpatch_model,
+)
+from tests import tiny_models
+from tests.adapters import UP, adapt, lora_config
+from tests.numerics import FP32, assert_close
+from tests.snapshots import assert_unchanged, logits, snapshot
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("qwen2_moe")
+
+
+def borrowed_forward(module, *args, **kwargs):
+    return type(module).forward(module, *args, **kwargs)
+
+
+def break_router(model):
+    model.model.layers[1].mlp.gate.forward = functools.partial(
+        borrowed_forward, model.model.layers[1].mlp.gate
+    )
+
+
+def break_attribute(model):
+    del model.model.layers[1].mlp.gate.norm_topk_prob
+
+
+def break_weight(model):
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.detach()[:, :, :-1].contiguous())
+
+
+def break_values(model):
+    """The class computes something else than its family entry says: only the self-check sees it."""
+
+    class DoublingRouter(type(model.model.layers[1].mlp.gate)):
+        def forward(self, hidden_states):
+            scores, weights, ids = super().forward(hidden_states)
+            return scores, 2 * weights, ids
+
+    model.model.layers[1].mlp.gate.__class__ = DoublingRouter
+
+
+@pytest.mark.parametrize("break_it", [break_router, break_attribute, break_weight, break_values])
+def test_failure_leaves_the_model_as_it_was(model, break_it):
+    logits(model, tiny_models.inputs(model))
+    break_it(model)
+    before, rng = snapshot(model), torch.get_rng_state()
+    with pytest.raises((UnsupportedModelError, RuntimeError)) as raised:
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert patch_report(model) == []
+    if break_it is not break_weight:
+        assert isinstance(raised.value, UnsupportedModelError)
+        assert "Router" in str(raised.value) or "layers.1.mlp" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"backend": "triton"}, {"backend": "cuda"}, {"stric": True}, {"fuse_lora": "require"}],
+    ids=str,
+)
+def test_option_that_cannot_hold_is_an_error_and_changes_nothing(options):
+    model = adapt(tiny_models.build("gpt_oss"), lora_config([UP, "experts.gate_up_proj_bias"]))
+    before = snapshot(model)
+    with pytest.raises(UnsupportedOptionError):
+        patch_model(model, **options)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_not_strict_warns_once_and_reports(model):
+    break_router(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model, strict=False)
+    (warning,) = [w for w in caught if "moe_patch" in str(w.message)]
+    assert "1 of 2 MoE blocks" in str(warning.message)
+    assert "borrowed_forward" in str(warning.message)
+    assert warning.filename == __file__
+    assert [row.tier for row in patch_report(model)] == ["full", "refused"]
+    assert isinstance(model.model.layers[1].mlp.gate.forward, functools.partial)
+    unpatch_model(model)
+    assert patch_report(model) == []
+
+
+def test_a_block_refused_once_is_patched_when_the_reason_is_gone(model):
+    expected = logits(model, tiny_models.inputs(model))
+    before = snapshot(model)
+    break_router(model)
+    with pytest.warns(UserWarning, match="borrowed_forward"):
+        patch_model(model, strict=False)
+    del model.model.layers[1].mlp.gate.forward
+    patch_model(model, strict=False)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    roles = [
+        m._moe_patch.role for m in model.model.layers[1].mlp.modules() if "_moe_patch" in m.__dict__
+    ]
+    assert sorted(roles) == ["block", "experts", "router"]
+    assert_close(logits(model, tiny_models.inputs(model)), expected, FP32)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_dense_model_is_refused_by_name():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {
+        name: tiny_models.SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")
+    }
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=16))
+    before = snapshot(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM: no MoE block found.*qwen3_moe"
+    ):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+class RemoteExpert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.proj(x)
+
+
+class RemoteBlock(nn.Module):
+    """As remote-code models of 2023 have it: one small MLP per expert in a ModuleList."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(RemoteExpert() for _ in range(4))
+
+
+def test_module_list_experts_are_refused_with_the_reason():
+    model = nn.ModuleDict({"mlp": RemoteBlock()})
+    before = snapshot(model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"mlp: .*RemoteBlock keeps its experts as a ModuleList"
+    ):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+    with pytest.warns(UserWarning, match="ModuleList"):
+        patch_model(model, strict=False)
+    (row,) = patch_report(model)
+    assert (row.path, row.tier) == ("mlp", "refused")
+    assert "ModuleList" in row.reason
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def store_experts_in(model, dtype):
+    for _, block in tiny_models.blocks(model):
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(block.experts, name).detach().to(dtype)
+            setattr(block.experts, name, nn.Parameter(weight, requires_grad=False))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_packed_or_8_bit_weights_are_refused_by_name(model, dtype, self_check):
+    before = snapshot(model)
+    patch_model(model)
+    store_experts_in(model, dtype)
+    with pytest.raises(UnsupportedModelError, match=rf"Qwen2MoeExperts.gate_up_proj.*{dtype}"):
+        model(**tiny_models.inputs(model))
+    unpatch_model(model)
+    with pytest.raises(UnsupportedModelError, match=rf"layers.0.mlp.experts.*stored in {dtype}"):
+        patch_model(model, self_check=self_check)
+    assert before.keys() == snapshot(model).keys()
+    assert patch_report(model) == []
