@@ -126,7 +126,10 @@ CHECKS = {
         check_router_in_bf16,
         "test_routing::test_router_matches_transformers_in_bf16",
     ),
-    "ties": (check_ties, "test_routing::test_ties_go_to_the_lower_id_and_the_lower_group"),
+    "ties": (
+        check_ties,
+        "test_routing_definition::test_ties_go_to_the_lower_id_and_the_lower_group",
+    ),
     "block": (check_block, "test_families::test_block_matches_transformers"),
     "model": (check_model, "test_families::test_model_matches_transformers"),
     "trace": (check_trace, "test_families::test_the_declared_tier_is_what_runs"),

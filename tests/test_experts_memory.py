@@ -1,0 +1,173 @@
+"""What the experts operator writes, never writes, keeps for backward and computes on demand."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_patch import reference
+from tests.experts_cases import (
+    FULL,
+    Case,
+    D,
+    E,
+    F,
+    K,
+    arguments,
+    drawn,
+    gradients,
+    make_inputs,
+    ours,
+    run,
+)
+from tests.numerics import FP64, assert_bits, assert_close, probe
+
+
+def fill_allocator_with_nan(t: dict[str, Tensor]) -> None:
+    """Allocate and free NaN tensors of the sizes the operator will ask for."""
+    sizes = [v.numel() for v in t.values()] + [t["ids"].numel() * n for n in (D, F, 2 * F, 1)]
+    for size in sizes * 3:
+        torch.full((size,), float("nan"), dtype=t["x"].dtype)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "bias and LoRA"])
+def test_experts_without_tokens_get_exact_zeros(poisoned_memory, recompute, full) -> None:
+    case = Case(bias=full, lora13=full, lora2=full, recompute=recompute)
+    counts = [162, 0, 577, 446, 0]
+    t = make_inputs(case)
+    ids = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
+    ids = ids[torch.randperm(len(ids))].view(-1, 1)
+    T = len(ids)
+    t |= {"x": torch.randn(T, D).double().requires_grad_(), "ids": ids}
+    t["weights"] = torch.rand(T, 1).double().requires_grad_()
+    fill_allocator_with_nan(t)
+    first, second = run(case, t), run(case, t)
+    for name, value in first.items():
+        assert torch.isfinite(value).all(), name
+        assert_bits(second[name], value, name)
+        if name not in ("out", "x", "weights"):
+            assert not value[[1, 4]].any(), name
+            assert value[[0, 2, 3]].any(), name
+
+
+@pytest.mark.parametrize("case", [drawn(seed) for seed in range(12)], ids=str)
+def test_poisoned_memory_changes_nothing(case, poisoned_memory) -> None:
+    t = make_inputs(case)
+    mine, out = run(case, t), reference.experts(*arguments(case, t))
+    for name, value in ({"out": out.detach()} | gradients(out, t)).items():
+        assert_close(mine[name], value, FP64, name)
+
+
+@pytest.mark.parametrize("case", [drawn(seed) for seed in range(12)], ids=str)
+def test_inputs_are_never_written(case) -> None:
+    t = make_inputs(case, torch.float32)
+    before = {k: v.detach().clone() for k, v in t.items()}
+    wide = torch.randn(case.T, D + 8)
+    copy = wide.clone()
+    view = wide[:, 3 : 3 + D].requires_grad_()
+    run(case, t)
+    run(case, t | {"x": view})
+    with torch.no_grad():
+        ours(case, t)
+    assert_bits(wide, copy, "the tensor around x")
+    for name, value in before.items():
+        assert_bits(t[name], value, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forty_repeats_are_bit_identical(dtype) -> None:
+    case = FULL
+    t = make_inputs(case, dtype)
+    first = run(case, t)
+    for _ in range(39):
+        again = run(case, t)
+        for name, value in first.items():
+            assert_bits(again[name], value, name)
+
+
+# --- what autograd asks for, and what is kept for it ----------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_gradients_only_where_asked_for(seed) -> None:
+    case = replace(FULL, recompute=bool(seed % 2))
+    t = make_inputs(case)
+    full = run(case, t)
+    pick = random.Random(seed)
+    wanted = {name for name in t if name != "ids" and pick.random() < 0.4} or {"lb13"}
+    leaves = {n: v.detach().requires_grad_(n in wanted) for n, v in t.items() if n != "ids"}
+    probe(ours(case, leaves | {"ids": t["ids"]})).backward()
+    for name, leaf in leaves.items():
+        assert (leaf.grad is not None) == (name in wanted), name
+        if name in wanted:
+            assert_bits(leaf.grad, full[name], name)
+
+
+@pytest.mark.parametrize(
+    "only", ["x", "weights", "w13", "w2", "b13", "b2", "a13", "lb13", "a2", "lb2"]
+)
+def test_each_gradient_alone(only) -> None:
+    case = FULL
+    t = make_inputs(case)
+    full = run(case, t)
+    leaves = {n: v.detach().requires_grad_(n == only) for n, v in t.items() if n != "ids"}
+    probe(ours(case, leaves | {"ids": t["ids"]})).backward()
+    assert_bits(leaves[only].grad, full[only])
+
+
+def saved_bytes(case: Case, t: dict[str, Tensor]) -> int:
+    """Bytes kept from forward to backward beyond the inputs themselves."""
+    inputs = {v.untyped_storage().data_ptr() for v in t.values()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in inputs:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ours(case, t)
+    kept.pop(0, None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "bias and LoRA"])
+def test_only_h_and_the_plan_are_kept(full) -> None:
+    case = Case(bias=full, lora13=full, lora2=full, T=200)
+    t = make_inputs(case, torch.bfloat16)
+    N = 200 * K
+    plan = 4 * (N + N + E + 1)
+    assert saved_bytes(case, t) == N * 2 * F * 2 + plan
+    assert saved_bytes(replace(case, recompute=True), t) == plan
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    t = make_inputs(Case())
+    with torch.no_grad():
+        assert saved_bytes(Case(), t) == 0
+    frozen = {n: v.detach() for n, v in t.items()}
+    assert not ours(Case(), frozen).requires_grad
+
+
+@pytest.mark.parametrize(("full", "T"), [(False, 0), (False, 7), (True, 7)])
+def test_opcheck(full, T) -> None:
+    case = Case(bias=full, lora13=full, lora2=full, T=T)
+    t = make_inputs(case, torch.float32)
+    x, ids, weights, w, glu, lora13, lora2 = arguments(case, t)
+    a13, lb13, s13 = lora13 or (None, None, 1.0)
+    a2, lb2, s2 = lora2 or (None, None, 1.0)
+    rest = (*w, a13, lb13, a2, lb2, s13, s2, *(getattr(glu, f.name) for f in fields(glu)), "torch")
+    for keep in (True, False):
+        args = (x, ids, weights, *rest, keep, keep, None)
+        torch.library.opcheck(torch.ops.moe_patch.experts.default, args)
+    with torch.no_grad():
+        _, *plan, h, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, True, False, None)
+    args = (torch.randn_like(x), x, weights, *rest, *plan, h, [True] * 10 + [True])
+    args = [a.detach() if isinstance(a, Tensor) else a for a in args]
+    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
