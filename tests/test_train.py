@@ -106,7 +106,7 @@ def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
 
 
 def test_patch_off(tmp_path, text_file, monkeypatch, capsys):
-    monkeypatch.setattr(moe_patch, "patch_model", None)
+    monkeypatch.setattr(run, "patch_model", None)
     result = run.run(small(tmp_path, text_file, moe_patch=False, compare_unpatched=True))
     assert list(result.trained) == ["unpatched"]
     assert "moe_patch: off" in capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_checks_catch_a_wrong_patch(tmp_path, text_file, monkeypatch):
                 module.register_forward_hook(lambda m, args, out: out * 1.01)
         return model
 
-    monkeypatch.setattr(moe_patch, "patch_model", wrong)
+    monkeypatch.setattr(run, "patch_model", wrong)
     result = run.run(small(tmp_path, text_file, compare_unpatched=True))
     assert len(result.failed) == len(result.checks) == 2
 

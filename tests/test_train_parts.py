@@ -79,6 +79,7 @@ def test_blocks_hold_the_text_in_order():
 
 def test_output_appears_only_when_finished(tmp_path):
     output = OutputFolder(tmp_path / "a" / "out")
+    output.check()
     assert not (tmp_path / "a").exists()
     with output.open() as folder:
         (folder / MARKER).write_text("{}")
@@ -101,7 +102,7 @@ def test_output_is_removed_after_an_error_but_not_checkpoints(tmp_path, capsys):
         fail_after_a_checkpoint(folder)
     assert str(output.partial) in capsys.readouterr().err
     with pytest.raises(UnsupportedOptionError, match="left by an interrupted run"):
-        OutputFolder(tmp_path / "out")
+        OutputFolder(tmp_path / "out").check()
 
 
 def test_output_never_replaces_what_is_not_a_run(tmp_path):
@@ -109,11 +110,13 @@ def test_output_never_replaces_what_is_not_a_run(tmp_path):
     taken.mkdir()
     (taken / "thesis.tex").write_text("x")
     with pytest.raises(UnsupportedOptionError, match="not empty"):
-        OutputFolder(taken)
+        OutputFolder(taken).check()
     with pytest.raises(UnsupportedOptionError, match="left alone"):
-        OutputFolder(taken, overwrite=True)
+        OutputFolder(taken, overwrite=True).check()
     (taken / MARKER).write_text("{}")
-    with OutputFolder(taken, overwrite=True).open() as folder:
+    output = OutputFolder(taken, overwrite=True)
+    output.check()
+    with output.open() as folder:
         (folder / "new").touch()
     assert [p.name for p in taken.iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
@@ -123,7 +126,7 @@ def test_unwritable_output(tmp_path):
     """A path below a file: permission bits would not stop root, which tests may run as."""
     (tmp_path / "file").touch()
     with pytest.raises(UnsupportedOptionError, match="cannot be written"):
-        OutputFolder(tmp_path / "file" / "out")
+        OutputFolder(tmp_path / "file" / "out").check()
 
 
 def test_loss_check_finds_early_late_and_nan():

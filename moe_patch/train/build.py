@@ -67,9 +67,16 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
     """TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
     values = {**TRAINING_DEFAULTS, **config.training, **overrides}
     try:
-        return TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
+        args = TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
     except (ImportError, TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"training: {one_line(error)}") from error
+    if args.n_gpu > 1:
+        # The Trainer would fall back to nn.DataParallel, whose replicas share bound methods.
+        raise UnsupportedOptionError(
+            f"{args.n_gpu} GPUs are visible to one process: start one process per GPU (torchrun "
+            f"--nproc-per-node {args.n_gpu} -m moe_patch train ...), or set CUDA_VISIBLE_DEVICES"
+        )
+    return args
 
 
 def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,18 +22,15 @@ class OutputFolder:
     Args:
         path: the folder; it must not exist, be empty, or (with ``overwrite``) hold a finished run.
         overwrite: replace a finished run, and what an interrupted one has left.
-
-    Raises:
-        UnsupportedOptionError: the path is taken or cannot be written.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
         self.path = Path(path).absolute()
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.overwrite = overwrite
-        self._check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises UnsupportedOptionError when the path is taken or cannot be written."""
         where = f"output_dir {self.path}"
         try:
             taken = self.path.exists() and any(self.path.iterdir())
@@ -57,23 +54,35 @@ class OutputFolder:
             raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
 
     @contextmanager
-    def open(self) -> Iterator[Path]:
+    def open(self, main: bool = True, barrier: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """A folder to write to. It becomes ``path`` when the block ends without an error.
 
         After an error it is deleted, unless it holds checkpoints: hours of work are kept.
+
+        Args:
+            main: whether this is the one process, of all that share the folder, that manages it.
+            barrier: waits for all of these processes.
         """
-        if self.partial.exists():
-            shutil.rmtree(self.partial)
-        self.partial.mkdir(parents=True)
+        if main:
+            if self.partial.exists():
+                shutil.rmtree(self.partial)
+            self.partial.mkdir(parents=True)
+        barrier()
         try:
             yield self.partial
         except BaseException:
-            if any(self.partial.glob("checkpoints/checkpoint-*")):
-                print(f"moe_patch: checkpoints kept in {self.partial}", file=sys.stderr)
-            else:
-                shutil.rmtree(self.partial)
+            if main:
+                self._discard()
             raise
-        self._publish()
+        barrier()
+        if main:
+            self._publish()
+
+    def _discard(self) -> None:
+        if any(self.partial.glob("checkpoints/checkpoint-*")):
+            print(f"moe_patch: checkpoints kept in {self.partial}", file=sys.stderr)
+        else:
+            shutil.rmtree(self.partial)
 
     def _publish(self) -> None:
         checkpoints = self.partial / "checkpoints"

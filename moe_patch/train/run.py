@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments
 
+from moe_patch.patch import patch_model
+from moe_patch.report import BlockReport, patch_report
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
@@ -51,9 +53,21 @@ class _Inputs:
     blocks: TokenBlocks
     args: TrainingArguments
 
+    @property
+    def main(self) -> bool:
+        """Whether this process is the one that prints and writes."""
+        return self.args.process_index == 0
+
+    def say(self, *lines: Any) -> None:
+        if self.main:
+            print(*lines, sep="\n")
+
 
 def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     """Train, compare, reload, and leave a finished folder at ``config.output_dir``.
+
+    Every process of a distributed run (torchrun, accelerate launch) calls this; the first of them
+    prints, writes and makes the checks that need one process only.
 
     Args:
         config: the checked configuration.
@@ -65,38 +79,48 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         In both cases nothing has been trained and nothing is left on the disk.
     """
     start = time.perf_counter()
-    build.check_options(config)
     output = OutputFolder(config.output_dir, overwrite)
+    inputs = _prepare(config, output)
+    model = _build(inputs)
+    inputs.say(_describe(model), _patch(model, config))
+    name = "unpatched" if config.moe_patch is False else "patched"
+    with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
+        trained = {name: train_once(model, inputs.args, inputs.blocks, name=name)}
+        rows = patch_report(model)
+        dtype = _weights_dtype(model, config)
+        logits = _save(model, inputs, folder, output.path) if inputs.main else None
+        del model
+        found = _compare(inputs, trained, dtype) if name == "patched" else []
+        if logits is not None:
+            found.append(_reload(inputs, folder, logits, dtype))
+            _tell(folder, config, trained, found, rows)
+            report.write_summary(folder, config, trained, found, rows)
+    inputs.say(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
+    return RunResult(output.path, trained, found)
+
+
+def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
+    build.check_options(config)
     args = build.training_arguments(config, output.partial / "checkpoints")
+    if args.process_index == 0:
+        output.check()
     texts = read_texts(config.data)
     tokenizer = build.build_tokenizer(config.tokenizer, texts)
     blocks = make_blocks(texts, tokenizer, config.data.block_size)
     inputs = _Inputs(config, tokenizer, blocks, args)
-    print(
+    inputs.say(
         f"data: {len(texts)} documents, {sum(map(len, texts)) / 1e6:.2f} M characters, "
         f"{len(blocks)} blocks of {config.data.block_size} tokens; "
         f"vocabulary of {len(tokenizer)}"
     )
-    model = _build(inputs)
-    print(_describe(model))
-    rows = _patch(model, config)
-    with output.open() as folder:
-        name = "unpatched" if config.moe_patch is False else "patched"
-        trained = {name: train_once(model, args, blocks, name=name)}
-        logits, dtype, device = _save(model, inputs, folder, output.path)
-        del model
-        found = _compare(inputs, trained, dtype) if name == "patched" else []
-        found.append(_reload(inputs, folder, logits, dtype, device))
-        _tell(folder, config, trained, found)
-        report.write_summary(folder, config, trained, found, rows)
-    print(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
-    return RunResult(output.path, trained, found)
+    return inputs
 
 
 def _build(inputs: _Inputs) -> Any:
     config = inputs.config
     base = build.build_base(config.model, inputs.tokenizer, config.seed)
-    return build.add_adapters(base, config.lora, config.seed)
+    # Moved before the patch: the backend and its self-check depend on the device.
+    return build.add_adapters(base, config.lora, config.seed).to(inputs.args.device)
 
 
 def _describe(model: Any) -> str:
@@ -105,23 +129,21 @@ def _describe(model: Any) -> str:
     return f"model: {total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M of them trained"
 
 
-def _patch(model: Any, config: TrainConfig) -> list[Any]:
-    """Patch in place and print the report; an empty list when the file says not to."""
+def _patch(model: Any, config: TrainConfig) -> str:
+    """Patch in place unless the file says not to; returns one line about it."""
     if config.moe_patch is False:
-        print("moe_patch: off, as the configuration says")
-        return []
-    from moe_patch import patch_model, patch_report
-
+        return "moe_patch: off, as the configuration says"
     patch_model(model, config.moe_patch)
-    rows = patch_report(model)
-    print(rows)
-    return rows
+    return f"moe_patch: {len(patch_report(model))} MoE blocks patched"
 
 
-def _save(
-    model: Any, inputs: _Inputs, folder: Path, final: Path
-) -> tuple[Tensor, torch.dtype, torch.device]:
-    """Save the trained model; returns its logits on the first examples, dtype and device."""
+def _weights_dtype(model: Any, config: TrainConfig) -> torch.dtype:
+    """The dtype of the base weights; adapters may have another."""
+    return next(p.dtype for p in model.parameters() if config.lora is None or not p.requires_grad)
+
+
+def _save(model: Any, inputs: _Inputs, folder: Path, final: Path) -> Tensor:
+    """Save the trained model; returns its logits on the first examples."""
     config = inputs.config
     target = folder / ("model" if config.lora is None else "adapter")
     if config.lora is not None and config.model.path is None:
@@ -135,8 +157,7 @@ def _save(
     options = {} if config.lora is None else {"save_embedding_layers": False}
     model.save_pretrained(target, **options)
     inputs.tokenizer.save_pretrained(target)
-    weight = next(p for p in model.parameters() if not p.requires_grad or config.lora is None)
-    return checks.probe_logits(model, inputs.blocks), weight.dtype, weight.device
+    return checks.probe_logits(model, inputs.blocks)
 
 
 def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -> list[Check]:
@@ -153,17 +174,21 @@ def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -
     return checks.compare_losses(trained["patched"].losses, trained["unpatched"].losses, dtype)
 
 
-def _reload(
-    inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype, device: torch.device
-) -> Check:
+def _reload(inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype) -> Check:
     gc.collect()
-    reloaded = checks.reload_unpatched(folder, inputs.config.model, device)
+    reloaded = checks.reload_unpatched(folder, inputs.config.model, inputs.args.device)
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
 
 
 def _tell(
-    folder: Path, config: TrainConfig, trained: dict[str, Trained], found: list[Check]
+    folder: Path,
+    config: TrainConfig,
+    trained: dict[str, Trained],
+    found: list[Check],
+    rows: list[BlockReport],
 ) -> None:
+    if rows:
+        print(rows)
     patched, unpatched = (
         trained[name].losses if name in trained else {} for name in ("patched", "unpatched")
     )
