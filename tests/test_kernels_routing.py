@@ -121,6 +121,7 @@ def check_shared_scores(device: str) -> None:
     """Different logits whose scores are equal: the lower id wins, as in the definition."""
     for score, logits in (
         ("softmax", [-1e4, -2e4, 3e4, -3e4, 0.0, 1.0, -5e4, -4e4]),  # all but one underflow
+        ("softmax", [-4e3, -1e3, 4e3, 3e3, 3e3, 3e3, 3e3, 3e3]),  # ties beyond the next in rank
         ("sigmoid", [20.0, 30.0, 25.0, 40.0, -3.0, 50.0, 60.0, 35.0]),  # saturated
         (
             "softmax",

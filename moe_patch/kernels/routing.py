@@ -22,6 +22,9 @@ from moe_patch.routing import RouteSpec
 # which pays until the wider keys of fp32 logits leave too few warps to hide their latency.
 FORWARD_COLUMNS = {2: 32, 4: 8}
 BACKWARD_COLUMNS = 16
+# Registers per thread of the forward kernel. The rare exact pass would take more and so halve the
+# warps at work; with these it spills, and nothing else does.
+FORWARD_REGISTERS = 80
 
 
 class RouteForward(NamedTuple):
@@ -121,7 +124,7 @@ def route_forward(
             SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
             SUM=needs_sum, RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps,
             COUNT=count_tokens, LSE=with_lse,
-            num_warps=1, enable_fp_fusion=False,
+            num_warps=1, enable_fp_fusion=False, **_register_limit(),
         )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
@@ -162,6 +165,10 @@ def route_backward(
             RENORMALIZE=renormalize, CLAMP=spec.clamp_eps, num_warps=1,
         )  # fmt: skip
     return dlogits_TE
+
+
+def _register_limit() -> dict[str, int]:
+    return {"maxnreg": FORWARD_REGISTERS} if torch.version.hip is None else {}
 
 
 def _packing(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:

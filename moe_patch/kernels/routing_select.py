@@ -84,11 +84,13 @@ def next_below(packed_BWL, last_B):
 
 @triton.jit
 def select_packed(
-    packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, MORE: tl.constexpr
-):
-    """Columns [B, KP] of the K largest packed keys in order; with MORE also each one's successor.
+    packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NEXT: tl.constexpr
+):  # fmt: skip
+    """Columns [B, KP] of the K largest packed keys in order, and what a check may need.
 
-    ``close_B`` tells whether any of those K + 1 share all but the column with their successor.
+    NEXT is "none"; "key": ``close_B`` tells whether any two neighbours among the best K + 1 differ
+    in nothing but the column; or "value": ``next_BK`` has each one's successor, for the last the
+    best column of a smaller value (where there is none, any column).
     """
     k_K = tl.arange(0, KP)
     last_B = row_max(packed_BWL)
@@ -97,10 +99,13 @@ def select_packed(
     close_B = last_B != last_B
     for k in tl.static_range(K):
         cols_BK = tl.where((k_K == k)[None, :], (C - 1 - (last_B & (C - 1)))[:, None], cols_BK)
-        if MORE or k < K - 1:
-            after_B = next_below(packed_BWL, last_B)
-            if MORE:
+        if NEXT != "none" or k < K - 1:
+            after_B = next_below(
+                packed_BWL, last_B & -C if NEXT == "value" and k == K - 1 else last_B
+            )
+            if NEXT == "key":
                 close_B = close_B | ((after_B ^ last_B) & -C == 0)
+            if NEXT == "value":
                 next_BK = tl.where(
                     (k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK
                 )
