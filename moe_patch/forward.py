@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import run_experts
-from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle
+from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle, paused
 from moe_patch.record import ModulePatch, bound, record_of
 from moe_patch.route_op import route_impl
 
@@ -102,7 +102,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     PEFT's own forward runs when adapters are disabled, merged or chosen per sample, and where
     :func:`fusion_obstacle` says so.
     """
-    by_peft = kwargs.get("adapter_names") is not None or wrapper.disable_adapters or wrapper.merged
+    by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
     if by_peft or fusion_obstacle(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     wrapper._check_forward_args(x, *args, **kwargs)

@@ -53,6 +53,13 @@ def fusion_obstacle(wrapper: Any) -> str | None:
     return None
 
 
+def paused(wrapper: Any) -> str | None:
+    """Why PEFT's own path runs just now, though the wrapper could be fused; else None."""
+    if wrapper.disable_adapters:
+        return "adapters are disabled"
+    return "adapters are merged into the weight" if wrapper.merged else None
+
+
 def active_factors(wrapper: Any) -> list[Factors]:
     """The factors of a wrapper's active adapters, in their order; read at call time."""
     names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]

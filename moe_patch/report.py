@@ -12,7 +12,7 @@ from moe_patch.backend import choose_backend
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
-from moe_patch.lora import fusion_obstacle
+from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.record import ModulePatch, record_of
 from moe_patch.route_op import route_obstacle
 from moe_patch.routing import RouteSpec
@@ -185,7 +185,7 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
     fused: list[str] = []
     left: list[str] = []
     for path, wrapper in found.wrappers:
-        obstacle = fusion_obstacle(wrapper)
+        obstacle = fusion_obstacle(wrapper) or paused(wrapper)
         if obstacle is None and record_of(wrapper) is None:
             obstacle = "call patch_model again to fuse"
         name = wrapper.parameter_name
