@@ -128,6 +128,17 @@ def test_lora_column_of_one_projection_and_of_attention_alone():
     assert lora_column(model) == "none"
 
 
+def test_lora_column_while_disabled_or_merged():
+    model = patch_model(adapt(tiny_models.build("qwen3_moe"), lora_config([UP])))
+    with model.disable_adapter():
+        assert lora_column(model) == "peft (gate_up_proj: adapters are disabled)"
+    assert lora_column(model) == "fused (gate_up_proj)"
+    model.merge_adapter()
+    assert lora_column(model) == "peft (gate_up_proj: adapters are merged into the weight)"
+    model.unmerge_adapter()
+    assert lora_column(model) == "fused (gate_up_proj)"
+
+
 def test_lora_column_off():
     model = patch_model(
         adapt(tiny_models.build("qwen3_moe"), lora_config(EXPERTS)), fuse_lora="off"
