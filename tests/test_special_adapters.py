@@ -48,6 +48,43 @@ def test_adapters_on_the_experts(name, order) -> None:
                 assert_close(value, reference(**batch)[key], LIMIT, key)
 
 
+# What PEFT can adapt of the router and of the block around the experts: parameters, modules.
+AROUND = {
+    "afmoe": ((), ("router.gate",)),
+    "dbrx": ((), ("router.layer",)),
+    "deepseek_v4": (("gate.weight",), ()),
+    "doge": ((), ("router_gate", "down_embed", "up_embed", "gate_proj")),
+    "gemma4": ((), ("router.proj",)),
+    "inkling": (("gate.weight",), ()),
+    "inkling2": (("gate.weight",), ()),
+    "jetmoe": ((), ("router.layer",)),
+    "llama4": (("router.weight",), ("shared_expert.up_proj",)),
+    "muse_spark": (("gate.weight",), ("pre_expert_proj",)),
+    "openai_privacy_filter": (("router.weight",), ()),
+    "phimoe": (("router.weight",), ()),
+    "step3p7": (("gate.weight",), ("shared_experts.up_proj",)),
+    "zaya": ((), ("gate.down_proj", "router_mlp.fc1")),
+}
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("name", AROUND)
+def test_adapters_around_the_experts(name, order) -> None:
+    """Router parameters and block modules: read or called so that their adapters act."""
+    config = lora_config(*AROUND[name])
+    reference = adapt(tiny_models.build(name), config)
+    model = tiny_models.build(name)
+    if order == "patch first":
+        patch_model(model)
+    model = adapt(model, config)
+    if order == "peft first":
+        patch_model(model)
+    batch = tiny_models.inputs(reference.get_base_model())
+    wanted = run_model(reference, batch)
+    assert_parity(run_model(model, batch), wanted, LIMIT)
+    assert any("lora_A" in key and value.any() for key, value in wanted.items() if "grad" in key)
+
+
 @pytest.mark.parametrize("name", ["llama4", "longcat_flash", "jetmoe"])
 def test_merged_adapters(name) -> None:
     reference = adapt(tiny_models.build(name), lora_config(TARGETS[name]))
