@@ -78,6 +78,13 @@ def test_the_declared_tier_is_what_runs(name) -> None:
     assert_tier("refused", reference, executed(lambda: run_model(reference, batch)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_self_check_passes_in_low_precision(name, dtype) -> None:
+    model = patch_model(tiny_models.build(name, dtype))
+    assert {row.self_check for row in patch_report(model)} == {"passed"}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_is_found(name) -> None:
     model = tiny_models.build(name)
