@@ -1,10 +1,15 @@
 """Whole small runs of the training command."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from peft import AutoPeftModelForCausalLM
 
 import moe_patch
@@ -52,6 +57,8 @@ def test_quickstart_scaled_down(tmp_path, capsys):
     assert {"adapter", "base", "losses.csv", MARKER} <= names
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     printed = capsys.readouterr().out
+    megabytes = float(re.search(r"documents, ([\d.]+) M characters", printed)[1])
+    assert 0.5 < megabytes < 5
     assert printed.count("softmax_topk") == 2
     assert "fused" in printed
     summary = json.loads((result.folder / MARKER).read_text())
@@ -103,6 +110,42 @@ def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
     assert result.failed == []
     assert list(result.trained["unpatched"].losses) == [1, 2]
     assert list(result.trained["patched"].losses) == [1, 2, 3]
+
+
+def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file):
+    options = {**node()["training"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = run.run(small(tmp_path, text_file, training=options))
+    checkpoint = tmp_path / "checkpoint-2"
+    (whole.folder / "checkpoints" / "checkpoint-2").rename(checkpoint)
+    options["resume_from_checkpoint"] = str(checkpoint)
+    rest = run.run(small(tmp_path, text_file, training=options), overwrite=True)
+    assert list(rest.trained["patched"].losses) == [3, 4]
+    for step, loss in rest.trained["patched"].losses.items():
+        assert loss == pytest.approx(whole.trained["patched"].losses[step], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path, text_file):
+    """Data parallel on the CPU: one of the processes prints and writes, once."""
+    options = {**node()["training"], "ddp_backend": "gloo", "max_steps": 2}
+    source = {"source": str(text_file), "block_size": 16}
+    out = tmp_path / "out"
+    changed = node(data=source, training=options, output_dir=str(out), compare_unpatched=True)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(changed))
+    launch = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint"
+    command = [*launch.split(), "127.0.0.1:0", "-m", "moe_patch", "train"]
+    done = subprocess.run(
+        [sys.executable, *command, str(tmp_path / "c.yaml")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(QUICKSTART.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("results: ") == done.stdout.count("softmax_topk") == 1
+    assert json.loads((out / MARKER).read_text())["checks"][0]["passed"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.yaml", "out", "text.txt"]
 
 
 def test_patch_off(tmp_path, text_file, monkeypatch, capsys):

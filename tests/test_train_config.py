@@ -20,6 +20,7 @@ WRONG = [
     ),
     ({"training": {"max_steps": "many"}}, "training.max_steps is 'many'; expected an int"),
     ({"training": {"max_steps": True}}, "training.max_steps is True; expected an int"),
+    ({"training": {"resume_from_checkpoint": "none"}}, "is 'none'; no such folder"),
     ({"training": {"seed": 3}}, "training.seed: set it at the top level"),
     ({"training": {"eval_strategy": "often"}}, "training: often"),
     (

@@ -70,6 +70,11 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
         args = TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
     except (ImportError, TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"training: {one_line(error)}") from error
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is not None and not Path(checkpoint).is_dir():
+        raise UnsupportedOptionError(
+            f"training.resume_from_checkpoint is {checkpoint!r}; no such folder"
+        )
     if args.n_gpu > 1:
         # The Trainer would fall back to nn.DataParallel, whose replicas share bound methods.
         raise UnsupportedOptionError(

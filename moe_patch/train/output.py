@@ -21,7 +21,8 @@ class OutputFolder:
 
     Args:
         path: the folder; it must not exist, be empty, or (with ``overwrite``) hold a finished run.
-        overwrite: replace a finished run, and what an interrupted one has left.
+        overwrite: replace a finished run, and what an interrupted one has left; never checkpoints
+            of an interrupted one.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
@@ -41,6 +42,11 @@ class OutputFolder:
             if taken and not (self.path / MARKER).is_file():
                 raise UnsupportedOptionError(
                     f"{where} holds no {MARKER}, so it is no run of this command and is left alone"
+                )
+            if self._has_checkpoints():
+                raise UnsupportedOptionError(
+                    f"{where}: {self.partial} holds checkpoints of an interrupted run; move them "
+                    "(to go on from one: training.resume_from_checkpoint) or delete them"
                 )
             if self.partial.exists() and not self.overwrite:
                 raise UnsupportedOptionError(
@@ -78,8 +84,11 @@ class OutputFolder:
         if main:
             self._publish()
 
+    def _has_checkpoints(self) -> bool:
+        return any(self.partial.glob("checkpoints/checkpoint-*"))
+
     def _discard(self) -> None:
-        if any(self.partial.glob("checkpoints/checkpoint-*")):
+        if self._has_checkpoints():
             print(f"moe_patch: checkpoints kept in {self.partial}", file=sys.stderr)
         else:
             shutil.rmtree(self.partial)
