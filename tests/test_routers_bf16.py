@@ -1,0 +1,79 @@
+"""Every ordinary router in bf16 against transformers: the choice bit for bit, dtypes, weights.
+
+With ``ties="torch"`` both sides hand the same numbers to the same torch.topk, so that the chosen
+experts are equal in every row exactly where the scores that decide are equal in every bit.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from moe_patch.families import lookup
+from moe_patch.families.spec import Arg, FamilySpec
+from tests import tiny_models
+from tests.numerics import assert_bits, assert_close, dense_weights
+from tests.parity import theirs
+from tests.tiny_recipes import FAMILIES
+
+T = 64
+LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
+
+
+def routers(name: str) -> list[tuple[nn.Module, FamilySpec]]:
+    """One router of each class that the common router forward serves."""
+    model = tiny_models.build(name, torch.bfloat16)
+    found = {type(m): (m, lookup(m)) for m in model.modules()}
+    return [
+        (module, entry[0])
+        for module, entry in found.values()
+        if entry and entry[1] == "router" and entry[0].routing and not entry[0].router_forward
+    ]
+
+
+ORDINARY = [name for name in FAMILIES if name not in (
+    # refused, or with a router of their own code (tests/test_special_families.py)
+    "dbrx", "doge", "inkling", "jetmoe", "llama4", "nllb_moe", "phimoe", "switch_transformers",
+    "vitpose_backbone", "zaya",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_router_in_bf16(name):
+    found = routers(name)
+    assert found, "no router that the common forward serves"
+    for router, spec in found:
+        width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
+        generator = torch.Generator().manual_seed(6)
+        x = torch.randn(T, width, generator=generator).bfloat16()
+        x = x.view(2, T // 2, width) if spec.router_input_3d else x
+        args = bias_of(router, spec)
+        with torch.no_grad():
+            mine, reference = ours(router, spec, x, args), theirs(router, x, *args)
+        compare(mine, reference)
+
+
+def ours(
+    router: nn.Module, spec: FamilySpec, x: Tensor, args: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    routing = spec.route(router, x, args, ties="torch")
+    if spec.returns is not None:
+        return spec.returns(router, routing)
+    return routing.logits_TE, routing.weights_TK, routing.ids_TK
+
+
+def bias_of(router: nn.Module, spec: FamilySpec) -> tuple[Tensor, ...]:
+    if not isinstance(spec.bias, Arg):
+        return ()
+    size = next(p for p in router.parameters() if p.dim() == 2).shape[0]
+    return (tiny_models.mixed_bias(size, torch.Generator().manual_seed(7)),)
+
+
+def compare(mine: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> None:
+    logits, weights, ids = mine
+    assert_bits(logits, reference[0], "logits")
+    assert weights.dtype == reference[1].dtype
+    assert torch.equal(ids.sort(-1).values, reference[2].sort(-1).values), "other experts chosen"
+    dense = [dense_weights(i, w, logits.shape[1]) for i, w in ((ids, weights), reference[2:0:-1])]
+    assert_close(*dense, LIMITS[weights.dtype], "weights")
