@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
@@ -89,6 +90,27 @@ def test_copies_run_their_own_weights(name) -> None:
         for key, value in seeded(twin).items():
             if value is not None:
                 assert_bits(value, expected[key], key)
+
+
+@pytest.mark.parametrize("order", ["hooks first", "patch first"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_under_accelerate_hooks(name, order) -> None:
+    """A hook on every module, before or after patching; both come off in either order."""
+    reference = tiny_models.build(name)
+    model = copy.deepcopy(reference)
+    if order == "patch first":
+        patch_model(model)
+    for module in list(model.modules()):
+        add_hook_to_module(module, ModelHook())
+    if order == "hooks first":
+        patch_model(model)
+    expected = seeded(reference)
+    assert_parity(seeded(model), expected, LIMIT)
+    unpatch_model(model)
+    for module in list(model.modules()):
+        remove_hook_from_module(module)
+    for key, value in seeded(model).items():
+        assert value is None or torch.equal(value, expected[key]), key
 
 
 @pytest.mark.parametrize("name", SPECIAL)

@@ -35,8 +35,8 @@ class Fault:
         recipe, over: the tiny model that it is planted in.
         entry: values of the family's entry that are replaced.
         attribute: (dotted name, replacement) of something that the family's functions use.
-        self_check: whether the patch-time self-check sees it too. It runs in eval mode, on tokens of
-            which none may happen to be skipped.
+        self_check: whether the patch-time self-check sees it too. It runs in eval mode, on tokens
+            of which none may happen to be skipped.
     """
 
     name: str
