@@ -13,16 +13,17 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
-from compile_tiles import HOT, Operands, compiling_for  # noqa: E402
+from compile_tiles import HOT, Operands, compiling_for
 
-from moe_patch.kernels.tiles import Tile  # noqa: E402
-from moe_patch.types import Glu  # noqa: E402
+from moe_patch.kernels.tiles import Tile
+from moe_patch.types import Glu
 
 # name: (D, F, E, K)
 SHAPES = {
@@ -37,19 +38,31 @@ SHAPES = {
 def search_space(op: str) -> Iterator[Tile]:
     """The Hopper tiles worth timing for an op."""
     if op in ("dw2", "dw13"):
-        for m, n, k, stages in [(128, 256, 32, 6), (128, 256, 64, 4), (128, 128, 64, 4), (256, 128, 32, 6)]:
-            for persistent in (False, True):
-                yield Tile(m, n, k, 8, stages, persistent=persistent)
+        yield Tile(128, 256, 32, 8, 8, specialised=True)
+        for m, n, k, stages in [(128, 256, 32, 8), (128, 256, 64, 4), (256, 128, 32, 6)]:
+            yield Tile(m, n, k, 8, stages)
     elif op == "dh":
-        for n, warps, chunks in [(128, 8, 2), (128, 8, 4), (256, 8, 4), (128, 4, 4)]:
-            for persistent in (False, True):
-                yield Tile(128, n, 64, warps, 3, persistent=persistent, descriptors=True, chunks=chunks)
+        yield Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True)
+        for n, warps, chunks, stages in [
+            (128, 8, 2, 4),
+            (128, 8, 4, 3),
+            (256, 8, 4, 3),
+            (128, 4, 4, 3),
+        ]:
+            yield Tile(128, n, 64, warps, stages, descriptors=True, chunks=chunks)
     else:
         for n, stages in [(256, 3), (256, 4), (128, 4)]:
             for persistent, flatten in [(False, False), (True, False), (True, op != "up")]:
                 if persistent or not flatten:
                     yield Tile(
-                        128, n, 64, 8, stages, persistent=persistent, descriptors=True, flatten=flatten
+                        128,
+                        n,
+                        64,
+                        8,
+                        stages,
+                        persistent=persistent,
+                        descriptors=True,
+                        flatten=flatten,
                     )
 
 
@@ -74,7 +87,14 @@ def ceiling(operands: Operands, op: str) -> float:
     D, F, E, K = operands.shape
     n = operands.T * K // E
     H = F if op in ("down", "dh", "dw2") else 2 * F
-    sizes = {"up": (n, D, H), "down": (n, F, D), "dh": (n, D, F), "dx": (n, H, D), "dw2": (D, n, F), "dw13": (H, n, D)}
+    sizes = {
+        "up": (n, D, H),
+        "down": (n, F, D),
+        "dh": (n, D, F),
+        "dx": (n, H, D),
+        "dw2": (D, n, F),
+        "dw13": (H, n, D),
+    }
     m, k, o = sizes[op]
     left = torch.randn(E, m, k, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(E, o, k, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
@@ -88,7 +108,12 @@ def main() -> None:
     parser.add_argument("--op", nargs="+", choices=HOT, default=list(HOT))
     parser.add_argument("--jobs", type=int, default=multiprocessing.cpu_count())
     options = parser.parse_args()
-    jobs = [(op, shape, tile) for shape in options.shape for op in options.op for tile in search_space(op)]
+    jobs = [
+        (op, shape, tile)
+        for shape in options.shape
+        for op in options.op
+        for tile in search_space(op)
+    ]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for complaint in pool.imap_unordered(compile_one, jobs):
             if complaint:
@@ -98,10 +123,14 @@ def main() -> None:
         for T in options.tokens:
             operands = Operands(SHAPES[shape], T, torch.bfloat16, "cuda", Glu("silu"))
             for op in options.op:
-                print(json.dumps({"shape": shape, "T": T, "op": op, "bmm": round(ceiling(operands, op))}))
+                print(
+                    json.dumps(
+                        {"shape": shape, "T": T, "op": op, "bmm": round(ceiling(operands, op))}
+                    )
+                )
                 for tile in search_space(op):
                     try:
-                        ms = milliseconds(lambda op=op, tile=tile: operands.launch(op, tile))
+                        ms = milliseconds(partial(operands.launch, op, tile))
                     except triton.runtime.errors.OutOfResources as error:
                         print(op, tile, error)
                         continue

@@ -1,7 +1,8 @@
 """The Triton experts against the fp64 reference: outputs and every gradient.
 
-Natively on a GPU (``-m gpu``); on a CPU in one process under Triton's interpreter, which is right for
-fp32 and fp16 only and has to be chosen before the kernels are imported; each case reports on its own.
+Natively on a GPU (``-m gpu``); on a CPU in one process under Triton's interpreter, which is right
+for fp32 and fp16 only and has to be chosen before the kernels are imported; each case reports on
+its own.
 
 Low precision: our relative distance to fp64 at most 1.5 times that of the same formulas evaluated
 eagerly in the operands' dtype. fp32: at most 1e-5.
@@ -33,6 +34,7 @@ from moe_patch.kernels.device import device_of  # noqa: E402
 from moe_patch.kernels.experts import experts_backward, experts_forward  # noqa: E402
 from moe_patch.kernels.launch import RowTiles  # noqa: E402
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile  # noqa: E402
+from moe_patch.kernels.tiling import POINTERS, weight_operand  # noqa: E402
 from moe_patch.types import ExpertsBackward, ExpertsNeeds, ExpertWeights, Glu, Lora  # noqa: E402
 from tests.numerics import FP32, assert_bits, assert_close, bf16_rule  # noqa: E402
 
@@ -121,7 +123,9 @@ def make_ids(case: Case, device: str) -> Tensor:
     if case.ids == "one":
         return torch.full((T, K), E - 1, device=device)
     if case.ids == "empty":
-        return torch.full((T, K), E, device=device) - (E + 1) * torch.randint(0, 2, (T, K), device=device)
+        return torch.full((T, K), E, device=device) - (E + 1) * torch.randint(
+            0, 2, (T, K), device=device
+        )
     if case.ids == "sparse":
         return torch.randint(0, 2, (T, K), device=device) * (E - 1)
     ids_TK = torch.rand(T, E, device=device).argsort(1)[:, :K]
@@ -138,23 +142,40 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
         return (torch.randn(shape, device=device) * scale).to(dtype)
 
     def weight(O: int, I: int) -> Tensor:
-        stored = random(E, I, O, scale=I**-0.5) if case.transposed else random(E, O, I, scale=I**-0.5)
+        stored = (
+            random(E, I, O, scale=I**-0.5) if case.transposed else random(E, O, I, scale=I**-0.5)
+        )
         return stored.transpose(1, 2) if case.transposed else stored
 
     def rows(width: int) -> Tensor:
-        return random(T, width + 13)[:, 5 : 5 + width] if case.strides == "odd" else random(T, width)
+        return (
+            random(T, width + 13)[:, 5 : 5 + width] if case.strides == "odd" else random(T, width)
+        )
 
-    tensors = {"x": rows(D), "weights": torch.rand(T, K, device=device), "w13": weight(H, D), "w2": weight(D, F)}
+    tensors = {
+        "x": rows(D),
+        "weights": torch.rand(T, K, device=device),
+        "w13": weight(H, D),
+        "w2": weight(D, F),
+    }
     if case.bias:
         tensors |= {"b13": random(E, H), "b2": random(E, D)}
     if R:
-        tensors |= {"lora13_A": random(E, R, D, scale=D**-0.5), "lora13_B": random(E, H, R, scale=R**-0.5)}
-        tensors |= {"lora2_A": random(E, R, F, scale=F**-0.5), "lora2_B": random(E, D, R, scale=R**-0.5)}
+        tensors |= {
+            "lora13_A": random(E, R, D, scale=D**-0.5),
+            "lora13_B": random(E, H, R, scale=R**-0.5),
+        }
+        tensors |= {
+            "lora2_A": random(E, R, F, scale=F**-0.5),
+            "lora2_B": random(E, D, R, scale=R**-0.5),
+        }
     dout_TD = rows(D) if case.strides == "plain" else random(D).expand(T, D)
     return Inputs(case, make_ids(case, device), tensors, dout_TD)
 
 
-def run_kernels(inputs: Inputs, needs: ExpertsNeeds | None = None) -> tuple[dict[str, Tensor], ExpertsBackward]:
+def run_kernels(
+    inputs: Inputs, needs: ExpertsNeeds | None = None
+) -> tuple[dict[str, Tensor], ExpertsBackward]:
     """Our output and gradients by name."""
     case, tensors = inputs.case, inputs.tensors
     w, lora13, lora2 = inputs.call(tensors)
@@ -165,7 +186,9 @@ def run_kernels(inputs: Inputs, needs: ExpertsNeeds | None = None) -> tuple[dict
         inputs.dout_TD, tensors["x"], tensors["weights"], w, case.glu, lora13, lora2,
         forward.plan, forward.h_NH, needs,
     )  # fmt: skip
-    found = {"out": forward.out_TD} | {name: getattr(backward, name) for name in NAMES if name in tensors}
+    found = {"out": forward.out_TD} | {
+        name: getattr(backward, name) for name in NAMES if name in tensors
+    }
     return found | ({"act_norm": forward.act_norm_TK} if case.norms else {}), backward
 
 
@@ -179,7 +202,11 @@ def run_reference(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     if not out_TD.requires_grad:
         return {"out": out_TD} | {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     grads = torch.autograd.grad(
-        out_TD, list(leaves.values()), inputs.dout_TD.to(dtype), allow_unused=True, materialize_grads=True
+        out_TD,
+        list(leaves.values()),
+        inputs.dout_TD.to(dtype),
+        allow_unused=True,
+        materialize_grads=True,
     )
     return {"out": out_TD.detach()} | dict(zip(leaves, grads, strict=True))
 
@@ -208,7 +235,9 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
         check_norms(inputs, found["act_norm"], backward, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
-def check_norms(inputs: Inputs, act_norm_TK: Tensor, backward: ExpertsBackward, limit: float) -> None:
+def check_norms(
+    inputs: Inputs, act_norm_TK: Tensor, backward: ExpertsBackward, limit: float
+) -> None:
     """Row norms against autograd: each row alone, as a call of one token with one expert."""
     T, K = inputs.ids_TK.shape
     zeros = torch.zeros(T, K, device=inputs.ids_TK.device, dtype=torch.float64)
@@ -221,17 +250,29 @@ def check_norms(inputs: Inputs, act_norm_TK: Tensor, backward: ExpertsBackward, 
         w, lora13, lora2 = inputs.call(leaves)
         one = torch.ones(1, 1, dtype=torch.float64, device=zeros.device)
         y_1D = reference.experts(
-            leaves["x"][t : t + 1], inputs.ids_TK[t : t + 1, k : k + 1], one, w, inputs.case.glu, lora13, lora2
+            leaves["x"][t : t + 1],
+            inputs.ids_TK[t : t + 1, k : k + 1],
+            one,
+            w,
+            inputs.case.glu,
+            lora13,
+            lora2,
         )
         names = [name for name in leaves if name not in ("x", "weights")]
         dy_1D = wide["weights"][t, k] * inputs.dout_TD[t : t + 1].double()
-        grads = dict(zip(names, torch.autograd.grad(y_1D, [leaves[n] for n in names], dy_1D), strict=True))
+        grads = dict(
+            zip(names, torch.autograd.grad(y_1D, [leaves[n] for n in names], dy_1D), strict=True)
+        )
         sizes = {name: grad.norm() ** 2 for name, grad in grads.items()}
         expected["act"][t, k] = y_1D.norm()
         expected["out"][t, k] = dy_1D.norm()
         expected["params"][t, k] = sum(sizes[n] for n in names if not n.startswith("lora")) ** 0.5
         expected["lora"][t, k] = sum(sizes[n] for n in names if n.startswith("lora")) ** 0.5
-    found = {"act": act_norm_TK, "out": backward.grad_norm_out_TK, "params": backward.grad_norm_params_TK}
+    found = {
+        "act": act_norm_TK,
+        "out": backward.grad_norm_out_TK,
+        "params": backward.grad_norm_params_TK,
+    }
     if inputs.case.rank:
         found["lora"] = backward.grad_norm_lora_TK
     empty = (inputs.ids_TK < 0) | (inputs.ids_TK >= inputs.case.E)
@@ -269,15 +310,50 @@ def check_nan_rows(device: str) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in dropped.values())
 
 
+def check_descriptors(device: str) -> None:
+    """Operands through tensor descriptors, for every storage, give what pointers give."""
+    ungated = Glu("relu", gated=False)
+    for glu, transposed in itertools.product((SILU, GPT_OSS, ungated), (False, True)):
+        check_described(Case(21, 2, 3, 40, 24, glu, transposed=transposed), device)
+
+
+def check_described(case: Case, device: str) -> None:
+    dtype, tile, glu = torch.float16, Tile(16, 32, 16, 4, 1), case.glu
+    described = replace(tile, descriptors=True)
+    inputs = make_inputs(case, dtype, device)
+    w13, w2, x = (inputs.tensors[name] for name in ("w13", "w2", "x"))
+    tiles = RowTiles(reference.build_plan(inputs.ids_TK, case.E))
+    row_tiles, valid = tiles.rows(tile.m), int(tiles.plan.offsets_S[-1])
+    h_NH = torch.randn(tiles.count, w13.shape[1], device=device, dtype=dtype)
+    a_NF = torch.randn(tiles.count, case.F, device=device, dtype=dtype)
+    weights_TK, dout_TD = inputs.tensors["weights"], inputs.dout_TD
+    w13_T, w2_T = w13.transpose(1, 2), w2.transpose(1, 2)
+    halves = 2 if glu is SILU else 1
+    for weight, parts, run in [
+        (w13, halves, lambda t: up.up(x, row_tiles, w13, None, glu, t)),
+        (w2, 1, lambda t: (rows.grouped_linear(a_NF, row_tiles, w2, None, t),)),
+        (w13_T, 1, lambda t: (rows.grouped_linear(h_NH, row_tiles, w13_T, None, t),)),
+        (w2_T, 1, lambda t: dh.hidden_gradients(
+            dout_TD, row_tiles, w2, weights_TK, h_NH, glu, t, dh=True, wa=True, partial=True)),
+    ]:  # fmt: skip
+        assert weight_operand(weight, tile, parts)[1] == POINTERS
+        assert weight_operand(weight, described, parts)[1] != POINTERS
+        for i, (a, b) in enumerate(zip(run(described), run(tile), strict=True)):
+            assert_close(a[:valid], b[:valid], 1e-6, f"{glu.kind} {case.transposed} output {i}")
+
+
 CASES = {
     **{
-        f"{name}-{str(dtype)[6:]}": lambda device, case=case, dtype=dtype: check(case, dtype, device)
+        f"{name}-{str(dtype)[6:]}": lambda device, case=case, dtype=dtype: check(
+            case, dtype, device
+        )
         for name, case in SMALL.items()
         for dtype in (torch.float32, torch.float16)
         if dtype == torch.float32 or name in ("silu", "gpt_oss", "lora")
     },
     "needs": check_needs,
     "nan_rows": check_nan_rows,
+    "descriptors": check_descriptors,
 }
 
 
@@ -286,7 +362,12 @@ def interpreted() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -299,7 +380,9 @@ def test_interpreted(interpreted: dict[str, str], case: str) -> None:
 
 def test_pick_tile_fits_and_names_what_does_not() -> None:
     limits = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
-    for op, (capability, kib), dtype in itertools.product(OPS, limits.items(), (torch.bfloat16, torch.float32)):
+    for op, (capability, kib), dtype in itertools.product(
+        OPS, limits.items(), (torch.bfloat16, torch.float32)
+    ):
         for bucket in ("few", "some", "many"):
             tile = pick_tile(op, bucket, dtype, capability, kib * 1024)
             assert tile.shared_bytes(dtype.itemsize) <= kib * 1024
@@ -311,15 +394,34 @@ def test_pick_tile_fits_and_names_what_does_not() -> None:
         pick_tile("up", "many", torch.bfloat16, (9, 0), 1024)
 
 
+@pytest.mark.slow
+def test_default_tiles_compile() -> None:
+    """The default tile of each hot GEMM compiles for every capability, fits and does not spill."""
+    hot = [
+        argument for op in ("up", "down", "dh", "dx", "dw2", "dw13") for argument in ("--op", op)
+    ]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": str(ROOT)
+    }
+    script = str(ROOT / "scripts" / "compile_tiles.py")
+    result = subprocess.run(
+        [sys.executable, script, "--default", "--bucket", "many", "--dtype", "bf16", *hot],
+        env=env, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:]
+)
 @pytest.mark.parametrize("case", LARGE)
 def test_gpu(case: str, dtype: torch.dtype, poisoned_memory: None) -> None:
     check(LARGE[case], dtype, "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("check_one", [check_needs, check_nan_rows])
+@pytest.mark.parametrize("check_one", [check_needs, check_nan_rows, check_descriptors])
 def test_gpu_special(check_one, poisoned_memory: None) -> None:
     check_one("cuda")
 
@@ -372,7 +474,9 @@ def test_gpu_every_tile(op: str, tile: Tile, poisoned_memory: None) -> None:
         ours = rows.grouped_linear(a_NF, tiles.rows(tile.m), w2, None, tile)[:valid]
         expected = torch.einsum("nf,ndf->nd", a64, w2_64[e_N])
     elif op == "dx":
-        ours = rows.grouped_linear(h_NH, tiles.rows(tile.m), w13.transpose(1, 2), None, tile)[:valid]
+        ours = rows.grouped_linear(h_NH, tiles.rows(tile.m), w13.transpose(1, 2), None, tile)[
+            :valid
+        ]
         expected = torch.einsum("nh,nhd->nd", h64, w13_64[e_N])
     elif op == "dh":
         found = dh.hidden_gradients(
@@ -385,7 +489,9 @@ def test_gpu_every_tile(op: str, tile: Tile, poisoned_memory: None) -> None:
         weight_N1 = tensors["weights"].reshape(-1)[plan.row_of_N[:valid].long(), None].double()
         expected = torch.autograd.grad(act64, leaf, da64 * weight_N1)[0]
         assert_close(found.wa_NF[:valid], (weight_N1 * act64).detach(), 5e-3, "wa")
-        assert_close(found.partial_NC[:valid].sum(1), (da64 * act64).sum(1).detach(), 5e-3, "partial")
+        assert_close(
+            found.partial_NC[:valid].sum(1), (da64 * act64).sum(1).detach(), 5e-3, "partial"
+        )
         ours = found.dh_NH[:valid]
     else:
         left, right = (inputs.dout_TD, a_NF) if op == "dw2" else (h_NH, x)
@@ -407,7 +513,7 @@ def main() -> None:
         try:
             check_one("cpu")
             said[name] = ""
-        except Exception as error:  # noqa: BLE001 - reported per case by the parent process
+        except Exception as error:
             said[name] = repr(error)[-600:]
     print(json.dumps(said))
 

@@ -50,7 +50,9 @@ def random_ids(T: int, K: int, E: int, dtype: torch.dtype, device: str) -> torch
     return torch.randint(low, E + 2, (T, K), device=device).to(dtype)
 
 
-def check_blocks(T: int, K: int, E: int, rows: int, experts: int, dtype: torch.dtype, device: str) -> None:
+def check_blocks(
+    T: int, K: int, E: int, rows: int, experts: int, dtype: torch.dtype, device: str
+) -> None:
     ids_TK = random_ids(T, K, E, dtype, device)
     expected = reference_plan(ids_TK, E)
     for plan in (
@@ -104,7 +106,10 @@ def check_tiles(device: str) -> None:
 
 
 CASES = {
-    **{f"blocks-{i}": lambda device, case=case: check_blocks(*case, device) for i, case in enumerate(BLOCKS)},
+    **{
+        f"blocks-{i}": lambda device, case=case: check_blocks(*case, device)
+        for i, case in enumerate(BLOCKS)
+    },
     "special": check_special,
     "grouped": check_grouped,
     "tiles": check_tiles,
@@ -116,7 +121,12 @@ def interpreted() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, __file__],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])
@@ -146,7 +156,7 @@ def main() -> None:
         try:
             check("cpu")
             said[name] = ""
-        except Exception as error:  # noqa: BLE001 - reported per case by the parent process
+        except Exception as error:
             said[name] = repr(error)
     print(json.dumps(said))
 

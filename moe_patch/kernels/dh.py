@@ -1,4 +1,4 @@
-"""The heart of backward: da'_n = W2_eᵀ dout_t, and from it and h, in one epilogue, all that follows.
+"""The heart of backward: da'_n = W2_eᵀ dout_t, and in its epilogue, from h, all that follows.
 
     a_n = act(h_n)     dw_n = <da'_n, a_n>     dh_n = act'(h_n) (w_n da'_n)     wa_n = w_n a_n
 
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels import dh_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
@@ -74,22 +75,39 @@ def hidden_gradients(
     """
     N, (D, F) = rows.count, w_EDF.shape[1:]
     H = h_NH.shape[1]
-    columns = triton.cdiv(F, tile.n)
+    specialised = (
+        tile.specialised
+        and dh and wa and partial
+        and low_rank is None
+        and rows.block_m == dh_hopper.BM
+        and dh_hopper.supported(dout_TD, w_EDF, h_NH, glu)
+    )  # fmt: skip
+    columns = triton.cdiv(F, dh_hopper.BN if specialised else tile.n)
     dh_NH = h_NH.new_empty((N, H) if dh else 0)
     wa_NF = h_NH.new_empty((N, F) if wa else 0)
     partial_NC = h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32)
+    if specialised:
+        dh_hopper.specialised_hidden_gradients(
+            dout_TD, rows, w_EDF, weights_TK, h_NH, glu, dh_NH, wa_NF, partial_NC
+        )
+        return HiddenGradients(dh_NH, wa_NF, partial_NC)
     w_EFD = w_EDF.transpose(1, 2)
     weight, mode = weight_operand(w_EFD, tile)
-    q_NR, a_EFR = (low_rank[0], low_rank[1].transpose(1, 2)) if low_rank is not None else (h_NH, w_EFD)
+    q_NR, a_EFR = (
+        (low_rank[0], low_rank[1].transpose(1, 2)) if low_rank is not None else (h_NH, w_EFD)
+    )
     R = q_NR.shape[1] if low_rank is not None else 0
     _dh_kernel[(programs(rows.bound * columns, tile, device_of(h_NH)),)](
         dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, dh_NH, wa_NF, partial_NC,
         rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(), *a_EFR.stride(),
+        rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(),
+        *a_EFR.stride(),
         **glu_constants(glu, fast=approximate(h_NH)),
         LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
-        CHUNKS=tile.chunks, num_warps=tile.warps, num_stages=tile.stages,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
+        GROUP=tile.group,
+        CHUNKS=tile.chunks, FLATTEN=tile.flatten and low_rank is None and (dh or partial),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return HiddenGradients(dh_NH, wa_NF, partial_NC)
 
@@ -98,16 +116,19 @@ def hidden_gradients(
 def _dh_kernel(
     dout_ptr, w, q_ptr, l_ptr, weights_ptr, h_ptr, dh_ptr, wa_ptr, partial_ptr,
     row_ptr, offsets_ptr, table_ptr,
-    M, columns, D, F, R, K, stride_dout, stride_we, stride_wo, stride_wi, stride_le, stride_lo, stride_li,
+    M, columns, D, F, R, K, stride_dout, stride_we, stride_wo, stride_wi, stride_le, stride_lo,
+    stride_li,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     LOW_RANK: tl.constexpr, DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of a."""
     row_tiles = tl.load(table_ptr)
-    for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
+    for tile in tl.range(
+        tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN
+    ):
         row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
         e = tl.load(table_ptr + 1 + row_tile)
         n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
@@ -125,7 +146,9 @@ def _dh_kernel(
                 else:
                     dout = tl.load(dout_row + k[None, :], mask=(k < D)[None, :], other=0.0)
                 if MODE == 0:
-                    here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, f, k)
+                    here = weight_pointers(
+                        w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, f, k
+                    )
                     weight = tl.load(here, mask=(k < D)[:, None] & (f < F)[None, :], other=0.0)
                 elif MODE == 1:
                     weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
@@ -142,12 +165,21 @@ def _dh_kernel(
                     factor = tl.load(here, mask=(r < R)[:, None] & (f < F)[None, :], other=0.0)
                     acc = tl.dot(q, factor, acc, input_precision="ieee")
         weight_n = tl.load(weights_ptr + row).to(tl.float32)[:, None]
-        # Columns in chunks: whole, the gate, up and gradient tiles at once would spill.
+        # Columns in chunks: whole, the gate, up and gradient tiles at once would spill. h is read
+        # one chunk ahead, since a load cannot move above the stores of the chunk before.
         partial = tl.zeros((BM,), dtype=tl.float32)
+        first = column_tile * CHUNKS
+        gate, up = _load_h(h_ptr, first, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS)
         for chunk in tl.static_range(CHUNKS):
+            gate_now, up_now = gate, up
+            if chunk + 1 < CHUNKS:
+                gate, up = _load_h(
+                    h_ptr, first + chunk + 1, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS
+                )
             partial += _emit(
-                column_chunk(acc, chunk, CHUNKS, BM, BN), column_tile * CHUNKS + chunk, weight_n, n, end, F,
-                h_ptr, dh_ptr, wa_ptr, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, CLAMPED, FAST,
+                column_chunk(acc, chunk, CHUNKS, BM, BN), gate_now, up_now, first + chunk,
+                weight_n, n, end,
+                F, dh_ptr, wa_ptr, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, CLAMPED, FAST,
                 DH, WA, PARTIAL, BM, BN // CHUNKS,
             )  # fmt: skip
         if PARTIAL:
@@ -155,29 +187,42 @@ def _dh_kernel(
 
 
 @triton.jit
+def _load_h(
+    h_ptr, column_chunk, n, end, F,
+    GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of BC columns of a; without a gate, h twice."""
+    n64 = n.to(tl.int64)[:, None]
+    if INTERLEAVED:
+        column, exists = pair_columns(column_chunk, F, 2 * BC, GATED, INTERLEAVED)
+        stored = (n < end)[:, None] & exists[None, :]
+        h = tl.load(h_ptr + n64 * (2 * F) + column[None, :], mask=stored, other=0.0)
+        gate, up = split_pair(h, BM, BC, INTERLEAVED)
+    else:
+        f = column_chunk * BC + tl.arange(0, BC)
+        stored = (n < end)[:, None] & (f < F)[None, :]
+        at_gate = h_ptr + n64 * (2 * F if GATED else F) + f[None, :]
+        gate = tl.load(at_gate, mask=stored, other=0.0)
+        up = gate
+        if GATED:
+            up = tl.load(at_gate + F, mask=stored, other=0.0)
+    return gate, up
+
+
+@triton.jit
 def _emit(
-    acc, column_chunk, weight_n, n, end, F, h_ptr, dh_ptr, wa_ptr,
+    acc, gate, up, column_chunk, weight_n, n, end, F, dh_ptr, wa_ptr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Read h, write dh and w·a for BC columns of a; returns the row sums of da' · a."""
+    """Write dh and w·a for BC columns of a; returns the row sums of da' · a."""
     f = column_chunk * BC + tl.arange(0, BC)
     stored = (n < end)[:, None] & (f < F)[None, :]
     n64 = n.to(tl.int64)[:, None]
-    dtype = h_ptr.dtype.element_ty
-    at_gate = n64 * (2 * F if GATED else F) + f[None, :]
-    if INTERLEAVED:
-        column, exists = pair_columns(column_chunk, F, 2 * BC, GATED, INTERLEAVED)
-        at_pair = n64 * (2 * F) + column[None, :]
-        pair_stored = (n < end)[:, None] & exists[None, :]
-        h = tl.load(h_ptr + at_pair, mask=pair_stored, other=0.0).to(tl.float32)
-        gate, up = split_pair(h, BM, BC, INTERLEAVED)
-    else:
-        gate = tl.load(h_ptr + at_gate, mask=stored, other=0.0).to(tl.float32)
-        up = gate
-        if GATED:
-            up = tl.load(h_ptr + at_gate + F, mask=stored, other=0.0).to(tl.float32)
+    dtype = gate.dtype
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
     partial = tl.zeros((BM,), dtype=tl.float32)
     if WA or PARTIAL:
         a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST).to(dtype).to(tl.float32)
@@ -186,12 +231,17 @@ def _emit(
         if PARTIAL:
             partial = tl.sum(acc * a, axis=1)
     if DH:
-        dgate, dup = glu_backward(gate, up, acc * weight_n, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+        dgate, dup = glu_backward(
+            gate, up, acc * weight_n, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST
+        )
         if INTERLEAVED:
+            column, exists = pair_columns(column_chunk, F, 2 * BC, GATED, INTERLEAVED)
             both = join_pair(dgate.to(dtype), dup.to(dtype), BM, BC, INTERLEAVED)
-            tl.store(dh_ptr + at_pair, both, mask=pair_stored)
+            pair_stored = (n < end)[:, None] & exists[None, :]
+            tl.store(dh_ptr + n64 * (2 * F) + column[None, :], both, mask=pair_stored)
         else:
-            tl.store(dh_ptr + at_gate, dgate.to(dtype), mask=stored)
+            at_gate = dh_ptr + n64 * (2 * F if GATED else F) + f[None, :]
+            tl.store(at_gate, dgate.to(dtype), mask=stored)
             if GATED:
-                tl.store(dh_ptr + at_gate + F, dup.to(dtype), mask=stored)
+                tl.store(at_gate + F, dup.to(dtype), mask=stored)
     return partial

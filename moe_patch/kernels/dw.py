@@ -1,7 +1,7 @@
 """Weight gradients: dW_e = sum over the rows n of expert e of left_n ⊗ right_n.
 
-Either side may be gathered from tokens inside the loop over rows. An expert without rows gets zeros,
-because its program writes an accumulator that nothing was added to.
+Either side may be gathered from tokens inside the loop over rows. An expert without rows gets
+zeros, because its program writes an accumulator that nothing was added to.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def outer_sum(
     """[E, O, I] in the dtype and strides of ``like_EOI``.
 
     Args:
-        left, right: [N, O] and [N, I] in plan order, or by token ([T, ..]) where gathered; last axis
-            contiguous.
+        left, right: [N, O] and [N, I] in plan order, or by token ([T, ..]) where gathered; last
+            axis contiguous.
         plan: where each row sits.
         like_EOI: the weight whose gradient this is.
         tile: m and n are the gradient's rows and columns, k token rows per step.
@@ -48,7 +48,8 @@ def outer_sum(
         left, right, grad_EOI, plan.row_of_N, plan.offsets_S,
         E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1],
         left.stride(0), right.stride(0), *grad_EOI.stride(),
-        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k, GROUP=tile.group,
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k,
+        GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return grad_EOI
@@ -83,7 +84,7 @@ def _dw_kernel(
                     right_row = token
             left_at = left_ptr + left_row.to(tl.int64)[:, None] * stride_left + o[None, :]
             right_at = right_ptr + right_row.to(tl.int64)[:, None] * stride_right + i[None, :]
-            # Both sides are masked past the expert's end: zero times a neighbour's Inf would be NaN.
+            # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
             left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
             right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
             acc = tl.dot(left.T, right, acc, input_precision="ieee")

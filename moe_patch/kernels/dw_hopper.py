@@ -32,8 +32,8 @@ from moe_patch.types import Plan
 # Gluon is experimental and its names change between releases: only versions this was tested on.
 TRITON_VERSIONS = ("3.6",)
 BM, BN, BK, STAGES = 128, 256, 64, 4
-# A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end, with
-# 64-bit wrap-around in the first one's stride.
+# A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end,
+# with 64-bit wrap-around in the first one's stride.
 RAGGED_ROWS = 1 << 30
 RAGGED_WRAP = 1 << 34
 RAGGED_AXIS = 0x7FFF0000
@@ -61,7 +61,8 @@ def supported(
 def specialised_outer_sum(
     left: Tensor, right: Tensor, plan: Plan, like_EOI: Tensor, *, gather_left: bool
 ) -> Tensor:
-    """[E, O, I] in the dtype and strides of ``like_EOI``; see :func:`moe_patch.kernels.dw.outer_sum`.
+    """[E, O,
+    I] in the dtype and strides of ``like_EOI``; see :func:`moe_patch.kernels.dw.outer_sum`.
 
     Args:
         left, right: [N, O] and [N, I] in plan order, one of them by token.
@@ -78,16 +79,21 @@ def specialised_outer_sum(
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
     _specialised_dw_kernel[(min(tiles, device_of(left).multiprocessors),)](
-        _ragged(sorted_side, [1, 1, BK, box], left_layout), gathered,
-        TensorDescriptor(grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, BM // 2, BN // 2], grad_layout),
-        plan.row_of_N, plan.offsets_S, tiles, row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8,
+        ragged_descriptor(sorted_side, [1, 1, BK, box], left_layout), gathered,
+        TensorDescriptor(grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, BM // 2,
+        BN // 2], grad_layout),
+        plan.row_of_N, plan.offsets_S, tiles, row_tiles, columns, gathered.shape[1] // 8,
+        gathered.stride(0) // 8,
         K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left, BM=BM, BN=BN, BK=BK, STAGES=STAGES,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
     return grad_EOI
 
 
-def _ragged(rows: Tensor, box: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+def ragged_descriptor(
+    rows: Tensor, box: list[int], layout: gl.NVMMASharedLayout
+) -> TensorDescriptor:
+    """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`."""
     stride = rows.stride(0)
     shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1]]
     return TensorDescriptor(rows, shape, [RAGGED_WRAP - stride, stride, stride, 1], box, layout)
@@ -130,9 +136,14 @@ def _produce(
             mbarrier.expect(ready.index(stage), BK * (BN if GATHER_LEFT else BM) * 2)
             clip = RAGGED_ROWS_C - (end - n0)
             if GATHER_LEFT:
-                box = right_bufs.index(stage)._reinterpret(right_bufs.dtype, [1, 1, BK, BOX], box_layout)
+                box = right_bufs.index(stage)._reinterpret(
+                    right_bufs.dtype, [1, 1, BK, BOX], box_layout
+                )
                 tma.async_copy_global_to_shared(
-                    sorted_side, [RAGGED_ROWS_C, end, clip, column_tile * BN], ready.index(stage), box
+                    sorted_side,
+                    [RAGGED_ROWS_C, end, clip, column_tile * BN],
+                    ready.index(stage),
+                    box,
                 )
             else:
                 for half in gl.static_range(2):
@@ -164,7 +175,8 @@ def _produce(
 
 @gluon.jit
 def _consume(
-    half, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles, columns,
+    half, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles,
+    columns,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
@@ -177,7 +189,7 @@ def _consume(
         end = gl.load(offsets_ptr + e + 1)
         acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
         first = step
-        for n0 in range(start, end, BK):
+        for _n0 in range(start, end, BK):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             # cp.async wrote through the generic proxy, wgmma reads through the asynchronous one.
@@ -207,8 +219,10 @@ RAGGED_ROWS_C = gl.constexpr(RAGGED_ROWS)
 
 @gluon.jit
 def _specialised_dw_kernel(
-    sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8, stride_8,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8,
+    stride_8,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program takes tiles of BM x BN in turn."""
@@ -224,12 +238,13 @@ def _specialised_dw_kernel(
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (_consume, (0, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles,
-                        columns, BM, BN, BK, STAGES)),
-            (_consume, (1, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles,
-                        columns, BM, BN, BK, STAGES)),
-            (_produce, (sorted_side, gathered_ptr, row_ptr, offsets_ptr, left_bufs, right_bufs, ready, empty,
-                        tiles, row_tiles, columns, width_8, stride_8, K, GATHER_LEFT, BM, BN, BK, STAGES)),
+            (_consume, (0, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
+                        tiles, row_tiles, columns, BM, BN, BK, STAGES)),
+            (_consume, (1, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
+                        tiles, row_tiles, columns, BM, BN, BK, STAGES)),
+            (_produce, (sorted_side, gathered_ptr, row_ptr, offsets_ptr, left_bufs, right_bufs,
+                        ready, empty, tiles, row_tiles, columns, width_8, stride_8,
+                        K, GATHER_LEFT, BM, BN, BK, STAGES)),
         ],
         [4, 4],
         [216, 56],

@@ -11,9 +11,9 @@ The kernels, and what passes between them, rows in plan order:
     dw.py      dout_TD, wa_NF and dh_NH, x_TD -> dW2, dW13
     rows.py    dh_NH, W13                    -> dx_ND, summed per token by reduce.py
 
-LoRA adds thin products: u = s A x before up and down, q = s B2ᵀ dout before dh, p = s B13ᵀ dh before
-dx. Each then extends the sum of the product it belongs to, so that no merged weight is formed. The
-scaling is inside u, q and p, which makes the factors' gradients plain outer sums.
+LoRA adds thin products: u = s A x before up and down, q = s B2ᵀ dout before dh, p = s B13ᵀ dh
+before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
+formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums.
 """
 
 from __future__ import annotations
@@ -33,7 +33,15 @@ from moe_patch.kernels.reduce import combine, expert_sum, routing_gradient
 from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
 from moe_patch.kernels.up import up
-from moe_patch.types import ExpertsBackward, ExpertsForward, ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
+from moe_patch.types import (
+    ExpertsBackward,
+    ExpertsForward,
+    ExpertsNeeds,
+    ExpertWeights,
+    Glu,
+    Lora,
+    Plan,
+)
 
 __all__ = ["build_plan", "experts_backward", "experts_forward"]
 
@@ -67,7 +75,9 @@ def experts_forward(
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
     empty = x_TD.new_empty(0)
     if ids_TK.numel() == 0:
-        norm_TK = torch.zeros(ids_TK.shape, dtype=torch.float32, device=x_TD.device) if norms else empty
+        norm_TK = (
+            torch.zeros(ids_TK.shape, dtype=torch.float32, device=x_TD.device) if norms else empty
+        )
         h_NH = x_TD.new_empty(0, w.w13_EHD.shape[1]) if save_h else empty
         return ExpertsForward(torch.zeros_like(x_TD), plan, h_NH, norm_TK)
     with on_device_of(x_TD):
@@ -106,14 +116,22 @@ def experts_backward(
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
         call = _Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
-        return _backward(call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), h_NH, needs)
+        return _backward(
+            call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), h_NH, needs
+        )
 
 
 class _Call:
     """The operands of one call and the products that both directions use."""
 
     def __init__(
-        self, plan: Plan, x_TD: Tensor, w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None
+        self,
+        plan: Plan,
+        x_TD: Tensor,
+        w: ExpertWeights,
+        glu: Glu,
+        lora13: Lora | None,
+        lora2: Lora | None,
     ) -> None:
         self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
         self.lora13, self.lora2 = lora13, lora2
@@ -132,7 +150,17 @@ class _Call:
         tile = self.tile("up")
         rows = self.tiles.rows(tile.m)
         w13, b13 = self.w.w13_EHD, self.w.b13_EH
-        return up(self.x_TD, rows, w13, b13, self.glu, tile, low_rank=low_rank, save_h=save_h, save_a=save_a)
+        return up(
+            self.x_TD,
+            rows,
+            w13,
+            b13,
+            self.glu,
+            tile,
+            low_rank=low_rank,
+            save_h=save_h,
+            save_a=save_a,
+        )
 
     def down(self, a_NF: Tensor) -> Tensor:
         low_rank = None
@@ -165,12 +193,16 @@ class _Call:
         rows = self.tiles.rows(tile.m)
         return grouped_linear(source, rows, w_ERI, None, tile, gather=gather, alpha=alpha)
 
-    def outer_A(self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False) -> Tensor:
+    def outer_A(
+        self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False
+    ) -> Tensor:
         """Gradient of an A factor."""
         tile = replace(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
         return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)
 
-    def outer_B(self, left: Tensor, rank_NR: Tensor, like_EOR: Tensor, *, gather: bool = False) -> Tensor:
+    def outer_B(
+        self, left: Tensor, rank_NR: Tensor, like_EOR: Tensor, *, gather: bool = False
+    ) -> Tensor:
         """Gradient of a B factor."""
         tile = self.tile("thin_dw")
         tile = replace(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
@@ -262,7 +294,10 @@ def _gradient_norms(
         square_TK = square_TK + dh_TK.square()
     if call.w.b2_ED is not None:
         square_TK = square_TK + dy_TK.square()
-    norms: dict[str, Tensor | None] = {"grad_norm_out_TK": dy_TK, "grad_norm_params_TK": square_TK.sqrt()}
+    norms: dict[str, Tensor | None] = {
+        "grad_norm_out_TK": dy_TK,
+        "grad_norm_params_TK": square_TK.sqrt(),
+    }
     if call.lora13 is None and call.lora2 is None:
         return norms
     lora_TK = torch.zeros_like(square_TK)
@@ -286,7 +321,8 @@ def _zero_gradients(
 ) -> ExpertsBackward:
     """The gradients of a call without rows."""
     inputs: dict[str, Tensor | None] = {
-        "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2": w.b2_ED,
+        "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2":
+        w.b2_ED,
         "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
         "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
     }  # fmt: skip

@@ -58,5 +58,5 @@ def programs(tiles: int, tile: Tile, device: Device) -> int:
 
 
 def depth_block(depth: int) -> int:
-    """Step along a short summed axis (a rank): a power of two that tensor cores take, at most 64."""
+    """Step along a short summed axis (a rank): a power of two, 16 (tensor cores) to 64."""
     return max(16, min(64, triton.next_power_of_2(max(depth, 1))))

@@ -5,9 +5,9 @@
     _place_kernel    ids_N, shift_ET -> slot_of_TK, row_of_N
     _tiles_kernel    offsets_S -> the tile table of the grouped GEMMs (see :func:`tile_table`)
 
-Summed over the tiles, below_ST[e] is where expert e starts: no pass over the experts is needed. Inside
-a tile the rank comes from sorting keys that carry the row in their low bits, which is stable. Integer
-arithmetic only, and no host sync; every size on the host is an upper bound. The
+Summed over the tiles, below_ST[e] is where expert e starts: no pass over the experts is needed.
+Inside a tile the rank comes from sorting keys that carry the row in their low bits, which is
+stable. Integer arithmetic only, and no host sync; every size on the host is an upper bound. The
 result does not depend on the block sizes: it is the stable sort, bit for bit.
 """
 
@@ -55,7 +55,9 @@ def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
     return build_plan_blocked(ids_TK, num_experts, row_block=ROW_BLOCK, expert_block=EXPERT_BLOCK)
 
 
-def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expert_block: int) -> Plan:
+def build_plan_blocked(
+    ids_TK: Tensor, num_experts: int, *, row_block: int, expert_block: int
+) -> Plan:
     """:func:`build_plan` with its block sizes given; they change the grid, never the result.
 
     Args:
@@ -69,11 +71,15 @@ def build_plan_blocked(ids_TK: Tensor, num_experts: int, *, row_block: int, expe
     row_of_N = torch.empty(N, dtype=torch.int32, device=ids_TK.device)
     slot_of_TK = torch.empty(T, K, dtype=torch.int32, device=ids_TK.device)
     if N == 0:
-        return Plan(row_of_N, slot_of_TK, torch.zeros(E + 1, dtype=torch.int32, device=ids_TK.device))
+        return Plan(
+            row_of_N, slot_of_TK, torch.zeros(E + 1, dtype=torch.int32, device=ids_TK.device)
+        )
     offsets_S = torch.empty(E + 1, dtype=torch.int32, device=ids_TK.device)
     tiles, bins = triton.cdiv(N, row_block), triton.next_power_of_2(E + 1)
     single = tiles == 1
-    shift_ET = offsets_S if single else torch.empty(E * tiles, dtype=torch.int32, device=ids_TK.device)
+    shift_ET = (
+        offsets_S if single else torch.empty(E * tiles, dtype=torch.int32, device=ids_TK.device)
+    )
     with on_device_of(ids_TK):
         if not single:
             below_ST = torch.empty((E + 1) * tiles, dtype=torch.int32, device=ids_TK.device)
@@ -123,7 +129,13 @@ def tile_table(plan: Plan, block_m: int) -> Tensor:
     table = torch.empty(1 + 2 * M, dtype=torch.int32, device=plan.row_of_N.device)
     with on_device_of(table):
         _tiles_kernel[(E + 1,)](
-            plan.offsets_S, table, E, M, BLOCK_M=block_m, EXPERTS_P2=triton.next_power_of_2(E), CHUNK=256
+            plan.offsets_S,
+            table,
+            E,
+            M,
+            BLOCK_M=block_m,
+            EXPERTS_P2=triton.next_power_of_2(E),
+            CHUNK=256,
         )
     return table
 
@@ -155,7 +167,7 @@ def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl
 def _prefix_kernel(
     below_ptr, shift_ptr, offsets_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Grid (cdiv(E, EXPERTS),): per expert, its offset and the prefix of its counts over the tiles."""
+    """Grid (cdiv(E, EXPERTS),): each expert's offset, and its counts' prefix over the tiles."""
     lane = tl.arange(0, CHUNK)
     for i in range(0, EXPERTS):
         e = tl.program_id(0) * EXPERTS + i
@@ -213,7 +225,13 @@ def _place_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _tiles_kernel(
-    offsets_ptr, table_ptr, E, M, BLOCK_M: tl.constexpr, EXPERTS_P2: tl.constexpr, CHUNK: tl.constexpr
+    offsets_ptr,
+    table_ptr,
+    E,
+    M,
+    BLOCK_M: tl.constexpr,
+    EXPERTS_P2: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Grid (E + 1,): program e writes expert e's tiles; the last one the count and the unused."""
     e = tl.program_id(0)

@@ -57,7 +57,12 @@ def routing_gradient(
 
 
 def expert_sum(
-    source: Tensor, plan: Plan, like_EO: Tensor, *, gather: bool = False, weights_TK: Tensor | None = None
+    source: Tensor,
+    plan: Plan,
+    like_EO: Tensor,
+    *,
+    gather: bool = False,
+    weights_TK: Tensor | None = None,
 ) -> Tensor:
     """Bias gradients: sum over the rows of each expert, [E, O] in the dtype of ``like_EO``.
 
@@ -71,7 +76,8 @@ def expert_sum(
     grad_EO = like_EO.new_empty(E, O)
     block = min(triton.next_power_of_2(O), 128)
     _expert_sum_kernel[(E, triton.cdiv(O, block))](
-        source, plan.row_of_N if weights_TK is None else weights_TK, grad_EO, plan.row_of_N, plan.offsets_S,
+        source, plan.row_of_N if weights_TK is None else weights_TK, grad_EO, plan.row_of_N,
+        plan.offsets_S,
         O, plan.slot_of_TK.shape[1], source.stride(0),
         GATHER=gather, WEIGHTED=weights_TK is not None, BLOCK_N=64, BLOCK_O=block,
     )  # fmt: skip
@@ -101,7 +107,8 @@ def _combine_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _bias_dot_kernel(
-    dout_ptr, b_ptr, out_ptr, row_ptr, offsets_ptr, table_ptr, M, D, K, stride_dout, stride_be, stride_bd,
+    dout_ptr, b_ptr, out_ptr, row_ptr, offsets_ptr, table_ptr, M, D, K, stride_dout, stride_be,
+    stride_bd,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles,): <dout_t, b_e> of a tile's rows."""
@@ -116,7 +123,9 @@ def _bias_dot_kernel(
             d = d0 + tl.arange(0, BD)
             at = dout_ptr + token.to(tl.int64)[:, None] * stride_dout + d[None, :]
             dout = tl.load(at, mask=(n < end)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-            bias = tl.load(b_ptr + e * stride_be + d * stride_bd, mask=d < D, other=0.0).to(tl.float32)
+            bias = tl.load(b_ptr + e * stride_be + d * stride_bd, mask=d < D, other=0.0).to(
+                tl.float32
+            )
             acc += tl.sum(dout * bias[None, :], axis=1)
         tl.store(out_ptr + n, acc, mask=n < end)
 

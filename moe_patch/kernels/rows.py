@@ -46,11 +46,14 @@ def grouped_linear(
     bias = b_EO if b_EO is not None else inputs
     columns = triton.cdiv(O, tile.n)
     _rows_kernel[(programs(rows.bound * columns, tile, device_of(inputs)),)](
-        source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S,
+        rows.table,
         rows.bound, columns, O, I, R, rows.top_k, alpha, inputs.stride(0), *w_EOI.stride(),
         bias.stride(0), bias.stride(1), *l_EOR.stride(),
-        GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None, LOW_RANK=low_rank is not None, MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0, GROUP=tile.group,
+        GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None,
+        LOW_RANK=low_rank is not None, MODE=mode,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0,
+        GROUP=tile.group,
         FLATTEN=tile.flatten and low_rank is None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -68,7 +71,9 @@ def _rows_kernel(
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of out."""
     row_tiles = tl.load(table_ptr)
-    for tile in tl.range(tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(
+        tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN
+    ):
         row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
         e = tl.load(table_ptr + 1 + row_tile)
         start = tl.load(table_ptr + 1 + M + row_tile)
@@ -91,7 +96,9 @@ def _rows_kernel(
             else:
                 x = tl.load(in_row + k[None, :], mask=(k < I)[None, :], other=0.0)
             if MODE == 0:
-                here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k)
+                here = weight_pointers(
+                    w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k
+                )
                 weight = tl.load(here, mask=(k < I)[:, None] & (column < O)[None, :], other=0.0)
             elif MODE == 1:
                 weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
@@ -103,7 +110,11 @@ def _rows_kernel(
             low = l_ptr + e.to(tl.int64) * stride_le
             for r0 in range(0, R, BR):
                 r = r0 + tl.arange(0, BR)
-                u = tl.load(u_ptr + n64 * R + r[None, :], mask=(n < end)[:, None] & (r < R)[None, :], other=0.0)
+                u = tl.load(
+                    u_ptr + n64 * R + r[None, :],
+                    mask=(n < end)[:, None] & (r < R)[None, :],
+                    other=0.0,
+                )
                 here = weight_pointers(low, stride_lo, stride_li, column, r)
                 factor = tl.load(here, mask=(r < R)[:, None] & (column < O)[None, :], other=0.0)
                 acc = tl.dot(u, factor, acc, input_precision="ieee")

@@ -1,8 +1,9 @@
 """Tile sizes of the grouped GEMMs: a table and a pure function over it. Never tuned at run time.
 
-A tile is chosen by what the device can do (capability and shared memory), the width of the operands
-and how many rows an average expert has; never by a device's name. ``scripts/tune_tiles.py`` searches
-candidates offline, ``scripts/compile_tiles.py`` proves that every entry compiles and fits.
+A tile is chosen by what the device can do (capability and shared memory), the width of the
+operands and how many rows an average expert has; never by a device's name.
+``scripts/tune_tiles.py`` searches candidates offline, ``scripts/compile_tiles.py`` proves that
+every entry compiles and fits.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def rows_bucket(rows: int, num_experts: int) -> str:
 _INTERPRETER = {op: (Tile(16, 32, 16, 1, 1),) for op in OPS}
 
 # fp32 runs on the ordinary cores (tf32 would not be fp32): registers bound the tile.
-_FP32 = {op: (Tile(64, 64, 16, 4, 2), Tile(32, 32, 16, 4, 1)) for op in OPS} | {
+_FP32 = {op: (Tile(64, 64, 16, 4, 2, chunks=2),) for op in OPS} | {
+    "dw2": (Tile(64, 64, 16, 4, 1),),
+    "dw13": (Tile(64, 64, 16, 4, 1),),
     "thin": (Tile(64, 16, 32, 4, 2),),
     "thin_dw": (Tile(16, 64, 32, 4, 2),),
 }
@@ -102,7 +105,7 @@ _SM90 = {
         "up": (Tile(128, 256, 64, 8, 4, descriptors=True),),
         "down": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
         "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
-        "dh": (Tile(128, 256, 64, 8, 3, descriptors=True, chunks=4),),
+        "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True),),
         "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
@@ -110,7 +113,7 @@ _SM90 = {
         "up": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "down": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dx": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
-        "dh": (Tile(64, 128, 64, 4, 3, persistent=True, descriptors=True),),
+        "dh": (Tile(64, 128, 64, 4, 3, descriptors=True, chunks=4),),
         "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
@@ -125,7 +128,9 @@ _SM90 = {
 }
 
 
-def candidates(op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int]) -> tuple[Tile, ...]:
+def candidates(
+    op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int]
+) -> tuple[Tile, ...]:
     """The tiles of an op in order of preference, before any check against shared memory.
 
     Args:
@@ -145,7 +150,8 @@ def candidates(op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, 
     if capability[0] == 9:
         return _SM90[bucket][op]
     if capability[0] == 10:
-        return tuple(replace(tile, specialised=False) for tile in _SM90[bucket][op])
+        chunks = 4 if op == "dh" and bucket != "few" else 1
+        return tuple(replace(t, specialised=False, chunks=chunks) for t in _SM90[bucket][op])
     return _SM80[bucket][op]
 
 
@@ -166,4 +172,6 @@ def pick_tile(
     for tile in tried:
         if tile.shared_bytes(dtype.itemsize) <= shared_memory:
             return tile
-    raise ValueError(f"no {op} tile for {dtype} fits {shared_memory} bytes of shared memory; tried {tried}")
+    raise ValueError(
+        f"no {op} tile for {dtype} fits {shared_memory} bytes of shared memory; tried {tried}"
+    )

@@ -1,7 +1,7 @@
 """What the grouped GEMM kernels share: finding their tile, and their weight operand.
 
-A weight operand is either pointers with strides, which take any storage, or a tensor descriptor over
-storage whose last axis is contiguous and 16-byte aligned (MODE, below).
+A weight operand is either pointers with strides, which take any storage, or a tensor descriptor
+over storage whose last axis is contiguous and 16-byte aligned (MODE, below).
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def join_pair(gate, up, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.cons
 
 
 @triton.jit
-def column_chunk(tile, chunk: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def column_chunk(
+    tile, chunk: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
     """Columns [chunk, chunk + 1) * BN / CHUNKS of a [BM, BN] tile; CHUNKS is 1, 2 or 4."""
     if CHUNKS == 1:
         part = tile
@@ -111,7 +113,11 @@ def weight_operand(w_EOI: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, int
 
 def row_operand(rows_NI: Tensor, tile: Tile) -> tuple[Any, bool]:
     """Contiguous rows as ``(pointers or descriptor, is it a descriptor)``, in boxes of m x k."""
-    if not tile.descriptors or rows_NI.data_ptr() % 16 != 0 or not _aligned(rows_NI, rows_NI.stride(0)):
+    if (
+        not tile.descriptors
+        or rows_NI.data_ptr() % 16 != 0
+        or not _aligned(rows_NI, rows_NI.stride(0))
+    ):
         return rows_NI, False
     return TensorDescriptor.from_tensor(rows_NI, [tile.m, tile.k]), True
 

@@ -14,7 +14,13 @@ from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
-from moe_patch.kernels.tiling import locate_tile, pair_columns, split_pair, weight_operand, weight_pointers
+from moe_patch.kernels.tiling import (
+    locate_tile,
+    pair_columns,
+    split_pair,
+    weight_operand,
+    weight_pointers,
+)
 from moe_patch.types import Glu
 
 
@@ -54,12 +60,15 @@ def up(
     if glu.gated and not glu.interleaved:
         columns = triton.cdiv(F, tile.n // 2)
     _up_kernel[(programs(rows.bound * columns, tile, device_of(x_TD)),)](
-        x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S,
+        rows.table,
         rows.bound, columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(),
         bias.stride(0), bias.stride(1), *lb_EHR.stride(),
         **glu_constants(glu, fast=approximate(x_TD)),
-        BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a, MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0, GROUP=tile.group,
+        BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a,
+        MODE=mode,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
+        GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return h_NH, a_NF
@@ -86,7 +95,7 @@ def _up_kernel(
         e = tl.load(table_ptr + 1 + row_tile)
         n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
         end = tl.load(offsets_ptr + e + 1)
-        # Rows past the expert's end repeat its last row: no mask in the loop, and nothing is stored.
+        # Rows past the expert's end repeat its last row: no mask in the loop; none is stored.
         token = tl.load(row_ptr + tl.minimum(n, end - 1)) // K
         x_row = x_ptr + token.to(tl.int64)[:, None] * stride_x
         column, exists = pair_columns(column_tile, F, BN, GATED, INTERLEAVED)
@@ -98,19 +107,29 @@ def _up_kernel(
             else:
                 x = tl.load(x_row + k[None, :], mask=(k < D)[None, :], other=0.0)
             if MODE == 0:
-                here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k)
+                here = weight_pointers(
+                    w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k
+                )
                 weight = tl.load(here, mask=(k < D)[:, None] & exists[None, :], other=0.0)
             elif MODE == 1:
-                weight = tl.reshape(w.load([e, 0, column_tile * (BF if SPLIT else BN), k0]), (BN, BK)).T
+                weight = tl.reshape(
+                    w.load([e, 0, column_tile * (BF if SPLIT else BN), k0]), (BN, BK)
+                ).T
             else:
-                weight = tl.reshape(w.load([e, k0, 0, column_tile * (BF if SPLIT else BN)]), (BK, BN))
+                weight = tl.reshape(
+                    w.load([e, k0, 0, column_tile * (BF if SPLIT else BN)]), (BK, BN)
+                )
             acc = tl.dot(x, weight, acc, input_precision="ieee")
         n64 = n.to(tl.int64)[:, None]
         if LOW_RANK:
             lb = lb_ptr + e.to(tl.int64) * stride_le
             for r0 in range(0, R, BR):
                 r = r0 + tl.arange(0, BR)
-                u = tl.load(u_ptr + n64 * R + r[None, :], mask=(n < end)[:, None] & (r < R)[None, :], other=0.0)
+                u = tl.load(
+                    u_ptr + n64 * R + r[None, :],
+                    mask=(n < end)[:, None] & (r < R)[None, :],
+                    other=0.0,
+                )
                 here = weight_pointers(lb, stride_lo, stride_li, column, r)
                 factor = tl.load(here, mask=(r < R)[:, None] & exists[None, :], other=0.0)
                 acc = tl.dot(u, factor, acc, input_precision="ieee")
