@@ -4,7 +4,6 @@ import abc
 import argparse
 import inspect
 import itertools
-import json
 import sys
 
 import pytest
