@@ -2,7 +2,7 @@
 
 Router and experts are compared one by one, so that a tie in the router cannot blur the experts: the
 router with transformers' own forward on random weights and inputs, the experts with the class's
-original eager forward on equal ids. Families with forwards of their own are compared block by block
+original eager forward on equal ids. Where more is bound than that, whole blocks are compared too
 (blockcheck.py). Eval mode, forked RNG, no hooks, at most 64 tokens; afterwards every attribute,
 buffer, gradient, training flag and RNG state is what it was.
 """
@@ -24,6 +24,7 @@ from moe_patch.record import is_ours
 from moe_patch.route_op import route_impl
 
 TOKENS = 48
+EXPERTS = 4
 # fp64: transformers' routers and some experts cast to fp32 inside, whatever the model's dtype.
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
@@ -56,7 +57,7 @@ def obstacle(found: FoundBlock) -> str | None:
 def involved(found: FoundBlock) -> list[nn.Module]:
     """The modules that a check of the block runs."""
     modules = [m for _, m in [*found.routers, *found.experts]]
-    if found.block is not None and found.spec.has_own_forwards:
+    if found.block is not None and found.spec.checked_as_block:
         modules += found.block.modules()
     return modules
 
@@ -204,25 +205,34 @@ def _compare_routers(
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
+    """Outputs and all gradients on copies of a few experts, the last of them without rows."""
     weight = stored_weight(experts, spec)
-    E = weight.shape[0]
-    K = min(E, 2)
+    few = min(weight.shape[0], EXPERTS)
+    used = max(1, few - 1)
+    tensors = {
+        f"module.{name}": p.detach()[:few].clone().requires_grad_()
+        for name, p in experts.named_parameters(recurse=False)
+        if p.dim() > 1 and p.is_floating_point()
+    }
     D = weight.shape[1] if layout_of(experts, spec).is_transposed else weight.shape[2]
-    ids = torch.rand(TOKENS, E, device=weight.device).argsort(-1)[:, :K].contiguous()
+    ids = torch.rand(TOKENS, used, device=weight.device).argsort(-1)[:, :2].contiguous()
     x = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype).requires_grad_()
-    weights = torch.rand(TOKENS, K, device=weight.device).to(weight.dtype).requires_grad_()
+    weights = torch.rand(ids.shape, device=weight.device).to(weight.dtype).requires_grad_()
     grad = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype)
-    out = run_experts(experts, spec, x, ids, weights, backend=backend)
     original = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
-    ref = original(experts, x, ids, weights)
-    limit = limit_for(weight)
-    compare(path, "experts output", out, ref, limit)
-    mine = torch.autograd.grad(out, (x, weights), grad)
-    theirs = torch.autograd.grad(ref, (x, weights), grad)
-    for name, a, b in zip(
-        ("hidden-state gradient", "routing-weight gradient"), mine, theirs, strict=True
-    ):
-        compare(path, name, a, b, limit)
+
+    def ours(module: nn.Module, *args: Tensor) -> Tensor:
+        return run_experts(module, spec, *args, backend=backend)
+
+    runs = []
+    for function in (ours, original):
+        direct = Direct(experts, function)
+        out = torch.func.functional_call(direct, tensors, (x, ids, weights))
+        runs.append((out, *torch.autograd.grad(out, (x, weights, *tensors.values()), grad)))
+    names = ("experts output", "hidden-state gradient", "routing-weight gradient")
+    names += tuple(f"gradient of {name.removeprefix('module.')}" for name in tensors)
+    for name, mine, theirs in zip(names, *runs, strict=True):
+        compare(path, name, mine, theirs, limit_for(weight))
 
 
 def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:

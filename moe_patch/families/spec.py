@@ -182,10 +182,14 @@ class FamilySpec:
             fail(f"{self.routing.__name__} needs {missing}")
 
     @property
-    def has_own_forwards(self) -> bool:
-        """Whether a block of the family is checked as a whole, not by router and experts."""
-        own = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
-        return any(function is not None for function in own)
+    def checked_as_block(self) -> bool:
+        """Whether the self-check runs a block as a whole, beside its router and experts.
+
+        So wherever more is bound than the common router forward: a block forward that somebody
+        replaced on the class, or in a subclass, must not be overridden in silence.
+        """
+        more = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
+        return self.shared is not None or any(function is not None for function in more)
 
     def route(
         self,
