@@ -188,3 +188,24 @@ def test_packed_or_8_bit_weights_are_refused_by_name(model, dtype, self_check):
         patch_model(model, self_check=self_check)
     assert before.keys() == snapshot(model).keys()
     assert patch_report(model) == []
+
+
+@pytest.mark.parametrize("where", ["subclass", "class"])
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])
+def test_a_block_that_computes_something_else_is_not_overridden(model_type, where, monkeypatch):
+    """A forward replaced on the class, or in a subclass, is code that somebody wants to run."""
+    model = tiny_models.build(model_type)
+    block = tiny_models.blocks(model)[1][1]
+    original = type(block).forward
+
+    def doubled(self, hidden_states):
+        return 2 * original(self, hidden_states)
+
+    if where == "class":
+        monkeypatch.setattr(type(block), "forward", doubled)
+    else:
+        block.__class__ = type("Doubled", (type(block),), {"forward": doubled})
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"layers\.\d\.mlp: self-check: block output"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))

@@ -52,8 +52,9 @@ class ToyBlock(nn.Module):
         self.shared = nn.Linear(8, 8)
 
     def forward(self, hidden_states):
-        _, weights, ids = self.picker(hidden_states)
-        return self.experts(hidden_states, ids, weights) + self.shared(hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, ids = self.picker(x)
+        return (self.experts(x, ids, weights) + self.shared(x)).view(hidden_states.shape)
 
 
 class ToyModel(nn.Module):
