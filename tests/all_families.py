@@ -11,6 +11,7 @@ projections, wrapped before and after patching.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -54,19 +55,29 @@ class Result:
     problem: str = ""
 
 
-def check(name: str, **overrides: Any) -> Result:
+def check(
+    name: str,
+    self_check: bool = True,
+    prepare: Callable[[nn.Module], Any] | None = None,
+    **overrides: Any,
+) -> Result:
     """The parity run of one recipe; never raises on a difference, it reports it.
 
     Args:
         name: a recipe of tests/tiny_recipes.py.
+        self_check: patch with the self-check, which would refuse before anything is compared.
+        prepare: changes the model before it is used.
         overrides: config values.
     """
     result = Result(name)
     model = tiny_models.build(name, **overrides)
+    if prepare is not None:
+        prepare(model)
     try:
         # a block with training noise writes into its input, which a leaf tensor forbids
         noisy = any("jitter" in key for key in overrides)
-        _check_model(name, model, result, FAMILIES[name].block_alone and not noisy)
+        alone = FAMILIES[name].block_alone and not noisy
+        _check_model(name, model, result, alone, self_check)
         if result.tier != "refused":
             _check_lora(name, model, result)
     except (AssertionError, *CRASHES) as error:
@@ -74,7 +85,9 @@ def check(name: str, **overrides: Any) -> Result:
     return result
 
 
-def _check_model(name: str, model: nn.Module, result: Result, block_alone: bool) -> None:
+def _check_model(
+    name: str, model: nn.Module, result: Result, block_alone: bool, self_check: bool
+) -> None:
     batch, options = tiny_models.inputs(model), _options(name)
     result.tier = min(
         (b.spec.tier for b in discover(model)), key=("refused", "experts", "full").index
@@ -87,7 +100,7 @@ def _check_model(name: str, model: nn.Module, result: Result, block_alone: bool)
     blocks = blocks if block_alone else []
     expected = [run_block(block, tiny_models.hidden(block, 1, 5)) for _, block in blocks]
     before = {p: t._version for p, t in model.named_parameters()}
-    patch_model(model)
+    patch_model(model, self_check=self_check)
     runs: list[Run] = []
     ran = executed(lambda: runs.append(run_model(model, batch, **options)))
     assert {row.tier for row in patch_report(model)} >= {result.tier}
