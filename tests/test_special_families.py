@@ -92,6 +92,19 @@ def test_copies_run_their_own_weights(name) -> None:
                 assert_bits(value, expected[key], key)
 
 
+@pytest.mark.parametrize("name", SPECIAL)
+def test_ties_as_torch_breaks_them(name) -> None:
+    """Every score of every router tied: with ``ties="torch"`` the choice is transformers' own."""
+    reference = tiny_models.build(name)
+    with torch.no_grad():
+        for path, p in [*reference.named_parameters(), *reference.named_buffers()]:
+            inside = {"gate", "router", "router_gate", "mlp", "feed_forward"} & {*path.split(".")}
+            if inside and path.endswith(("weight", "bias")) and "experts" not in path:
+                p.zero_()
+    model = patch_model(copy.deepcopy(reference), ties="torch", self_check=False)
+    assert_close(seeded(model)["out"], seeded(reference)["out"], LIMIT)
+
+
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_under_accelerate_hooks(name, order) -> None:

@@ -40,7 +40,7 @@ def sparsemixer(
         probabilities_TE = torch.softmax(gates_TE, dim=-1)
         weight_T1 = probabilities_TE.gather(1, id_T1)
         if router.training:
-            top_T1 = stable_topk(probabilities_TE.detach(), 1, ties)[1]
+            top_T1 = best(probabilities_TE.detach(), ties)[1]
             draw_T1 = torch.rand_like(weight_T1)
             if turn == 1:
                 draw_T1.uniform_()  # transformers draws the second turn's numbers twice
@@ -58,7 +58,7 @@ def near_best(
 ) -> tuple[Tensor, Tensor]:
     """Candidates without those relatively further than 2 * jitter below the best; the best."""
     with torch.no_grad():
-        best_T1, id_T1 = stable_topk(left_TE, 1, ties)
+        best_T1, id_T1 = best(left_TE, ties)
         size_TE = logits_TE.abs().clamp(min=best_T1)
         far_TE = (best_T1 - logits_TE) / size_TE > 2 * jitter
     return left_TE.masked_fill(far_TE, NEG_INF), id_T1
@@ -68,7 +68,14 @@ def gumbel_choice(gates_TE: Tensor, ties: str) -> Tensor:
     """One id per row, with probability softmax(gates)."""
     with torch.no_grad():
         noise_TE = torch.empty_like(gates_TE, memory_format=torch.contiguous_format).exponential_()
-        return stable_topk(gates_TE - noise_TE.log(), 1, ties)[1]
+        return best(gates_TE - noise_TE.log(), ties)[1]
+
+
+def best(scores_TE: Tensor, ties: str) -> tuple[Tensor, Tensor]:
+    """The largest score of each row and its id; with ``ties="torch"`` as torch.max picks it."""
+    if ties == "torch":
+        return scores_TE.max(dim=-1, keepdim=True)
+    return stable_topk(scores_TE, 1)
 
 
 class _Scaled(torch.autograd.Function):
