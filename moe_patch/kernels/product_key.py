@@ -86,7 +86,8 @@ def product_key_backward(
     if T == 0:
         return dx_TP, dy_TP
     columns = triton.next_power_of_2(P)
-    block = min(max(1, 512 // columns), triton.next_power_of_2(T))
+    # With one row the compiler sends it through shared memory for each of the K terms.
+    block = max(2, min(512 // columns, triton.next_power_of_2(T)))
     with on_device_of(x_TP):
         _backward_kernel[(triton.cdiv(T, block),)](
             dweights_TK, x_TP, y_TP, ids_TK, dx_TP, dy_TP, T,

@@ -150,6 +150,8 @@ def route_backward(
         return dlogits_TE
     itemsize = logits_TE.dtype.itemsize
     tile = tile_of(triton.next_power_of_2(E), T, itemsize, BACKWARD_COLUMNS)
+    # With one row the compiler sends the whole tile through shared memory for each of the K terms.
+    tile = tile._replace(rows=max(2, tile.rows))
     # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
     # logits cancel, in the gradient too (and so does a NaN among them).
     topk_first, renormalize = spec.order == "topk_score", spec.renormalize

@@ -104,42 +104,50 @@ def forward_kernel(
     )
     k_K = tl.arange(0, KP)
     used_BK = (k_K < K)[None, :] & (t_B >= 0)[:, None]
+    ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
+    x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+    if BY_SCORES and not SUM and SCORE == "softmax":
+        # A weight's denominator is then the sum over the chosen: any common factor will do.
+        max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
+        inv_B = tl.full((B,), 1.0, dtype=tl.float32)
+    v_BK = x_BK
+    if not TOPK_FIRST:
+        v_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
     if BY_SCORES:
-        x_BK = _load_at(row_B, cols_BK, used_BK, stride_e)
         # A set of equal scores that holds several logits and reaches into the best K has two
         # neighbours that differ as logits only. A successor may be a column that does not exist.
         next_x_BK = _load_at(row_B, tl.minimum(next_BK, E - 1), used_BK, stride_e)
-        if not SUM and SCORE == "softmax":
-            # A weight's denominator is then the sum over the chosen: any common factor will do.
-            max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
-            inv_B = tl.full((B,), 1.0, dtype=tl.float32)
-        s_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-        next_s_BK = score_of(next_x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-        bad_BK = ((x_BK != next_x_BK) & (s_BK == next_s_BK)) | (s_BK != s_BK)
+        next_v_BK = score_of(next_x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+        bad_BK = ((x_BK != next_x_BK) & (v_BK == next_v_BK)) | (v_BK != v_BK)
         bad_B = tl.max((used_BK & bad_BK).to(tl.int32), axis=1) > 0
     if CHECK:  # noqa: SIM102
         # A compile-time condition and one of the data cannot share an `if`.
         if tl.max(bad_B.to(tl.int32), axis=0) > 0:
             if BY_SCORES:
                 x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
-                full_max_B = row_max(x_BWL)
-                full_inv_B = 1.0 / row_sum(tl.exp(x_BWL - full_max_B[:, None, None]))
+                max_B = row_max(x_BWL)
+                inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
                 s_BWL = score_of(
-                    x_BWL, full_max_B[:, None, None], full_inv_B[:, None, None], SCORE, SCORE_DTYPE
+                    x_BWL, max_B[:, None, None], inv_B[:, None, None], SCORE, SCORE_DTYPE
                 )
                 key_BWL = tl.where(exists_WL, key_of(s_BWL), NO_KEY)
-                max_B = tl.where(bad_B, full_max_B, max_B)
-                inv_B = tl.where(bad_B, full_inv_B, inv_B)
-            # Only the rows in question, so that a row's bits never depend on its neighbours.
             exact_BK = select_exactly(key_BWL, c_WL, C, K, KP)
-            cols_BK = tl.where(bad_B[:, None], exact_BK, cols_BK)
+            if SIZE != SIZE_P2:
+                exact_BK = (exact_BK // SIZE_P2) * SIZE + exact_BK % SIZE_P2
+            exact_v_BK = _load_at(row_B, exact_BK, used_BK, stride_e)
+            if not TOPK_FIRST:
+                exact_v_BK = score_of(
+                    exact_v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE
+                )
+            # Only the rows in question, so that a row's bits never depend on its neighbours.
+            ids_BK = tl.where(bad_B[:, None], exact_BK, ids_BK)
+            v_BK = tl.where(bad_B[:, None], exact_v_BK, v_BK)
 
-    ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
-    v_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
-    if TOPK_FIRST and SCORE == "softmax":
-        v_BK = row_softmax(v_BK, used_BK, SCORE_DTYPE)
-    else:
-        v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+    if TOPK_FIRST:
+        if SCORE == "softmax":
+            v_BK = row_softmax(v_BK, used_BK, SCORE_DTYPE)
+        else:
+            v_BK = score_of(v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
     w_BK = weights_of(v_BK, used_BK, eps, scale, RENORMALIZE, CLAMP, SCORE_DTYPE)
     stored_BK = used_BK & inside_B[:, None]
     out_BK = t_B.to(tl.int64)[:, None] * K + k_K[None, :]

@@ -79,7 +79,8 @@ def score_of(x, row_max, row_inv, SCORE: tl.constexpr, DTYPE: tl.constexpr):
 def score_slope(x, s, SCORE: tl.constexpr):
     """ds/dx of the elementwise scores; s is the score of x, unrounded."""
     if SCORE == "sigmoid":
-        return s * (1.0 - s)
+        # Not 1 - s, which cancels where s nears 1.
+        return s * tl.sigmoid(-x)
     elif SCORE == "sqrtsoftplus":
         # exp(x / 2) / 2 is the limit; there both the slope and s underflow.
         return tl.where(s > 0.0, tl.sigmoid(x) / (2.0 * tl.where(s > 0.0, s, 1.0)), 0.0)
