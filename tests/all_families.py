@@ -70,10 +70,13 @@ def check(
         overrides: config values.
     """
     result = Result(name)
-    model = tiny_models.build(name, **overrides)
-    if prepare is not None:
-        prepare(model)
+    threads = torch.get_num_threads()
+    # tensors of a few hundred numbers: handing them to a second thread costs more than it saves
+    torch.set_num_threads(1)
     try:
+        model = tiny_models.build(name, **overrides)
+        if prepare is not None:
+            prepare(model)
         # a block with training noise writes into its input, which a leaf tensor forbids
         noisy = any("jitter" in key for key in overrides)
         alone = FAMILIES[name].block_alone and not noisy
@@ -82,6 +85,8 @@ def check(
             _check_lora(name, model, result)
     except (AssertionError, *CRASHES) as error:
         result.problem = f"{type(error).__name__}: {error}"
+    finally:
+        torch.set_num_threads(threads)
     return result
 
 
