@@ -126,8 +126,7 @@ def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str
         # A block that could not be checked speaks for itself only.
         if results.get(kind) != "passed":
             results[kind] = selfcheck.check(block, config.backend)
-            whole = block.spec.checked_as_block or block.spec.shared is not None
-            if results[kind] == "passed" and whole:
+            if results[kind] == "passed" and block.spec.checked_as_block:
                 with selfcheck.sandbox(block):
                     check_block(block, [b for _, b in bindings_of(block, config)])
         by_path[block.path] = results[kind]

@@ -229,8 +229,8 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
         direct = Direct(experts, function)
         out = torch.func.functional_call(direct, tensors, (x, ids, weights))
         runs.append((out, *torch.autograd.grad(out, (x, weights, *tensors.values()), grad)))
-    names = ("experts output", "hidden-state gradient", "routing-weight gradient")
-    names += tuple(f"gradient of {name.removeprefix('module.')}" for name in tensors)
+    names = ["experts output", "hidden-state gradient", "routing-weight gradient"]
+    names += [f"gradient of {name.removeprefix('module.')}" for name in tensors]
     for name, mine, theirs in zip(names, *runs, strict=True):
         compare(path, name, mine, theirs, limit_for(weight))
 

@@ -43,7 +43,11 @@ def choose(block: Any, logits_2TP: Tensor, config: PatchConfig) -> Routing:
     """The best pairs of keys; with ``ties="torch"`` over all pairs, as torch.topk picks them."""
     if config.ties == "lower":
         return product_key_topk(
-            *logits_2TP, block.top_k, renormalize=block.norm_topk_prob, backend=config.backend
+            logits_2TP[0],
+            logits_2TP[1],
+            block.top_k,
+            renormalize=block.norm_topk_prob,
+            backend=config.backend,
         )
     P = logits_2TP.shape[2]
     (x_TP, y_TP), (ix_TP, iy_TP) = logits_2TP.topk(P, dim=-1)
