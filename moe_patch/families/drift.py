@@ -8,6 +8,7 @@ entry names it, or when the source of a router or experts class mentions it.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -39,7 +40,7 @@ def current(specs: tuple[FamilySpec, ...]) -> Hashes:
     for spec in specs:
         path = modeling_file(spec.module) if spec.module is not None else None
         if path is not None and spec.module is not None:
-            sources = _classes(path.read_text(encoding="utf-8"))
+            sources = _sources(path)
             names = _with_parts(spec, sources)
             hashes = {name: source_hash(sources[name]) for name in names if name in sources}
             found.setdefault(spec.module, {}).update(hashes)
@@ -88,8 +89,10 @@ def differences(specs: tuple[FamilySpec, ...]) -> list[Difference]:
     return found
 
 
-def _classes(text: str) -> dict[str, str]:
-    """Source text of every class and function of a module."""
+@functools.cache
+def _sources(path: Path) -> dict[str, str]:
+    """Source text of every class and function of a file."""
+    text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     return {
         node.name: "\n".join(lines[_first_line(node) - 1 : node.end_lineno])
