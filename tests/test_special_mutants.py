@@ -48,7 +48,8 @@ class Fault:
 
 
 @bound
-def weight_on_the_output(experts: Any, record: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+def common_experts(experts: Any, record: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+    """The weight on the output (Llama-4), no identity experts (LongCat-Flash)."""
     return forward.experts_forward(experts, x, ids, w)
 
 
@@ -99,9 +100,9 @@ SIGMOID = {"expert_selection_fn": "sigmoid", "norm_topk_prob": True}
 LIMITS = {"mlp_layer_types": ["sparse", "sparse"], "swiglu_limits": [0.3, 0.3]}
 FAULTS = [
     Fault("weight on the output, not the input", "llama4",
-          entry={"experts_forward": weight_on_the_output}),
+          entry={"experts_forward": common_experts}),
     Fault("softmax over the chosen, not sigmoids", "llama4", entry={"routing": topk_softmax}),
-    Fault("identity experts forgotten", "longcat_flash", entry={"experts_forward": None}),
+    Fault("identity experts forgotten", "longcat_flash", entry={"experts_forward": common_experts}),
     Fault("clamp before the activation", "step3p7", LIMITS,
           {"glu": GluRule("act_fn", limit="limit")}),
     Fault("clamp forgotten", "deepseek_v4", {"swiglu_limit": 0.3}, {"glu": GluRule("act_fn")}),

@@ -25,16 +25,17 @@ _FAMILIES: list[FamilySpec] = []
 
 
 def register_family(spec: FamilySpec) -> None:
-    """Add a family, or replace the one that names the same classes in the same module.
+    """Add a family, or put it in the place of the one that names the same classes.
 
     Args:
         spec: checked on construction; its class names are matched against live modules by class.
     """
-    same = [s for s in _FAMILIES if _identity(s) == _identity(spec)]
-    for old in same:
-        _FAMILIES.remove(old)
-        for entries in _BY_CLASS.values():
-            entries[:] = [entry for entry in entries if entry[0] is not old]
+    for place, old in enumerate(_FAMILIES):
+        if _identity(old) == _identity(spec):
+            _FAMILIES[place] = spec
+            for entries in _BY_CLASS.values():
+                entries[:] = [(spec if s is old else s, role) for s, role in entries]
+            return
     _FAMILIES.append(spec)
     for role in ROLES:
         name = getattr(spec, role)
