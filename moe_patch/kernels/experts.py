@@ -18,21 +18,16 @@ formed. The scaling is inside u, q and p, which makes the factors' gradients pla
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.device import device_of, on_device_of
+from moe_patch.kernels.call import Call
+from moe_patch.kernels.device import on_device_of
 from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
 from moe_patch.kernels.dw import outer_sum
-from moe_patch.kernels.launch import RowTiles, depth_block
+from moe_patch.kernels.norms import Intermediate, gradient_norms, row_norm, to_TK
 from moe_patch.kernels.plan import build_plan
 from moe_patch.kernels.reduce import combine, expert_sum, routing_gradient
-from moe_patch.kernels.rows import grouped_linear
-from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
-from moe_patch.kernels.up import up
 from moe_patch.types import (
     ExpertsBackward,
     ExpertsForward,
@@ -81,11 +76,11 @@ def experts_forward(
         h_NH = x_TD.new_empty(0, w.w13_EHD.shape[1]) if save_h else empty
         return ExpertsForward(torch.zeros_like(x_TD), plan, h_NH, norm_TK)
     with on_device_of(x_TD):
-        call = _Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
+        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
         h_NH, a_NF = call.up(save_h=save_h, save_a=True)
         y_ND = call.down(a_NF)
         out_TD = combine(y_ND, plan, weights_TK.contiguous())
-        norm_TK = _to_TK(_row_norm(y_ND), plan) if norms else empty
+        norm_TK = to_TK(row_norm(y_ND), plan) if norms else empty
     return ExpertsForward(out_TD, plan, h_NH, norm_TK)
 
 
@@ -115,113 +110,15 @@ def experts_backward(
     if plan.row_of_N.numel() == 0:
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
-        call = _Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
+        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
         return _backward(
             call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), h_NH, needs
         )
 
 
-class _Call:
-    """The operands of one call and the products that both directions use."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        x_TD: Tensor,
-        w: ExpertWeights,
-        glu: Glu,
-        lora13: Lora | None,
-        lora2: Lora | None,
-    ) -> None:
-        self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
-        self.lora13, self.lora2 = lora13, lora2
-        self.tiles = RowTiles(plan)
-        self.device = device_of(x_TD)
-        self.bucket = rows_bucket(self.tiles.count, self.tiles.num_experts)
-
-    def tile(self, op: str) -> Tile:
-        capability, shared_memory = self.device.capability, self.device.shared_memory
-        return pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
-
-    def up(self, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
-        low_rank = None
-        if self.lora13 is not None:
-            low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self.lora13.B_EOR
-        tile = self.tile("up")
-        rows = self.tiles.rows(tile.m)
-        w13, b13 = self.w.w13_EHD, self.w.b13_EH
-        return up(
-            self.x_TD,
-            rows,
-            w13,
-            b13,
-            self.glu,
-            tile,
-            low_rank=low_rank,
-            save_h=save_h,
-            save_a=save_a,
-        )
-
-    def down(self, a_NF: Tensor) -> Tensor:
-        low_rank = None
-        if self.lora2 is not None:
-            low_rank = self.rank_inputs(a_NF, self.lora2), self.lora2.B_EOR
-        tile = self.tile("down")
-        rows = self.tiles.rows(tile.m)
-        return grouped_linear(a_NF, rows, self.w.w2_EDF, self.w.b2_ED, tile, low_rank=low_rank)
-
-    def input_gradient(self, dh_NH: Tensor, p_NR: Tensor | None) -> Tensor:
-        low_rank = None
-        if self.lora13 is not None and p_NR is not None:
-            low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
-        tile = self.tile("dx")
-        rows, w_EDH = self.tiles.rows(tile.m), self.w.w13_EHD.transpose(1, 2)
-        dx_ND = grouped_linear(dh_NH, rows, w_EDH, None, tile, low_rank=low_rank)
-        return combine(dx_ND, self.plan, None)
-
-    def rank_inputs(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
-        """u = s A_e in_n, [N, R]: what the B factor multiplies."""
-        return self._thin(source, lora.A_ERI, lora.scaling, gather)
-
-    def rank_gradients(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
-        """s B_eᵀ dout_n, [N, R]: what the A factor passes on to its input."""
-        return self._thin(source, lora.B_EOR.transpose(1, 2), lora.scaling, gather)
-
-    def _thin(self, source: Tensor, w_ERI: Tensor, alpha: float, gather: bool) -> Tensor:
-        tile = self.tile("thin")
-        tile = replace(tile, n=depth_block(w_ERI.shape[1]))
-        rows = self.tiles.rows(tile.m)
-        return grouped_linear(source, rows, w_ERI, None, tile, gather=gather, alpha=alpha)
-
-    def outer_A(
-        self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False
-    ) -> Tensor:
-        """Gradient of an A factor."""
-        tile = replace(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
-        return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)
-
-    def outer_B(
-        self, left: Tensor, rank_NR: Tensor, like_EOR: Tensor, *, gather: bool = False
-    ) -> Tensor:
-        """Gradient of a B factor."""
-        tile = self.tile("thin_dw")
-        tile = replace(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
-        return outer_sum(left, rank_NR, self.plan, like_EOR, tile, gather_left=gather)
-
-
-class _Intermediate(NamedTuple):
-    """What the gradients are made of; None or empty where nothing needs it."""
-
-    hidden: HiddenGradients
-    q_NR: Tensor | None
-    p_NR: Tensor | None
-    u13_NR: Tensor | None
-    wu2_NR: Tensor | None
-
-
 def _intermediate(
-    call: _Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
-) -> _Intermediate:
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
+) -> Intermediate:
     lora13, lora2 = call.lora13, call.lora2
     need_dh = needs.x or needs.w13 or needs.b13 or needs.lora13_A or needs.lora13_B or needs.norms
     need_wa = needs.w2 or needs.lora2_A or needs.lora2_B or needs.norms
@@ -243,72 +140,61 @@ def _intermediate(
         u13_NR = call.rank_inputs(call.x_TD, lora13, gather=True)
     if lora2 is not None and (needs.lora2_B or needs.norms):
         wu2_NR = call.rank_inputs(hidden.wa_NF, lora2)
-    return _Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR)
+    return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR)
 
 
 def _backward(
-    call: _Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
 ) -> ExpertsBackward:
-    w, lora13, lora2, plan = call.w, call.lora13, call.lora2, call.plan
     mid = _intermediate(call, dout_TD, weights_TK, h_NH, needs)
-    dh_NH, wa_NF, partial_NC = mid.hidden
+    grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
+    if needs.norms:
+        grads |= gradient_norms(call, dout_TD, weights_TK, mid)
+    # w·a has served: without it the peak is lower when the rows of dx are written.
+    mid = mid._replace(hidden=mid.hidden._replace(wa_NF=dout_TD.new_empty(0)))
+    return ExpertsBackward(**grads, **_up_gradients(call, mid, needs))
+
+
+def _down_gradients(
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
+) -> dict[str, Tensor | None]:
+    """The gradients that dout and w·a give: of the routing weights and the down projection."""
+    w, lora2, plan = call.w, call.lora2, call.plan
+    wa_NF = mid.hidden.wa_NF
     grads: dict[str, Tensor | None] = {}
     if needs.weights:
         rows = call.tiles.rows(call.tile("dh").m)
-        grads["weights"] = routing_gradient(partial_NC, rows, weights_TK, dout_TD, w.b2_ED)
+        grads["weights"] = routing_gradient(
+            mid.hidden.partial_NC, rows, weights_TK, dout_TD, w.b2_ED
+        )
     if needs.w2:
         grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True)
     if needs.b2 and w.b2_ED is not None:
         grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
+    if lora2 is not None and needs.lora2_A:
+        grads["lora2_A"] = call.outer_A(mid.q_NR, wa_NF, lora2.A_ERI)
+    if lora2 is not None and needs.lora2_B:
+        grads["lora2_B"] = call.outer_B(dout_TD, mid.wu2_NR, lora2.B_EOR, gather=True)
+    return grads
+
+
+def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[str, Tensor | None]:
+    """The gradients that dh gives: of the up projection and the hidden states."""
+    w, lora13, plan = call.w, call.lora13, call.plan
+    dh_NH = mid.hidden.dh_NH
+    grads: dict[str, Tensor | None] = {}
     if needs.w13:
         tile = call.tile("dw13")
         grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
     if needs.b13 and w.b13_EH is not None:
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
-    if needs.x:
-        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
     if lora13 is not None and needs.lora13_A:
         grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
     if lora13 is not None and needs.lora13_B:
         grads["lora13_B"] = call.outer_B(dh_NH, mid.u13_NR, lora13.B_EOR)
-    if lora2 is not None and needs.lora2_A:
-        grads["lora2_A"] = call.outer_A(mid.q_NR, wa_NF, lora2.A_ERI)
-    if lora2 is not None and needs.lora2_B:
-        grads["lora2_B"] = call.outer_B(dout_TD, mid.wu2_NR, lora2.B_EOR, gather=True)
-    if needs.norms:
-        grads |= _gradient_norms(call, dout_TD, weights_TK, mid)
-    return ExpertsBackward(**grads)
-
-
-def _gradient_norms(
-    call: _Call, dout_TD: Tensor, weights_TK: Tensor, mid: _Intermediate
-) -> dict[str, Tensor | None]:
-    """Row norms by the outer-product identity ||u ⊗ v|| = ||u|| ||v|| (no second backward)."""
-    valid_TK = call.plan.slot_of_TK >= 0
-    x_T1, dout_T1 = _row_norm(call.x_TD).unsqueeze(1), _row_norm(dout_TD).unsqueeze(1)
-    dh_TK, wa_TK = (_to_TK(_row_norm(rows), call.plan) for rows in mid.hidden[:2])
-    dy_TK = torch.where(valid_TK, weights_TK.float().abs() * dout_T1, 0.0)
-    # In an empty slot dh and wa are 0, but 0 times the norm of a NaN row would be NaN.
-    square_TK = torch.where(valid_TK, (dout_T1 * wa_TK).square() + (dh_TK * x_T1).square(), 0.0)
-    if call.w.b13_EH is not None:
-        square_TK = square_TK + dh_TK.square()
-    if call.w.b2_ED is not None:
-        square_TK = square_TK + dy_TK.square()
-    norms: dict[str, Tensor | None] = {
-        "grad_norm_out_TK": dy_TK,
-        "grad_norm_params_TK": square_TK.sqrt(),
-    }
-    if call.lora13 is None and call.lora2 is None:
-        return norms
-    lora_TK = torch.zeros_like(square_TK)
-    if mid.p_NR is not None and mid.u13_NR is not None:
-        p_TK, u_TK = (_to_TK(_row_norm(rows), call.plan) for rows in (mid.p_NR, mid.u13_NR))
-        lora_TK += torch.where(valid_TK, (p_TK * x_T1).square() + (dh_TK * u_TK).square(), 0.0)
-    if mid.q_NR is not None and mid.wu2_NR is not None:
-        q_TK, u_TK = (_to_TK(_row_norm(rows), call.plan) for rows in (mid.q_NR, mid.wu2_NR))
-        lora_TK += torch.where(valid_TK, (q_TK * wa_TK).square() + (dout_T1 * u_TK).square(), 0.0)
-    norms["grad_norm_lora_TK"] = lora_TK.sqrt()
-    return norms
+    if needs.x:
+        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
+    return grads
 
 
 def _zero_gradients(
@@ -343,14 +229,3 @@ def _zero_gradients(
 def _unit_stride(rows: Tensor) -> Tensor:
     """The kernels step through a row one element at a time."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _row_norm(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32)
-
-
-def _to_TK(values_N: Tensor, plan: Plan) -> Tensor:
-    """Per-row values from plan order to [T, K], 0 in empty slots."""
-    slot_TK = plan.slot_of_TK
-    picked = values_N.index_select(0, slot_TK.reshape(-1).clamp(min=0)).view(slot_TK.shape)
-    return torch.where(slot_TK >= 0, picked, 0.0)

@@ -1,0 +1,104 @@
+"""One call of the experts: its operands, its tiles, and the products that both directions use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.dw import outer_sum
+from moe_patch.kernels.launch import RowTiles, depth_block
+from moe_patch.kernels.reduce import combine
+from moe_patch.kernels.rows import grouped_linear
+from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
+from moe_patch.kernels.up import up
+from moe_patch.types import ExpertWeights, Glu, Lora, Plan
+
+
+class Call:
+    """The operands of one call and the products that both directions use."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        x_TD: Tensor,
+        w: ExpertWeights,
+        glu: Glu,
+        lora13: Lora | None,
+        lora2: Lora | None,
+    ) -> None:
+        self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
+        self.lora13, self.lora2 = lora13, lora2
+        self.tiles = RowTiles(plan)
+        self.device = device_of(x_TD)
+        self.bucket = rows_bucket(self.tiles.count, self.tiles.num_experts)
+
+    def tile(self, op: str) -> Tile:
+        capability, shared_memory = self.device.capability, self.device.shared_memory
+        return pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
+
+    def up(self, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
+        low_rank = None
+        if self.lora13 is not None:
+            low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self.lora13.B_EOR
+        tile = self.tile("up")
+        rows = self.tiles.rows(tile.m)
+        w13, b13 = self.w.w13_EHD, self.w.b13_EH
+        return up(
+            self.x_TD,
+            rows,
+            w13,
+            b13,
+            self.glu,
+            tile,
+            low_rank=low_rank,
+            save_h=save_h,
+            save_a=save_a,
+        )
+
+    def down(self, a_NF: Tensor) -> Tensor:
+        low_rank = None
+        if self.lora2 is not None:
+            low_rank = self.rank_inputs(a_NF, self.lora2), self.lora2.B_EOR
+        tile = self.tile("down")
+        rows = self.tiles.rows(tile.m)
+        return grouped_linear(a_NF, rows, self.w.w2_EDF, self.w.b2_ED, tile, low_rank=low_rank)
+
+    def input_gradient(self, dh_NH: Tensor, p_NR: Tensor | None) -> Tensor:
+        low_rank = None
+        if self.lora13 is not None and p_NR is not None:
+            low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
+        tile = self.tile("dx")
+        rows, w_EDH = self.tiles.rows(tile.m), self.w.w13_EHD.transpose(1, 2)
+        dx_ND = grouped_linear(dh_NH, rows, w_EDH, None, tile, low_rank=low_rank)
+        return combine(dx_ND, self.plan, None)
+
+    def rank_inputs(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
+        """u = s A_e in_n, [N, R]: what the B factor multiplies."""
+        return self._thin(source, lora.A_ERI, lora.scaling, gather)
+
+    def rank_gradients(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
+        """s B_eᵀ dout_n, [N, R]: what the A factor passes on to its input."""
+        return self._thin(source, lora.B_EOR.transpose(1, 2), lora.scaling, gather)
+
+    def _thin(self, source: Tensor, w_ERI: Tensor, alpha: float, gather: bool) -> Tensor:
+        tile = self.tile("thin")
+        tile = replace(tile, n=depth_block(w_ERI.shape[1]))
+        rows = self.tiles.rows(tile.m)
+        return grouped_linear(source, rows, w_ERI, None, tile, gather=gather, alpha=alpha)
+
+    def outer_A(
+        self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False
+    ) -> Tensor:
+        """Gradient of an A factor."""
+        tile = replace(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
+        return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)
+
+    def outer_B(
+        self, left: Tensor, rank_NR: Tensor, like_EOR: Tensor, *, gather: bool = False
+    ) -> Tensor:
+        """Gradient of a B factor."""
+        tile = self.tile("thin_dw")
+        tile = replace(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
+        return outer_sum(left, rank_NR, self.plan, like_EOR, tile, gather_left=gather)
