@@ -11,6 +11,7 @@ projections, wrapped before and after patching.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
@@ -110,7 +111,7 @@ def _check_model(
     ran = executed(lambda: runs.append(run_model(model, batch, **options)))
     assert {row.tier for row in patch_report(model)} >= {result.tier}
     assert_tier(result.tier, model, ran)
-    assert not ran & _blocks_that_are_experts(model), "transformers' block ran"
+    assert not ran & _experts_of_transformers(model), "transformers' experts ran"
     _compare(result, "model", runs[0], reference)
     for (path, block), wanted in zip(blocks, expected, strict=True):
         found = run_block(block, tiny_models.hidden(block, 1, 5))
@@ -119,10 +120,15 @@ def _check_model(
     assert before == {p: t._version for p, t in model.named_parameters()}, "a weight was written"
 
 
-def _blocks_that_are_experts(model: nn.Module) -> set[CodeType]:
-    """Forwards of blocks that hold router and experts in themselves."""
-    alone = [b for b in discover(model) if b.spec.experts is None and b.block is not None]
-    return {type(b.block).forward.__code__ for b in alone}
+def _experts_of_transformers(model: nn.Module) -> set[CodeType]:
+    """Forwards of the experts classes, and of blocks that hold router and experts in themselves.
+
+    By the blocks that a patch finds, registered or not.
+    """
+    found = discover(model)
+    modules = [experts for block in found for _, experts in block.experts]
+    modules += [block.block for block in found if block.spec.experts is None and block.block]
+    return {inspect.unwrap(type(module).forward).__code__ for module in modules}
 
 
 def _check_refused(model: nn.Module, batch: dict[str, Tensor]) -> None:

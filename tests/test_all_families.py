@@ -45,6 +45,14 @@ VARIANTS = [
 ]
 
 
+# one of each layout, activation and way in which a block meets its experts
+UNKNOWN = (
+    "aria", "axk1", "beam", "deepseek_v4", "gemma4", "glm5_next", "gpt_oss", "inkling2",
+    "lfm2_moe", "minimax_m3_vl", "muse_spark", "nemotron_h", "openai_privacy_filter", "qwen2_moe",
+    "qwen3_moe",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_recipe(name):
     result = check(name)
@@ -56,6 +64,16 @@ def test_recipe(name):
 def test_variant(name, overrides):
     result = check(name, **overrides)
     assert not result.problem, result.problem
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unregistered_family_reaches_tier_experts(name, monkeypatch):
+    """What a model of next month's transformers gets: its own router, our experts and LoRA."""
+    monkeypatch.setattr("moe_patch.families._BY_CLASS", {})
+    result = check(name)
+    assert not result.problem, result.problem
+    assert result.tier == "experts"
+    assert result.lora == "both orders"
 
 
 def test_tiers_of_all_recipes():
