@@ -11,11 +11,11 @@ from torch import nn
 from moe_patch import forward
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, Named
-from moe_patch.record import ModulePatch, is_ours, slot_for
+from moe_patch.patch_record import ModulePatch, is_ours, slot_for
 
 
 class Binding(NamedTuple):
-    """One forward that the patch binds; the arguments of :func:`moe_patch.record.bind`."""
+    """One forward that the patch binds; the arguments of :func:`moe_patch.patch_record.bind`."""
 
     module: Any
     function: Callable[..., Any]

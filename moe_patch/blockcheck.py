@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_patch.bindings import Binding
 from moe_patch.discover import FoundBlock
 from moe_patch.lora import is_param_wrapper
-from moe_patch.record import RECORD, bind, is_ours
+from moe_patch.patch_record import RECORD, bind, is_ours
 from moe_patch.selfcheck import TOKENS, Direct, compare, limit_for, random_tensors
 
 

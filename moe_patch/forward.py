@@ -5,8 +5,8 @@
     block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
     lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
 
-Each runs only while its patch is active (see :func:`moe_patch.record.bound`); otherwise the class's
-own forward does.
+Each runs only while its patch is active (see :func:`moe_patch.patch_record.bound`); otherwise the
+class's own forward does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import run_experts
 from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle, paused
-from moe_patch.record import ModulePatch, bound, record_of
+from moe_patch.patch_record import ModulePatch, bound, record_of
 from moe_patch.route_op import route_impl
 
 EXPERTS_NAME = "moe_patch"

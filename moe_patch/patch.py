@@ -22,7 +22,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError
 from moe_patch.lora_targets import missed_experts
-from moe_patch.record import RECORD, ModulePatch, bind, record_of, unbind
+from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
 from moe_patch.resolve import refusals
 
 logger = logging.getLogger("moe_patch")

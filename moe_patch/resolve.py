@@ -15,7 +15,7 @@ from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
-from moe_patch.record import record_of
+from moe_patch.patch_record import record_of
 
 
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:

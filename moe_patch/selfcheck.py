@@ -20,7 +20,7 @@ from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec, read
-from moe_patch.record import is_ours
+from moe_patch.patch_record import is_ours
 from moe_patch.route_op import route_impl
 
 TOKENS = 48

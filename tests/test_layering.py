@@ -24,7 +24,7 @@ LAYERS = (
     {"balance_loss", "experts_torch", "product_key", "route_op"},
     {"composed", "ops"},
     {"families.spec", "families.logits"},
-    {"lora", "record"},
+    {"lora", "patch_record"},
     {"experts_module"},
     {"forward"},
     {"families."},

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_patch.families.logits import linear_fp32_no_autocast
 from moe_patch.families.spec import Const, FamilySpec
-from moe_patch.record import ModulePatch, bound
+from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.route_op import route_impl
 from moe_patch.routing import sigmoid_topk
 

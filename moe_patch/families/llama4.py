@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_patch.families.logits import linear
 from moe_patch.families.spec import FamilySpec, Layout
-from moe_patch.record import ModulePatch, bound
+from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.route_op import route_impl
 from moe_patch.routing import RouteImpl, RouteSpec, route
 from moe_patch.types import Routing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.families.spec import FamilySpec, Layout
-from moe_patch.record import ModulePatch, bound
+from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.routing import softmax_topk
 
 

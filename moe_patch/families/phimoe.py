@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_patch.families.logits import linear
 from moe_patch.families.spec import FamilySpec
-from moe_patch.record import ModulePatch, bound
+from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.routing import NEG_INF, stable_topk
 
 KEEP_PROBABILITY_THRESHOLD = 0.75

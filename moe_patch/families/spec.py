@@ -108,10 +108,10 @@ class FamilySpec:
         returns: (router, routing) -> what transformers' router returns; None means
             (logits, weights, ids).
         router_forward, experts_forward, block_forward: functions made with
-            :func:`moe_patch.record.bound`, for a family whose module is called unlike the rule.
-            Without them: the common router forward, transformers' experts registry (the common
-            experts forward where a ``layout`` is given), and the common block forward where there
-            is a shared expert.
+            :func:`moe_patch.patch_record.bound`, for a family whose module is called unlike the
+            rule. Without them: the common router forward, transformers' experts registry (the
+            common experts forward where a ``layout`` is given), and the common block forward where
+            there is a shared expert.
         block_slot: the block's attribute that ``block_forward`` replaces.
         check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
             hidden states alone.

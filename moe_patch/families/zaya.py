@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moe_patch.families.spec import Const, FamilySpec
-from moe_patch.record import ModulePatch, bound
+from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.route_op import route_impl
 from moe_patch.routing import softmax_topk
 
