@@ -33,6 +33,9 @@ from moe_patch.kernels.routing_math import (
     weights_of,
 )
 
+# Keys of one axis that a backward program covers; more would spill.
+BACKWARD_COLUMNS = 256
+
 
 def product_key_forward(
     x_TP: Tensor, y_TP: Tensor, top_k: int, *, softmax: bool = True, renormalize: bool = False
@@ -85,11 +88,11 @@ def product_key_backward(
     dy_TP = torch.empty(T, P, dtype=y_TP.dtype, device=y_TP.device)
     if T == 0:
         return dx_TP, dy_TP
-    columns = triton.next_power_of_2(P)
+    columns = min(triton.next_power_of_2(P), BACKWARD_COLUMNS)
     # With one row the compiler sends it through shared memory for each of the K terms.
     block = max(2, min(512 // columns, triton.next_power_of_2(T)))
     with on_device_of(x_TP):
-        _backward_kernel[(triton.cdiv(T, block),)](
+        _backward_kernel[(triton.cdiv(T, block), triton.cdiv(P, columns))](
             dweights_TK, x_TP, y_TP, ids_TK, dx_TP, dy_TP, T,
             *dweights_TK.stride(), *x_TP.stride(), *y_TP.stride(), *ids_TK.stride(),
             P=P, C=columns, K=K, KP=triton.next_power_of_2(K), BLOCK=block,
@@ -250,7 +253,7 @@ def _backward_kernel(
     P: tl.constexpr, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr,
     SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, BLOCK),)."""
+    """Grid (cdiv(T, BLOCK), cdiv(P, C)): BLOCK tokens and C keys of each axis per program."""
     t_B = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside_B = t_B < T
     t_B1 = tl.minimum(t_B, T - 1).to(tl.int64)[:, None]
@@ -271,7 +274,7 @@ def _backward_kernel(
         p_BK = tl.where(used_BK, row_softmax(v_BK, used_BK, tl.float32), 0.0)
         dv_BK = weights_grad(dw_BK, p_BK, used_BK, 0.0, 1.0, RENORMALIZE, False)
         dv_BK = p_BK * (dv_BK - tl.sum(dv_BK * p_BK, axis=1)[:, None])
-    c_C = tl.arange(0, C)
+    c_C = tl.program_id(1) * C + tl.arange(0, C)
     dx_BC = tl.zeros((BLOCK, C), dtype=tl.float32)
     dy_BC = tl.zeros((BLOCK, C), dtype=tl.float32)
     for k in tl.static_range(K):
