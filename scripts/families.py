@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import transformers
 
 from moe_patch import supported_model_types
-from moe_patch.families import families
+from moe_patch.families import families, later_families
 from moe_patch.families.drift import accept, differences
 from moe_patch.families.table import insert, table
 
@@ -37,7 +37,7 @@ def main() -> int:
     if options.table:
         content = table(families(), transformers.__version__)
         README.write_text(insert(README.read_text(encoding="utf-8"), content), encoding="utf-8")
-    found = differences(families())
+    found = differences(families(), later_families())
     for difference in found:
         print(difference)
     tiers = collections.Counter(supported_model_types().values())

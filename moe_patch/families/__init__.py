@@ -1,27 +1,25 @@
 """The registry: transformers classes -> FamilySpec. Data only; transformers is not imported here.
 
-Every module of this package that defines ``FAMILIES`` is registered, in the order of their names.
+Every module of this package that defines ``FAMILIES`` is registered, in the order of their names,
+save entries for a later release of transformers than the installed one.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 
 from torch import nn
 
-from moe_patch.families.installed import (
-    defines,
-    is_decorated,
-    modeling_file,
-    moe_model_types,
-)
+from moe_patch.families.installed import is_decorated, moe_model_types
 from moe_patch.families.spec import TIERS, FamilySpec
 
 ROLES = ("experts", "router", "block")
 
 _BY_CLASS: dict[str, list[tuple[FamilySpec, str]]] = {}
 _FAMILIES: list[FamilySpec] = []
+_LATER: list[FamilySpec] = []
 
 
 def register_family(spec: FamilySpec) -> None:
@@ -48,6 +46,11 @@ def families() -> tuple[FamilySpec, ...]:
     return tuple(_FAMILIES)
 
 
+def later_families() -> tuple[FamilySpec, ...]:
+    """Entries that describe a later release of transformers than the installed one."""
+    return tuple(_LATER)
+
+
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
     """The family and role ("experts", "router" or "block") of a module, by its class.
 
@@ -66,8 +69,6 @@ def supported_model_types() -> dict[str, str]:
     A type that no entry names takes the lowest tier of the towers that its config holds; where it
     describes experts itself, the tier is "experts" if transformers' own registry of implementations
     serves them, else "refused". Entries for types that the installed release lacks are left out.
-    An entry is "experts" in a release whose router is not yet the class that it names, and
-    "refused" where its experts are not yet decorated.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -75,7 +76,7 @@ def supported_model_types() -> dict[str, str]:
     registered: dict[str, str] = {}
     for spec in _FAMILIES:
         for name in spec.model_types:
-            registered[name] = lowest_tier(_tier_here(spec), registered.get(name, "full"))
+            registered[name] = lowest_tier(spec.tier, registered.get(name, spec.tier))
 
     def tier(name: str) -> str:
         if name in registered:
@@ -94,21 +95,22 @@ def lowest_tier(*tiers: str) -> str:
     return max(tiers, key=TIERS.index)
 
 
-def _tier_here(spec: FamilySpec) -> str:
-    """The tier of an entry in the installed release of transformers."""
-    if spec.module is None or spec.tier != "full" or modeling_file(spec.module) is None:
-        return spec.tier
-    if spec.experts and spec.layout is None and not is_decorated(spec.module):
-        return "refused"
-    if spec.router and not defines(spec.module, spec.router):
-        return "experts"
-    return spec.tier
-
-
 def _identity(spec: FamilySpec) -> tuple:
     return (spec.module, spec.experts, spec.router, spec.block)
 
 
+def _described(spec: FamilySpec) -> bool:
+    """Whether an entry describes the installed release of transformers."""
+    installed, since = (
+        [int(part) for part in release.split(".")[:2]]
+        for release in (importlib.metadata.version("transformers"), spec.since or "0.0")
+    )
+    return installed >= since
+
+
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name):
     for _spec in vars(importlib.import_module(f"{__name__}.{_file.name}")).get("FAMILIES", ()):
-        register_family(_spec)
+        if _described(_spec):
+            register_family(_spec)
+        else:
+            _LATER.append(_spec)

@@ -62,8 +62,15 @@ def accept(specs: tuple[FamilySpec, ...], release: str) -> None:
     STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def differences(specs: tuple[FamilySpec, ...]) -> list[Difference]:
-    """What is not as it was when the entries were checked, families without an entry included."""
+def differences(
+    specs: tuple[FamilySpec, ...], later: tuple[FamilySpec, ...] = ()
+) -> list[Difference]:
+    """What is not as it was when the entries were checked, families without an entry included.
+
+    Args:
+        specs: the registered entries.
+        later: entries that describe a later release; their families are not new.
+    """
     known, now = stored(), current(specs)
     found = []
     for spec in specs:
@@ -80,7 +87,7 @@ def differences(specs: tuple[FamilySpec, ...]) -> list[Difference]:
             if value not in known.get(folder, {}).get(name, {}):
                 what = f"source of {name} is not one that the entry was checked with"
                 found.append(Difference("changed", folder, str(modeling_file(folder)), what))
-    named = {name for spec in specs for name in spec.model_types}
+    named = {name for spec in (*specs, *later) for name in spec.model_types}
     for model_type in moe_model_types().values():
         if model_type.own and model_type.name not in named:
             file = str(modeling_file(model_type.folder) or model_type.folder)

@@ -61,12 +61,6 @@ def is_decorated(folder: str) -> bool:
     return path is not None and f"@{DECORATOR}" in _text(path)
 
 
-def defines(folder: str, name: str) -> bool:
-    """Whether a folder's modeling file has a class of this name."""
-    path = modeling_file(folder)
-    return path is not None and f"\nclass {name}(" in _text(path)
-
-
 @functools.cache
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8")

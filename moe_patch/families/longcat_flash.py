@@ -39,6 +39,7 @@ def experts_with_identity(
 LONGCAT_FLASH = FamilySpec(
     model_types=("longcat_flash",),
     module="longcat_flash",
+    since="5.19",
     block="LongcatFlashMoE",
     router="LongcatFlashTopkRouter",
     experts="LongcatFlashExperts",

@@ -24,6 +24,7 @@ JAMBA = FamilySpec(
     routing=softmax_topk,
     params={"top_k": "top_k"},
     weights_dtype="hidden",
+    since="5.21",
 )
 
 HUNYUAN = FamilySpec(

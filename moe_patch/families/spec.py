@@ -115,6 +115,8 @@ class FamilySpec:
         block_slot: the block's attribute that ``block_forward`` replaces.
         check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
             hidden states alone.
+        since: the first transformers release whose classes the entry describes; in an earlier one
+            the entry is inert, and decorated experts are served without it.
         tier: what a patched model of the family reaches; "refused" needs a ``reason``.
     """
 
@@ -142,6 +144,7 @@ class FamilySpec:
     block_forward: Callable[..., Any] | None = None
     block_slot: str = "forward"
     check_call: Callable[[Any, Tensor], Any] | None = None
+    since: str = ""
     tier: str = "full"
     reason: str = ""
 

@@ -28,10 +28,13 @@ ARIA = FamilySpec(
     routing=topk_softmax,
     params={"top_k": "top_k"},
     shared="shared_experts",
+    since="5.21",
 )
 
 
-def granite_like(prefix: str, module: str, shared: str | None = "shared_mlp") -> FamilySpec:
+def granite_like(
+    prefix: str, module: str, shared: str | None = "shared_mlp", since: str = ""
+) -> FamilySpec:
     """Granite-MoE and its copies; a shared MLP sits on the decoder layer, outside the block."""
     return FamilySpec(
         model_types=(module,),
@@ -45,14 +48,16 @@ def granite_like(prefix: str, module: str, shared: str | None = "shared_mlp") ->
         params={"top_k": "top_k"},
         weights_dtype="hidden",
         shared_by_block=shared,
+        since=since,
     )
 
 
 FAMILIES = (
     GPT_OSS,
     ARIA,
-    granite_like("GraniteMoe", "granitemoe", shared=None),
-    granite_like("GraniteMoeShared", "granitemoeshared"),
+    # before, these routers gave their three results in another order
+    granite_like("GraniteMoe", "granitemoe", shared=None, since="5.21"),
+    granite_like("GraniteMoeShared", "granitemoeshared", since="5.21"),
     granite_like("GraniteMoeSWA", "granitemoe_swa"),
-    granite_like("GraniteMoeHybrid", "granitemoehybrid"),
+    granite_like("GraniteMoeHybrid", "granitemoehybrid", since="5.21"),
 )
