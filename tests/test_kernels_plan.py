@@ -119,6 +119,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, __file__],

@@ -53,6 +53,7 @@ def supported(dout_TD: Tensor, w_EDF: Tensor, h_NH: Tensor, glu: Glu) -> bool:
         and strides[2] == 1
         and all(stride % 8 == 0 for stride in strides[:2])
         and all(size % 8 == 0 for size in (*w_EDF.shape[1:], dout_TD.stride(0)))
+        and min(w_EDF.shape[1:]) >= BK
         and all(t.data_ptr() % 16 == 0 for t in (dout_TD, w_EDF, h_NH))
         and h_NH.shape[0] < RAGGED_ROWS
     )
