@@ -21,9 +21,9 @@ T = 64
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
-def routers(name: str) -> list[tuple[nn.Module, FamilySpec]]:
+def routers(name: str, dtype: torch.dtype = torch.bfloat16) -> list[tuple[nn.Module, FamilySpec]]:
     """One router of each class that the common router forward serves."""
-    model = tiny_models.build(name, torch.bfloat16)
+    model = tiny_models.build(name, dtype)
     found = {type(m): (m, lookup(m)) for m in model.modules()}
     return [
         (module, entry[0])
@@ -44,14 +44,30 @@ def test_router_in_bf16(name):
     found = routers(name)
     assert found, "no router that the common forward serves"
     for router, spec in found:
-        width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
-        generator = torch.Generator().manual_seed(6)
-        x = torch.randn(T, width, generator=generator).bfloat16()
-        x = x.view(2, T // 2, width) if spec.router_input_3d else x
-        args = bias_of(router, spec)
+        x, args = states(router, spec, torch.bfloat16), bias_of(router, spec)
         with torch.no_grad():
             mine, reference = ours(router, spec, x, args), theirs(router, x, *args)
         compare(mine, reference)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_logits_under_autocast(name):
+    """fp32 weights under bf16 autocast, as mixed-precision training has them: logits bit for bit.
+
+    Above them transformers scores in whatever dtype autocast left, we in fp32 where it does in fp32
+    otherwise.
+    """
+    for router, spec in routers(name, torch.float32):
+        x, args = states(router, spec, torch.float32), bias_of(router, spec)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            mine, reference = ours(router, spec, x, args), theirs(router, x, *args)
+        assert_bits(mine[0], reference[0], "logits")
+
+
+def states(router: nn.Module, spec: FamilySpec, dtype: torch.dtype) -> Tensor:
+    width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
+    x = torch.randn(T, width, generator=torch.Generator().manual_seed(6)).to(dtype)
+    return x.view(2, T // 2, width) if spec.router_input_3d else x
 
 
 def ours(
