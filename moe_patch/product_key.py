@@ -99,18 +99,7 @@ def product_key_topk(
     Raises:
         UnsupportedOptionError: shapes, dtypes or options are not the above.
     """
-    if logits_x_TP.shape != logits_y_TP.shape or logits_x_TP.dtype != logits_y_TP.dtype:
-        _refuse(
-            f"x is {logits_x_TP.dtype} {tuple(logits_x_TP.shape)}, y is {logits_y_TP.dtype} "
-            f"{tuple(logits_y_TP.shape)}; both must be [tokens, keys] of one dtype"
-        )
-    if score not in SCORES:
-        _refuse(f"score={score!r}; accepted: {', '.join(SCORES)}")
-    if not 1 <= top_k <= MAX_TOP_K or not 1 <= logits_x_TP.shape[1] <= MAX_KEYS:
-        _refuse(
-            f"top_k={top_k} with {logits_x_TP.shape[1]} keys per axis; accepted: top_k from 1 to "
-            f"{MAX_TOP_K} and 1 to {MAX_KEYS} keys"
-        )
+    _check(logits_x_TP, logits_y_TP, top_k, score)
     if choose_backend(backend, logits_x_TP.device, logits_x_TP.dtype).name == "torch":
         return product_key_reference(
             logits_x_TP, logits_y_TP, top_k, score=score, renormalize=renormalize
@@ -131,6 +120,21 @@ def product_key_triton(
         logits_x_TP, logits_y_TP, top_k, score, renormalize
     )
     return Routing(ids_TK, weights_TK, logits_x_TP.new_empty(logits_x_TP.shape[0], 0))
+
+
+def _check(logits_x_TP: Tensor, logits_y_TP: Tensor, top_k: int, score: str) -> None:
+    if logits_x_TP.shape != logits_y_TP.shape or logits_x_TP.dtype != logits_y_TP.dtype:
+        _refuse(
+            f"x is {logits_x_TP.dtype} {tuple(logits_x_TP.shape)}, y is {logits_y_TP.dtype} "
+            f"{tuple(logits_y_TP.shape)}; both must be [tokens, keys] of one dtype"
+        )
+    if score not in SCORES:
+        _refuse(f"score={score!r}; accepted: {', '.join(SCORES)}")
+    if not 1 <= top_k <= MAX_TOP_K or not 1 <= logits_x_TP.shape[1] <= MAX_KEYS:
+        _refuse(
+            f"top_k={top_k} with {logits_x_TP.shape[1]} keys per axis; accepted: top_k from 1 to "
+            f"{MAX_TOP_K} and 1 to {MAX_KEYS} keys"
+        )
 
 
 def _refuse(found: str) -> None:

@@ -91,41 +91,24 @@ def route_forward(
         with_lse: also return log(sum(exp(logits))) per row.
     """
     T, E = logits_TE.shape
-    scores = score_dtype(logits_TE.dtype, spec)
-    choice = scores if bias_E is None else torch.promote_types(scores, bias_E.dtype)
-    columns = columns_of(E, spec)
-    itemsize = logits_TE.dtype.itemsize
+    columns, itemsize = columns_of(E, spec), logits_TE.dtype.itemsize
     tile = tile_of(columns.groups_p2 * columns.size_p2, T, itemsize, FORWARD_COLUMNS[itemsize])
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
-    weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or scores)
+    weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
     tokens_E = logits_TE.new_zeros(E if count_tokens else 0, dtype=torch.int32)
     lse_T = new(T if with_lse else 0, dtype=torch.float32)
-    if T == 0:
-        return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
-    by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
-    packing = _packing(logits_TE.dtype, choice, bias_E is not None or columns.groups > 1)
-    # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
-    sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
-    needs_sum = spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen
-    with on_device_of(logits_TE):
-        forward_kernel[(triton.cdiv(T, tile.rows),)](
-            logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
-            ids_TK, weights_TK, tokens_E, lse_T,
-            T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
-            E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
-            B=tile.rows, W=tile.chunks, L=tile.chunk,
-            GROUPS=columns.groups, SIZE=columns.size,
-            GROUPS_P2=columns.groups_p2, SIZE_P2=columns.size_p2,
-            TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
-            SCORE=spec.score, TOPK_FIRST=spec.order == "topk_score", BY_LOGITS=by_logits,
-            HAS_BIAS=bias_E is not None,
-            PACKING=packing,
-            SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
-            SUM=needs_sum, RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps,
-            COUNT=count_tokens, LSE=with_lse,
-            num_warps=1, enable_fp_fusion=False, **_register_limit(),
-        )  # fmt: skip
+    if T > 0:
+        bias_dtype = None if bias_E is None else bias_E.dtype
+        with on_device_of(logits_TE):
+            forward_kernel[(triton.cdiv(T, tile.rows),)](
+                logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
+                ids_TK, weights_TK, tokens_E, lse_T,
+                T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
+                E=E, B=tile.rows, W=tile.chunks, L=tile.chunk, COUNT=count_tokens, LSE=with_lse,
+                **_forward_constants(spec, columns, logits_TE.dtype, bias_dtype),
+                num_warps=1, enable_fp_fusion=False, **_register_limit(),
+            )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
 
@@ -167,6 +150,28 @@ def route_backward(
             RENORMALIZE=renormalize, CLAMP=spec.clamp_eps, num_warps=1,
         )  # fmt: skip
     return dlogits_TE
+
+
+def _forward_constants(
+    spec: RouteSpec, columns: Columns, logits: torch.dtype, bias: torch.dtype | None
+) -> dict[str, object]:
+    scores = score_dtype(logits, spec)
+    choice = scores if bias is None else torch.promote_types(scores, bias)
+    by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
+    packing = _packing(logits, choice, bias is not None or columns.groups > 1)
+    # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
+    sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
+    return {
+        "K": spec.top_k, "KP": triton.next_power_of_2(spec.top_k),
+        "GROUPS": columns.groups, "SIZE": columns.size,
+        "GROUPS_P2": columns.groups_p2, "SIZE_P2": columns.size_p2,
+        "TOP_GROUPS": spec.top_groups, "TOP2": spec.group_score == "top2",
+        "SCORE": spec.score, "TOPK_FIRST": spec.order == "topk_score", "BY_LOGITS": by_logits,
+        "HAS_BIAS": bias is not None, "PACKING": packing,
+        "SCORE_DTYPE": TRITON_DTYPE[scores], "CHOICE_DTYPE": TRITON_DTYPE[choice],
+        "SUM": spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen,
+        "RENORMALIZE": spec.renormalize, "CLAMP": spec.clamp_eps,
+    }  # fmt: skip
 
 
 def _register_limit() -> dict[str, int]:
