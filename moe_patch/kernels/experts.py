@@ -68,19 +68,20 @@ def experts_forward(
         ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
-    empty = x_TD.new_empty(0)
     if ids_TK.numel() == 0:
-        norm_TK = (
-            torch.zeros(ids_TK.shape, dtype=torch.float32, device=x_TD.device) if norms else empty
+        norm_TK = weights_TK.new_zeros(ids_TK.shape, dtype=torch.float32)
+        return ExpertsForward(
+            x_TD.new_zeros(x_TD.shape),
+            plan,
+            x_TD.new_empty((0, w.w13_EHD.shape[1]) if save_h else 0),
+            norm_TK if norms else x_TD.new_empty(0),
         )
-        h_NH = x_TD.new_empty(0, w.w13_EHD.shape[1]) if save_h else empty
-        return ExpertsForward(torch.zeros_like(x_TD), plan, h_NH, norm_TK)
     with on_device_of(x_TD):
         call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
         h_NH, a_NF = call.up(save_h=save_h, save_a=True)
         y_ND = call.down(a_NF)
         out_TD = combine(y_ND, plan, weights_TK.contiguous())
-        norm_TK = to_TK(row_norm(y_ND), plan) if norms else empty
+        norm_TK = to_TK(row_norm(y_ND), plan) if norms else x_TD.new_empty(0)
     return ExpertsForward(out_TD, plan, h_NH, norm_TK)
 
 
