@@ -12,6 +12,7 @@ docs/performance.md says what is measured and how; benchmarks/README.md what a r
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
         sub.add_argument("--peers", type=Path, default=ROOT / ".peers" / "site", metavar="DIR")
         sub.add_argument("--budget", type=float, default=180.0, help="seconds per impl and point")
+        sub.add_argument("--rep", type=float, metavar="MS", help="how long each timing measures")
         sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
         sub.add_argument("--out", type=Path, help=f"default: benchmarks/results/{op.name}.jsonl")
         sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
@@ -94,6 +96,8 @@ def bench(args: argparse.Namespace) -> None:
         device, shapes, settings = "cpu", ("tiny",), DRY_SETTINGS
     elif out is None:
         out = ROOT / "benchmarks" / "results" / f"{op.name}.jsonl"
+    if args.rep is not None:
+        settings = dataclasses.replace(settings, rep_ms=args.rep)
     plan = runner.Plan(
         op=op,
         impls=tuple(op.impl(name) for name in args.impls or op.names()),
