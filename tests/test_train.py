@@ -47,7 +47,8 @@ def test_quickstart_scaled_down(tmp_path, capsys):
     result = run.run(config)
     assert result.failed == []
     assert [check.name for check in result.checks] == [
-        "losses, steps 1-3",
+        "losses, steps 1-3, median",
+        "losses, steps 1-3, largest",
         "logits, reloaded and unpatched",
     ]
     patched, unpatched = (result.trained[k].losses for k in ("patched", "unpatched"))
@@ -166,7 +167,8 @@ def test_checks_catch_a_wrong_patch(tmp_path, text_file, monkeypatch):
 
     monkeypatch.setattr(run, "patch_model", wrong)
     result = run.run(small(tmp_path, text_file, compare_unpatched=True))
-    assert len(result.failed) == len(result.checks) == 2
+    median, _, logits = result.checks
+    assert result.failed == [median, logits]
 
 
 def test_refused_model_leaves_nothing(tmp_path, text_file):
