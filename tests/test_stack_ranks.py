@@ -1,0 +1,142 @@
+"""DDP and FSDP2 with two gloo processes whose tokens use different experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_patch import patch_model, patch_report
+from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, attention, lora_config
+from tests.dist_helpers import run_ranks
+from tests.numerics import FP32, assert_bits, assert_close
+
+STEPS = 5
+LORA = lora_config(EXPERTS, attention("qwen3_moe"), lora_alpha=1)
+LIMIT = 1e-6
+# Of each rank's tokens: experts 0 and 1 for rank 0, experts 6 and 7 for rank 1.
+OWN = ((0, 1), (6, 7))
+
+
+def split_model(name="qwen3_moe", **overrides):
+    """A model whose router looks at one direction of the stream, which the token decides."""
+    model = tiny_models.build(name, output_router_logits=False, **overrides)
+    with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table *= 5.0
+        table[:50, 0] = 6.0
+        table[50:, 0] = -6.0
+        for _, block in tiny_models.blocks(model):
+            block.gate.weight *= 0.01
+            block.gate.weight[list(OWN[0]), 0] = 2.0
+            block.gate.weight[list(OWN[1]), 0] = -2.0
+    return model
+
+
+def batch_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3 + 50 * rank, 45 + 50 * rank, (2, 7), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def whole_batch():
+    first, second = batch_of(0), batch_of(1)
+    return {key: torch.cat([first[key], second[key]]) for key in first}
+
+
+def record_choices(model, seen):
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(lambda _m, _a, out: seen.append(out[2].unique().tolist()))
+
+
+def train(model, batch, steps=STEPS):
+    """Gradients of the first step and parameters after the last, gathered."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    first = {}
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+        first = first or {n: gathered(p.grad) for n, p in trainable(model)}
+        optimizer.step()
+    return first, {n: gathered(p) for n, p in trainable(model)}
+
+
+def trainable(model):
+    return [(n.removeprefix("module."), p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def gathered(tensor):
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().clone()
+
+
+def ddp(rank):
+    model, seen = patch_model(split_model()), []
+    record_choices(model, seen)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=False)
+    return *train(wrapped, batch_of(rank)), seen
+
+
+def fsdp2(rank, units, order, lora):
+    model, seen = split_model(), []
+    if lora:
+        model = adapt(model, LORA)
+    record_choices(model, seen)
+    if order == "patch first":
+        patch_model(model)
+    decoder = model.base_model.model.model if lora else model.model
+    for layer in decoder.layers:
+        if units == "experts":
+            fully_shard(layer.mlp.experts)
+        fully_shard(layer)
+    fully_shard(model)
+    if order == "shard first":
+        patch_model(model)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    run = train(model, batch_of(rank))
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return *run, seen, {key: value.clone() for key, value in state.items()}
+
+
+def check(results, expected):
+    """Each rank used its own experts only; all agree with each other and with one process."""
+    for rank, (gradients, parameters, seen, *_) in enumerate(results):
+        assert seen
+        assert all(set(ids) <= set(OWN[rank]) for ids in seen), seen
+        assert gradients.keys() == expected[0].keys()
+        for name, value in parameters.items():
+            assert_bits(value, results[0][1][name], name)
+        for name, value in gradients.items():
+            assert_close(value, expected[0][name], FP32, f"gradient of {name}")
+        for name, value in parameters.items():
+            assert_close(value, expected[1][name], LIMIT, name)
+
+
+@pytest.mark.slow
+def test_ddp_without_unused_parameter_search():
+    expected = train(split_model(), whole_batch())
+    check(run_ranks(ddp), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("units", "order"),
+    [("layers", "patch first"), ("layers", "shard first"), ("experts", "patch first")],
+)
+def test_fsdp2(units, order, lora):
+    model = split_model()
+    if lora:
+        model = adapt(model, LORA)
+    expected = train(model, whole_batch())
+    results = run_ranks(fsdp2, units, order, lora)
+    check(results, expected)
+    saved, trained = results[0][3], model.state_dict()
+    assert saved.keys() == trained.keys()
+    for name, value in trained.items():
+        assert_close(saved[name], value, LIMIT, name)
