@@ -25,7 +25,7 @@ SPECIAL = {
     "vision_end_token_id": END, "image_start_token_id": START, "image_end_token_id": END,
     "video_start_token_id": 94, "video_end_token_id": 95,
     "boi_token_id": START, "eoi_token_id": END,
-    "audio_token_id": 96, "boa_token_id": 97, "eoa_token_index": 98,
+    "projection_hidden_size": 32, "audio_token_id": 96, "boa_token_id": 97, "eoa_token_index": 98,
 }  # fmt: skip
 # An image of 4 x 4 patches of 4 x 4 pixels, merged two by two into four image tokens.
 VISION = {
@@ -33,7 +33,7 @@ VISION = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 128, "patch_size": 4,
     "image_size": 16, "spatial_merge_size": 2, "pooling_kernel_size": 2, "out_hidden_size": 32,
     "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16,
-    "position_embedding_size": 16,
+    "position_embedding_size": 16, "pos_emb_height": 4, "pos_emb_width": 4,
 }  # fmt: skip
 
 
@@ -41,6 +41,12 @@ def patches(values: int) -> dict[str, Tensor]:
     """Qwen's format: all patches of the batch in rows, and each image's grid."""
     pixels = torch.randn(2 * 16, values, generator=torch.Generator().manual_seed(4))
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+
+
+def single_patches() -> dict[str, Tensor]:
+    """Kimi's format: patches as small images, and each image's grid."""
+    batch = patches(3 * 4 * 4)
+    return {**batch, "pixel_values": batch["pixel_values"].view(-1, 3, 4, 4)}
 
 
 def with_positions() -> dict[str, Tensor]:
@@ -61,6 +67,7 @@ MODELS = [
         lambda: patches(3 * 4 * 4),
         ("mm_token_type_ids", "moe_mm_token_type_ids"),
     ),
+    ("Kimi_K25", "deepseek_v3", single_patches, ("mm_token_type_ids",)),
     ("Gemma4", "gemma4", with_positions, ("mm_token_type_ids",)),
 ]
 
