@@ -63,6 +63,29 @@ def foreign_forward(module: nn.Module, slot: str) -> Any:
     return None if is_ours(found) else found
 
 
+def replaced_forward(module: nn.Module) -> Any:
+    """A method of another class that was bound over a module's own, or None.
+
+    Liger and the kernels library bind so, and never call what was there; parallelism and hooks of
+    transformers and accelerate bind closures and partials around it.
+    """
+    found = foreign_forward(module, "forward")
+    return found if isinstance(found, MethodType) else None
+
+
+def overridden(block: FoundBlock) -> str | None:
+    """Which of the block's modules runs another library's forward instead of its own, in words."""
+    whole = [(block.path, block.block)] if block.block is not None else []
+    for path, module in [*whole, *block.routers, *block.experts]:
+        if (found := replaced_forward(module)) is not None:
+            return (
+                f"{path} ({type(module).__name__}) runs {origin_of(found)} instead of its own "
+                "forward; switch that off for the MoE blocks (use_liger_kernel with "
+                "liger_kernel_config={'swiglu': False}; use_kernels=False), or leave moe_patch out"
+            )
+    return None
+
+
 def origin_of(function: Any) -> str:
     """The qualified name of a function found on an instance."""
     target = getattr(function, "func", function)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_patch.backend import choose_backend
+from moe_patch.bindings import overridden
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
@@ -92,6 +93,8 @@ def _row(found: FoundBlock) -> BlockReport | None:
         return None
     if record.role == "refused":
         return refusal_row(found, record.reason)
+    if (conflict := overridden(found)) is not None:
+        return refusal_row(found, conflict)
     spec = found.spec
     routed = bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
     if spec.block_forward is not None:

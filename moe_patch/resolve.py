@@ -7,7 +7,7 @@ import warnings
 from torch import nn
 
 from moe_patch.backend import choose_backend
-from moe_patch.bindings import bindings_of, foreign_forward, origin_of
+from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
 from moe_patch.config import PatchConfig
 from moe_patch.discover import DECORATED, FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
@@ -25,6 +25,12 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
         UnsupportedModelError: nothing to patch, or a refusal under ``strict``.
         UnsupportedOptionError: an option that cannot hold on some block.
     """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: nn.DataParallel copies modules with their bound forwards, "
+            "which then run the first device's weights; use DistributedDataParallel (torchrun or "
+            "accelerate launch), or one visible device"
+        )
     refused = {block.path: why for block in blocks if (why := _refusal(block, config)) is not None}
     if not blocks:
         known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
@@ -53,13 +59,15 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if block.refused:
         return block.reason
     if not block.experts and block.spec.experts is not None:
-        return "no experts module found in the block"
+        return _no_experts(block)
     for path, (module, _, _, slot) in bindings_of(block, config):
         # A wrapper put around our own forward after patching is no obstacle to patching again.
         foreign = foreign_forward(module, slot) if record_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
             return f"{name} already has a {slot} bound by {origin_of(foreign)}"
+    if (conflict := overridden(block)) is not None:
+        return conflict
     try:
         _check_attributes(block)
         for path, experts in block.experts:
@@ -68,6 +76,12 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         return str(error)
     _check_lora(block, config)
     return None
+
+
+def _no_experts(block: FoundBlock) -> str:
+    found = None if block.block is None else block.block._modules.get("experts")
+    other = f"; its experts are {origin_of(type(found))}" if found is not None else ""
+    return f"no {block.spec.experts} found in the block{other}"
 
 
 def _check_attributes(block: FoundBlock) -> None:

@@ -1,0 +1,100 @@
+"""Other libraries that want the same modules: one sentence when the model is patched."""
+
+from __future__ import annotations
+
+import logging
+from types import MethodType
+
+import pytest
+from torch import nn
+
+from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
+from tests import tiny_models
+from tests.numerics import assert_bits
+from tests.snapshots import assert_unchanged, logits, snapshot
+
+
+class LigerExperts(nn.Module):
+    """Stands for a replacement of the kind that Liger and the kernels library bind."""
+
+    def forward(self, hidden_states, *args):
+        return hidden_states * 0
+
+
+LigerExperts.__module__ = "liger_kernel.transformers.swiglu"
+
+
+def bind(module):
+    """As Liger's and the kernels library's own functions do: a method of another class."""
+    module.__dict__["forward"] = LigerExperts.forward.__get__(module, type(module))
+
+
+def target(model, which):
+    block = tiny_models.blocks(model)[1][1]
+    return block if which == "block" else block.experts
+
+
+@pytest.mark.parametrize("which", ["experts", "block"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+def test_a_replaced_forward_is_refused_by_name(model_type, which):
+    model = tiny_models.build(model_type)
+    bind(target(model, which))
+    before = snapshot(model)
+    name = type(target(model, which)).__name__
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.mlp.*{name}.*LigerExperts"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_a_forward_replaced_after_patching_shows_in_the_report():
+    """Trainer applies Liger when training begins: our kernels no longer run, and the report says so."""
+    model = patch_model(tiny_models.build("qwen3_moe"))
+    bind(target(model, "experts"))
+    first, second = patch_report(model)
+    assert first.tier == "full"
+    assert second.tier == "refused"
+    assert "use_liger_kernel" in second.reason
+    with pytest.raises(UnsupportedModelError, match="liger_kernel_config"):
+        patch_model(model)
+    del target(model, "experts").__dict__["forward"]
+    batch = tiny_models.inputs(model)
+    out = logits(model, batch)
+    assert_bits(logits(patch_model(model), batch), out)
+
+
+def test_experts_of_another_class_are_refused_by_name():
+    """Liger applied before the model was built leaves its class in place of transformers' own."""
+    model = tiny_models.build("qwen3_moe")
+    tiny_models.blocks(model)[0][1].experts = LigerExperts()
+    with pytest.raises(UnsupportedModelError, match=r"no Qwen3MoeExperts.*LigerExperts"):
+        patch_model(model)
+
+
+def test_data_parallel_is_refused_with_what_to_use_instead():
+    model = tiny_models.build("qwen3_moe")
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"DataParallel.*DistributedDataParallel"):
+        patch_model(nn.DataParallel(model))
+    assert_unchanged(before, snapshot(model))
+
+
+def test_hub_kernels_outside_of_moe_blocks_stay():
+    """use_kernels binds norms and rotary embeddings; that is no conflict."""
+    model = tiny_models.build("qwen3_moe")
+    norm = model.model.norm
+    norm.forward = MethodType(type(norm).forward, norm)
+    bound = norm.forward
+    patch_model(model)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    unpatch_model(model)
+    assert norm.forward is bound
+
+
+@pytest.mark.parametrize("chosen", ["batched_mm", "sonicmoe"])
+def test_an_experts_implementation_of_the_user_is_named(chosen, caplog):
+    model = tiny_models.build("qwen3_moe")
+    model.config._experts_implementation_internal = chosen
+    with caplog.at_level(logging.WARNING, logger="moe_patch"):
+        patch_model(model)
+    (line,) = caplog.records
+    assert f"experts_implementation={chosen!r}" in line.message
