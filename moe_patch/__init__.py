@@ -16,6 +16,7 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora_targets import lora_targets
 from moe_patch.patch import patch_model, patched, unpatch_model
 from moe_patch.report import BlockReport, patch_report
+from moe_patch.signals.recorder import record
 
 __all__ = [
     "BlockReport",
@@ -29,6 +30,7 @@ __all__ = [
     "patch_model",
     "patch_report",
     "patched",
+    "record",
     "register_family",
     "supported_model_types",
     "unpatch_model",

@@ -17,7 +17,9 @@ from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
 from moe_patch.lora import HANDED_DOWN, live_factors, to_lora
-from moe_patch.ops import experts_mlp
+from moe_patch.ops import Signals, experts_mlp
+from moe_patch.signals.rows import RowNorms
+from moe_patch.signals.slot import TAPS
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _ACT_FN = GluRule("act_fn")
@@ -210,32 +212,65 @@ def run_experts(
     An activation or post-expert norm that the fused operator does not know runs the module's own
     code between grouped products.
     """
-    dtype = compute_dtype(hidden_TD, stored_weight(experts, spec), spec.experts_fp32)
-    w, lora13, lora2 = read_tensors(experts, spec, dtype, fuse_lora)
+    stored = stored_weight(experts, spec)
+    dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
+    tensors = read_tensors(experts, spec, dtype, fuse_lora)
     glu = read_glu(experts, spec)
     x_TD = hidden_TD.to(dtype)
-    if glu is not None:
+    taps = experts.__dict__.get(TAPS)
+    signals = None
+    if taps is not None and taps.layer is not None:
+        has_lora = tensors.lora13 is not None or tensors.lora2 is not None
+        signals = taps.layer.begin(
+            x_TD,
+            ids_TK,
+            weights_TK,
+            experts=stored.shape[0],
+            has_lora=has_lora,
+            fused=glu is not None,
+        )
+    if glu is None:
+        out_TD = _run_composed(experts, spec, x_TD, ids_TK, weights_TK, tensors, signals)
+    else:
         out_TD = experts_mlp(
             x_TD,
             ids_TK,
             weights_TK,
-            w,
+            tensors.weights,
             glu,
-            lora13=lora13,
-            lora2=lora2,
+            lora13=tensors.lora13,
+            lora2=tensors.lora2,
             backend=backend,
             recompute=recompute,
-        )
-    else:
-        layout = layout_of(experts, spec)
-        out_TD = experts_composed(
-            x_TD,
-            ids_TK,
-            weights_TK,
-            w,
-            _activation(experts, layout),
-            experts.post_expert_norm if layout.has_post_expert_norm else None,
-            lora13=lora13,
-            lora2=lora2,
+            signals=signals,
         )
     return out_TD.to(hidden_TD.dtype)
+
+
+def _run_composed(
+    experts: Any,
+    spec: FamilySpec,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    tensors: ExpertTensors,
+    signals: Signals | None,
+) -> Tensor:
+    """The module's own activation and post-expert norm between grouped products."""
+    layout = layout_of(experts, spec)
+    gate = _activation(experts, layout)
+    post_norm = experts.post_expert_norm if layout.has_post_expert_norm else None
+    w = tensors.weights
+    if signals is not None:
+        norms = RowNorms(signals, x_TD, ids_TK, w.w13_EHD.shape[0], w.b13_EH is not None)
+        gate, post_norm = norms.gate(gate), norms.post(post_norm)
+    return experts_composed(
+        x_TD,
+        ids_TK,
+        weights_TK,
+        w,
+        gate,
+        post_norm,
+        lora13=tensors.lora13,
+        lora2=tensors.lora2,
+    )

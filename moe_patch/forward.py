@@ -21,6 +21,7 @@ from moe_patch.experts_module import run_experts
 from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, bound, record_of
 from moe_patch.route_op import route_impl
+from moe_patch.signals.slot import TAPS
 
 EXPERTS_NAME = "moe_patch"
 
@@ -38,13 +39,13 @@ def router_forward(
     router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any
 ) -> Any:
     """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
-    routing = record.spec.route(
-        router,
-        hidden_states,
-        args,
-        ties=record.config.ties,
-        impl=route_impl(record.config.backend),
-    )
+    impl = route_impl(record.config.backend)
+    taps = router.__dict__.get(TAPS)
+    if taps is not None and taps.replay is not None:
+        impl = taps.replay.impl(taps.path, impl)
+    routing = record.spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
+    if taps is not None and taps.layer is not None:
+        taps.layer.routed(taps.path, record.spec, hidden_states, args, routing)
     if record.spec.returns is not None:
         return record.spec.returns(router, routing)
     return routing.logits_TE, routing.weights_TK, routing.ids_TK

@@ -1,0 +1,173 @@
+"""record(model): the router's decisions and per-token, per-expert norms of every MoE layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.families.spec import read
+from moe_patch.patch_record import record_of
+from moe_patch.signals.slot import SIGNALS, TAPS, LayerSignals, Taps
+
+KEEP = ("load", "all")
+
+
+@dataclass
+class StepSignals:
+    """One closed step.
+
+    Attributes:
+        load: path -> [E] int64, rows per expert over every forward of the step.
+        layers: path -> a snapshot of the step's newest forward; empty with ``keep="load"``.
+    """
+
+    load: dict[str, Tensor]
+    layers: dict[str, LayerSignals] = field(default_factory=dict)
+
+
+@dataclass
+class Recorder:
+    """What :func:`record` yields; readable after the ``with``.
+
+    Attributes:
+        layers: block path -> :class:`LayerSignals`, the newest forward of each layer.
+        history: one entry per :meth:`step`.
+        keep: "load" keeps the counts of each step, "all" every recorded tensor.
+    """
+
+    layers: dict[str, LayerSignals]
+    keep: str = "load"
+    history: list[StepSignals] = field(default_factory=list)
+
+    def step(self, group: Any = None) -> StepSignals:
+        """Close a step: append it to ``history`` and start counting anew.
+
+        Args:
+            group: a torch.distributed process group over which the counts are summed (data-parallel
+                ranks see different tokens); None keeps this process's own.
+        """
+        load = {p: layer.load for p, layer in self.layers.items() if layer.load is not None}
+        if group is not None:
+            load = sum_over_group(load, group)
+        layers = {}
+        if self.keep == "all":
+            layers = {path: layer.snapshot() for path, layer in self.layers.items()}
+        closed = StepSignals(load, layers)
+        self.history.append(closed)
+        for layer in self.layers.values():
+            layer.load = None
+        return closed
+
+
+def sum_over_group(load: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    """Counts summed over a process group, in one collective call per layer."""
+    summed = {path: counts.clone() for path, counts in load.items()}
+    for path in sorted(summed):
+        torch.distributed.all_reduce(summed[path], group=group)
+    return summed
+
+
+@contextmanager
+def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> Iterator[Recorder]:
+    """Record every patched MoE layer of a model inside a ``with`` block.
+
+    Args:
+        model: a patched model, bare or wrapped.
+        router_input: keep the hidden states that enter each router, [T, D] (``smk_loss`` needs
+            them).
+        keep: what ``Recorder.step`` puts into the history, "load" or "all".
+
+    Yields:
+        A :class:`Recorder`. Norms are fp32 (fp64 in fp64 models) and belong to the loss that was
+        backpropagated, as it was (scaling and accumulation included); gradient fields are None
+        before backward. What a family cannot give is None, and ``missing`` of the layer says why.
+
+    Raises:
+        PatchStateError: no patched MoE block, or the model is being recorded already.
+        UnsupportedOptionError: ``keep`` is another word.
+    """
+    if keep not in KEEP:
+        raise UnsupportedOptionError(f"record: keep is {keep!r}; accepted: {', '.join(KEEP)}")
+    blocks = patched_blocks(model, "record")
+    recorder = Recorder({block.path: _layer_of(block, router_input) for block in blocks}, keep)
+    tapped: list[nn.Module] = []
+    try:
+        for block in blocks:
+            for path, module in [*block.routers, *block.experts]:
+                taps = module.__dict__.setdefault(TAPS, Taps(path))
+                if taps.layer is not None:
+                    raise PatchStateError(f"{path} is being recorded already; leave that `with`")
+                taps.layer = recorder.layers[block.path]
+                tapped.append(module)
+        yield recorder
+    finally:
+        for module in tapped:
+            module.__dict__[TAPS].layer = None
+            drop_idle(module)
+
+
+def drop_idle(module: nn.Module) -> None:
+    """Forget the taps of a module on which nothing listens any more."""
+    taps = module.__dict__[TAPS]
+    if taps.layer is None and taps.replay is None:
+        del module.__dict__[TAPS]
+
+
+def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
+    """The blocks of a model whose experts or block run on this library.
+
+    Raises:
+        PatchStateError: there is none.
+    """
+    blocks = []
+    for block in discover(model):
+        modules = [m for _, m in block.experts] or [block.block]
+        records = [record_of(m) for m in modules if m is not None]
+        if any(r is not None and r.role != "refused" for r in records):
+            blocks.append(block)
+    if not blocks:
+        raise PatchStateError(
+            f"{caller}: {type(model).__name__} has no patched MoE block; call patch_model first"
+        )
+    return blocks
+
+
+def router_obstacle(block: FoundBlock) -> str | None:
+    """Why a block's router does not run the common router forward, or None if it does."""
+    if not block.routers:
+        return "the block routes without a router module that is known"
+    for _, router in block.routers:
+        spec = block.spec_of(router)
+        if record_of(router) is None or spec.tier == "experts":
+            return "transformers routes this block"
+        if spec.routing is None or spec.router_forward is not None:
+            return f"the routers of {block.model_type} run a forward of their own"
+    return None
+
+
+def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
+    """An empty layer that knows what this block cannot give."""
+    layer = LayerSignals(block.path, keeps_input=router_input)
+    if (why := router_obstacle(block)) is not None:
+        layer.missing |= dict.fromkeys(("logits", "router_weights", "router_input"), why)
+    layout = block.spec.layout
+    if not block.experts or (layout is not None and not layout.fused):
+        why = f"the experts of {block.model_type} are stored in a layout of their own"
+        names = ("ids", "weights", "tokens_per_expert", "load", *SIGNALS)
+        layer.missing |= dict.fromkeys(names, why)
+    elif "llama4_text" in block.spec.model_types:
+        # Its routing weights scale the experts' input: rows arrive one by one, already weighted.
+        router = block.routers[0][1]
+        layer.rows_per_token = read(router, block.spec.params["top_k"])
+        layer.missing["weights"] = "routing weights multiply the experts' input in this family"
+    elif block.spec.experts_forward is not None:
+        why = f"{block.model_type} adds identity experts outside the experts operator"
+        layer.missing |= dict.fromkeys(("act_norm", "grad_norm_output"), why)
+    return layer

@@ -1,0 +1,88 @@
+"""Per-row norms where an experts module's own code runs between grouped products.
+
+There the experts operator does not see the rows, so tensor hooks on the differentiable steps take
+the gradients at h and y, and the same outer-product identity gives the parameters' norm:
+
+    ||dL/dW2_e|| = ||dy|| ||a||        ||dL/dW13_e|| = ||dh|| ||x||        biases: ||dy||, ||dh||
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_patch.experts_torch import rows_to_slots
+from moe_patch.ops import Signals
+from moe_patch.reference import build_plan
+
+Step = Callable[[Tensor], Tensor]
+
+
+class RowNorms:
+    """Wraps an experts module's gate and post-expert norm so that they fill a :class:`Signals`.
+
+    Args:
+        signals: receives the norms; the row of the low-rank factors stays 0.
+        x_TD, ids_TK, experts: what the experts receive, and how many there are.
+        biased: both projections have a bias.
+    """
+
+    def __init__(
+        self, signals: Signals, x_TD: Tensor, ids_TK: Tensor, experts: int, biased: bool
+    ) -> None:
+        self.signals = signals
+        self.biased = biased
+        self.plan = build_plan(ids_TK, experts)
+        token_N = self.plan.row_of_N.clamp(min=0) // ids_TK.shape[1]
+        self.x_N = _row_norm(x_TD.detach()).index_select(0, token_N)
+        self.a_N = self.x_N
+        self.out_N = self.x_N
+        self.dy_N = self.x_N
+
+    def gate(self, own: Step) -> Step:
+        """The module's activation h_NH -> a_NF, watched."""
+
+        def run(h_NH: Tensor) -> Tensor:
+            if h_NH.requires_grad:
+                h_NH.register_hook(self._at_h)
+            a_NF = own(h_NH)
+            self.a_N = _row_norm(a_NF.detach())
+            return a_NF
+
+        return run
+
+    def post(self, own: Step | None) -> Step:
+        """The module's post-expert norm y_ND -> y_ND (None: there is none), watched."""
+
+        def run(y_ND: Tensor) -> Tensor:
+            out_ND = y_ND if own is None else own(y_ND)
+            self.signals.act_norm_TK = rows_to_slots(_row_norm(out_ND.detach()), self.plan)
+            if y_ND.requires_grad:
+                out_ND.register_hook(self._at_out)
+                y_ND.register_hook(self._at_y)
+            return out_ND
+
+        return run
+
+    def _at_out(self, grad_ND: Tensor) -> None:
+        self.out_N = _row_norm(grad_ND.detach())
+
+    def _at_y(self, grad_ND: Tensor) -> None:
+        self.dy_N = _row_norm(grad_ND.detach())
+
+    @torch.no_grad()
+    def _at_h(self, grad_NH: Tensor) -> None:
+        """The last of the three to run: the gradient reaches out, then y, then h."""
+        dh_N = _row_norm(grad_NH.detach())
+        squares_N = (self.dy_N * self.a_N).square() + (dh_N * self.x_N).square()
+        if self.biased:
+            squares_N = squares_N + self.dy_N.square() + dh_N.square()
+        rows = (self.out_N, squares_N.sqrt(), torch.zeros_like(dh_N))
+        self.signals.grads_3TK.copy_(torch.stack([rows_to_slots(row, self.plan) for row in rows]))
+
+
+def _row_norm(rows: Tensor) -> Tensor:
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=wide)

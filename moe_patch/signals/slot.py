@@ -1,0 +1,185 @@
+"""What one MoE layer records, and how the bound forwards find it.
+
+A recording or replaying layer has a :class:`Taps` in ``module.__dict__[TAPS]`` of its router and of
+its experts. Everywhere else that key is absent, and a forward pays one dictionary lookup.
+
+Forward and backward meet in two places:
+    router   ``routed``  keeps the logits (and the router's input, when asked)
+    experts  ``begin``   keeps ids, weights and counts, and hands out the :class:`Signals` that the
+                         experts operator fills: the activation norms now, the others in backward
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.families.spec import Arg, FamilySpec
+from moe_patch.ops import Signals
+from moe_patch.types import Routing
+
+TAPS = "_moe_patch_taps"
+SIGNALS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")
+
+
+@dataclass
+class Taps:
+    """What listens on one module.
+
+    Attributes:
+        path: the module's path in the model that was handed to the recorder or replay.
+        layer: where to record, or None.
+        replay: an object with ``impl(path, impl)`` that decides instead of the router, or None.
+    """
+
+    path: str
+    layer: LayerSignals | None = None
+    replay: Any = None
+
+
+@dataclass
+class LayerSignals:
+    """The newest forward of one MoE layer; every tensor is detached.
+
+    A forward that runs inside a backward is a checkpoint's recompute: it takes the place of a
+    forward that ran without a graph, and is otherwise left out, so that nothing counts twice.
+
+    Attributes:
+        path: the block's module path (that of the module around the experts if there is no block).
+        missing: field -> why this family cannot give it; such a field is always None.
+        ids: [T, K] expert ids as the experts received them; outside [0, E) is an empty slot.
+        weights: [T, K] routing weights as the experts received them, in the family's dtype.
+        logits: [T, E] raw router logits.
+        router_weights: [T, K] the routing function's weights, before a family's own changes.
+        router_input: [T, D] hidden states before the router, when asked for.
+        tokens_per_expert: [E] int64, rows of the newest forward.
+        load: [E] int64, rows of all forwards since the last ``Recorder.step``.
+        router_path: path of the router module that ran.
+    """
+
+    path: str
+    missing: dict[str, str] = field(default_factory=dict)
+    keeps_input: bool = False
+    ids: Tensor | None = None
+    weights: Tensor | None = None
+    logits: Tensor | None = None
+    router_weights: Tensor | None = None
+    router_input: Tensor | None = None
+    tokens_per_expert: Tensor | None = None
+    load: Tensor | None = None
+    router_path: str | None = None
+    bias: Tensor | None = None
+    rows_per_token: int = 1
+    signals: Signals | None = None
+    has_lora: bool = False
+    graph: bool = False
+
+    @property
+    def act_norm(self) -> Tensor | None:
+        """[T, K] norm of each expert's output, before its routing weight; 0 in empty slots."""
+        norms = None if self.signals is None else self.signals.act_norm_TK
+        return None if "act_norm" in self.missing else self._shaped(norms)
+
+    @property
+    def grad_norm_output(self) -> Tensor | None:
+        """[T, K] norm of dL/dy, the gradient at the expert's output; None before backward."""
+        return self._gradient(0)
+
+    @property
+    def grad_norm_params(self) -> Tensor | None:
+        """[T, K] norm of the row's share of the gradient of the experts' weights and biases."""
+        return self._gradient(1)
+
+    @property
+    def grad_norm_lora(self) -> Tensor | None:
+        """[T, K] the same for the low-rank factors; None without adapters on the experts."""
+        return self._gradient(2) if self.has_lora else None
+
+    def snapshot(self) -> LayerSignals:
+        """A copy that later forwards and backwards leave as it is."""
+        signals = self.signals
+        if signals is not None:
+            kept = signals.grads_3TK.new_empty(0)
+            if _written(signals):
+                # Not clone: a copy has to count as written too.
+                kept = torch.empty_like(signals.grads_3TK).copy_(signals.grads_3TK)
+            signals = replace(signals, grads_3TK=kept)
+        return replace(self, missing=dict(self.missing), signals=signals)
+
+    def routed(
+        self, path: str, spec: FamilySpec, hidden: Tensor, args: tuple, routing: Routing
+    ) -> None:
+        """Keep what the router saw and decided."""
+        if self._is_recompute():
+            return
+        self.router_path = path
+        self.logits = routing.logits_TE.detach()
+        self.router_weights = routing.weights_TK.detach()
+        self.bias = args[spec.bias.index - 1] if isinstance(spec.bias, Arg) else None
+        if self.keeps_input:
+            self.router_input = hidden.detach().reshape(-1, hidden.shape[-1])
+
+    def begin(
+        self,
+        x_TD: Tensor,
+        ids_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        experts: int,
+        has_lora: bool,
+        fused: bool,
+    ) -> Signals | None:
+        """Keep what the experts received; what the experts operator is to fill, or None."""
+        if self._is_recompute():
+            return None
+        if has_lora and not fused:
+            self.missing["grad_norm_lora"] = "the experts' own code runs between grouped products"
+        first = not _inside_backward()
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        self.graph, self.has_lora = torch.is_grad_enabled(), has_lora
+        shape = (3, *ids_TK.shape) if self.graph else (0,)
+        self.signals = Signals(torch.empty(shape, dtype=wide, device=x_TD.device))
+        tokens_K = (-1, self.rows_per_token) if self.rows_per_token > 1 else ids_TK.shape
+        self.ids = ids_TK.detach().reshape(tokens_K)
+        self.weights = None if "weights" in self.missing else weights_TK.detach()
+        self.tokens_per_expert = count_rows(self.ids, experts)
+        if first:
+            # Reentrant checkpoints run the layer once without a graph and once inside backward.
+            counts = self.tokens_per_expert
+            self.load = counts if self.load is None else self.load + counts
+        return self.signals
+
+    def _is_recompute(self) -> bool:
+        return self.graph and _inside_backward()
+
+    def _shaped(self, values: Tensor | None) -> Tensor | None:
+        return None if values is None or self.ids is None else values.reshape(self.ids.shape)
+
+    def _gradient(self, which: int) -> Tensor | None:
+        if SIGNALS[which + 1] in self.missing or not _written(self.signals):
+            return None
+        assert self.signals is not None
+        return self._shaped(self.signals.grads_3TK[which])
+
+
+def count_rows(ids_TK: Tensor, experts: int) -> Tensor:
+    """Rows per expert, int64 [E], without a host sync; ids outside [0, E) are not counted."""
+    ids_N = ids_TK.reshape(-1).long()
+    inside_N = (ids_N >= 0) & (ids_N < experts)
+    counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
+    ids_N = torch.where(inside_N, ids_N, experts)
+    return counts.scatter_add_(0, ids_N, torch.ones_like(ids_N))[:experts]
+
+
+def _written(signals: Signals | None) -> bool:
+    """Whether backward has filled the gradient norms; its write is the buffer's only one."""
+    if signals is None or signals.grads_3TK.is_inference():
+        return False
+    return signals.grads_3TK.dim() == 3 and signals.grads_3TK._version > 0
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,241 @@
+"""record(): what it keeps, that the norms are exact, and that it costs nothing when off."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
+from moe_patch.signals.slot import TAPS
+from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, lora_config
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.signals_cases import (
+    build,
+    experts_below,
+    explicit_norms,
+    last_layer,
+    per_token_norms,
+    sum_loss,
+    watch_output,
+)
+
+EXACT = 1e-10
+GRADIENTS = ("grad_norm_output", "grad_norm_params")
+CHECKPOINTS = (None, False, True)
+
+
+def patched(model_type: str, layers: int = 1, lora: tuple[str, ...] = (), **patch: Any) -> Any:
+    model = build(model_type, layers)
+    if lora:
+        model = adapt(model, lora_config(lora))
+    return patch_model(model, self_check=False, **patch)
+
+
+def recorded(model: Any, batch: dict[str, Tensor]) -> Any:
+    with record(model, router_input=True) as recorder:
+        sum_loss(model, batch).backward()
+    return recorder
+
+
+def checkpointed(model: Any, reentrant: bool | None) -> None:
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("lora", [(), EXPERTS, EXPERTS[1:]], ids=["plain", "both", "down"])
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["kept", "checkpoint", "reentrant"])
+def test_norms_in_the_last_layer_equal_per_token_gradients(model_type, lora, reentrant) -> None:
+    """A sum-reduced loss behind the last block: what vmap(grad) returns per token and expert."""
+    model = patched(model_type, lora=lora)
+    checkpointed(model, reentrant)
+    batch = tiny_models.inputs(model if not lora else model.get_base_model())
+    (layer,) = recorded(model, batch).layers.values()
+    expected = per_token_norms(model, batch, layer)
+    assert layer.grad_norm_params.dtype == torch.float64
+    assert_close(layer.grad_norm_params, expected["params"], EXACT, "parameters")
+    if not lora:
+        assert layer.grad_norm_lora is None
+        return
+    assert_close(layer.grad_norm_lora, expected["lora"], EXACT, "low-rank factors")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "muse_spark"])
+def test_norms_of_an_inner_layer_equal_explicit_outer_products(model_type) -> None:
+    """muse_spark runs its own norm between grouped products: rows watched by hooks."""
+    model = patched(model_type, layers=2)
+    experts = experts_below(tiny_models.blocks(model)[0][1])
+    seen = watch_output(experts)
+    with record(model) as recorder:
+        tiny_models.loss(model(**tiny_models.inputs(model))).backward()
+    layer = next(iter(recorder.layers.values()))
+    expected = explicit_norms(experts, seen, layer)
+    assert_close(layer.act_norm, expected["act"], EXACT, "activation")
+    assert_close(layer.grad_norm_output, expected["output"], EXACT, "output gradient")
+    assert_close(layer.grad_norm_params, expected["params"], EXACT, "parameter gradient")
+
+
+def test_recorded_decisions_are_those_of_transformers() -> None:
+    reference = tiny_models.build("qwen3_moe")
+    model = patch_model(copy.deepcopy(reference))
+    batch = tiny_models.inputs(model)
+    seen: list[tuple[Tensor, ...]] = []
+    for _, block in tiny_models.blocks(reference):
+        block.gate.register_forward_hook(lambda module, args, out: seen.append((*args, *out)))
+    reference(**batch)
+    with record(model, router_input=True) as recorder:
+        model(**batch)
+    assert list(recorder.layers) == [path for path, _ in tiny_models.blocks(model)]
+    for layer, (x, logits, weights, ids) in zip(recorder.layers.values(), seen, strict=True):
+        assert torch.equal(layer.ids, ids)
+        assert_close(layer.logits, logits, FP32, "logits")
+        assert_close(layer.weights, weights, FP32, "weights")
+        assert_close(layer.router_input, x, FP32, "router input")
+        assert torch.equal(layer.tokens_per_expert, torch.bincount(ids.flatten(), minlength=8))
+        assert layer.act_norm.dtype == torch.float32
+
+
+def test_fields_are_detached_and_gradients_are_none_before_backward() -> None:
+    model = patched("qwen3_moe")
+    batch = tiny_models.inputs(model)
+    with record(model) as recorder:
+        (layer,) = recorder.layers.values()
+        assert layer.ids is layer.act_norm is layer.grad_norm_params is None
+        loss = sum_loss(model, batch)
+        assert [getattr(layer, name) for name in GRADIENTS] == [None, None]
+        loss.backward()
+    assert layer.router_input is None
+    for name in ("ids", "weights", "logits", "act_norm", *GRADIENTS):
+        assert not getattr(layer, name).requires_grad, name
+    with record(model) as recorder, torch.no_grad():
+        sum_loss(model, batch)
+    (layer,) = recorder.layers.values()
+    assert layer.act_norm is not None
+    assert layer.grad_norm_params is None
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["kept", "checkpoint", "reentrant"])
+def test_two_forwards_before_one_backward_keep_the_newest(reentrant) -> None:
+    """As preference losses run a model: the gradients kept are those of the ids kept."""
+    model = patched("qwen3_moe", layers=2)
+    checkpointed(model, reentrant)
+    first, second = (tiny_models.inputs(model, seed=seed) for seed in (1, 2))
+    expected = recorded(model, second)
+    with record(model) as recorder:
+        (sum_loss(model, first) + sum_loss(model, second)).backward()
+    for path, layer in recorder.layers.items():
+        alone = expected.layers[path]
+        assert torch.equal(layer.ids, alone.ids)
+        assert_close(layer.grad_norm_params, alone.grad_norm_params, EXACT, path)
+
+
+@pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["kept", "checkpoint", "reentrant"])
+def test_a_step_counts_every_forward_once(reentrant) -> None:
+    model = patched("qwen3_moe", layers=2)
+    checkpointed(model, reentrant)
+    batches = [tiny_models.inputs(model, seed=seed) for seed in (1, 2, 3)]
+    with record(model, keep="all") as recorder:
+        for batch in batches[:2]:
+            sum_loss(model, batch).backward()
+        first = recorder.step()
+        sum_loss(model, batches[2]).backward()
+        second = recorder.step()
+        kept = {p: s.grad_norm_params.clone() for p, s in second.layers.items()}
+        sum_loss(model, batches[0]).backward()
+    assert recorder.history == [first, second]
+    for path, layer in recorder.layers.items():
+        assert int(first.load[path].sum()) == 2 * 14 * 2
+        assert torch.equal(second.load[path], second.layers[path].tokens_per_expert)
+        assert torch.equal(layer.load, layer.tokens_per_expert)
+        assert_bits(second.layers[path].grad_norm_params, kept[path])
+        assert not torch.equal(layer.grad_norm_params, kept[path])
+
+
+class Launches(TorchDispatchMode):
+    """Every operator that runs, with the number of bytes it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        self.seen.append((str(func), sum(t.numel() * t.element_size() for t in tensors)))
+        return out
+
+
+def launches(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, int]]:
+    model.zero_grad(set_to_none=True)
+    with Launches() as mode:
+        sum_loss(model, batch).backward()
+    return mode.seen
+
+
+def test_off_costs_no_launch_and_no_byte() -> None:
+    """Before and after a recording the same operators return the same bytes."""
+    model = patched("qwen3_moe", layers=2)
+    batch = tiny_models.inputs(model)
+    never = launches(model, batch)
+    with record(model, router_input=True):
+        on = launches(model, batch)
+    after = launches(model, batch)
+    assert not any(TAPS in module.__dict__ for module in model.modules())
+    assert after == never
+    assert len(on) > len(never)
+    assert sum(size for _, size in on) > sum(size for _, size in never)
+
+
+def test_recording_changes_no_bit() -> None:
+    model = patched("gpt_oss", layers=2)
+    batch = tiny_models.inputs(model)
+    results = []
+    for on in (False, True):
+        model.zero_grad(set_to_none=True)
+        if on:
+            recorded(model, batch)
+        else:
+            sum_loss(model, batch).backward()
+        results.append([p.grad for p in model.parameters()])
+    for without, with_signals in zip(*results, strict=True):
+        assert_bits(with_signals, without)
+
+
+@pytest.mark.parametrize("model_type", ["doge", "dbrx", "jetmoe", "zaya", "longcat_flash"])
+def test_what_a_family_cannot_give_is_none_and_said(model_type) -> None:
+    model = patch_model(tiny_models.build(model_type), self_check=False)
+    with record(model, router_input=True) as recorder:
+        tiny_models.loss(model(**tiny_models.inputs(model))).backward()
+    for layer in recorder.layers.values():
+        assert layer.missing
+        for name in ("ids", "weights", "logits", "router_input", "act_norm", *GRADIENTS):
+            assert (getattr(layer, name) is None) == (name in layer.missing), name
+
+
+def test_llama4_rows_come_back_by_token() -> None:
+    model = patch_model(tiny_models.build("llama4"), self_check=False)
+    with record(model) as recorder:
+        tiny_models.loss(model(**tiny_models.inputs(model))).backward()
+    layer = next(iter(recorder.layers.values()))
+    assert layer.ids.shape == layer.act_norm.shape == layer.grad_norm_params.shape == (14, 2)
+    assert (layer.ids[:, 0] != layer.ids[:, 1]).all()
+
+
+def test_errors() -> None:
+    model = build("qwen3_moe")
+    with pytest.raises(PatchStateError, match="no patched MoE block"), record(model):
+        pass
+    patch_model(model, self_check=False)
+    with pytest.raises(UnsupportedOptionError, match="keep"), record(model, keep="some"):
+        pass
+    with record(model), pytest.raises(PatchStateError, match="already"), record(model):
+        pass
+    assert not any(TAPS in module.__dict__ for module in model.modules())
+    assert last_layer(model).mlp.experts.config._experts_implementation == "moe_patch"
