@@ -165,13 +165,15 @@ def _check_lora(name: str, model: nn.Module, result: Result) -> None:
 
 
 def expert_parameters(model: nn.Module) -> list[str]:
-    """Names of expert projections for PEFT's ``target_parameters``: 3-D parameters of experts."""
+    """Names of the experts' stacked projections for PEFT's ``target_parameters``."""
     names = {
-        ".".join(path.split(".")[-2:])
-        for path, p in model.named_parameters()
-        if p.dim() == 3 and "experts" in path.split(".")[-2]
+        ".".join(f"{path}.{name}".split(".")[-2:])
+        for block in discover(model)
+        for path, experts in block.experts
+        for name, parameter in experts.named_parameters()
+        if parameter.dim() == 3
     }
-    return sorted(n for n in names if not n.startswith("shared") and n.endswith("_proj"))
+    return sorted(names)
 
 
 def _options(name: str) -> dict[str, Any]:
