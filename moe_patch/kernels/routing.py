@@ -18,9 +18,10 @@ from moe_patch.kernels.routing_math import TRITON_DTYPE
 from moe_patch.kernels.routing_select import tile_of
 from moe_patch.routing import RouteSpec
 
-# Columns of one row per thread of the forward kernel, by the bytes of a logit. More save shuffles,
-# which pays until the wider keys of fp32 logits leave too few warps to hide their latency.
-FORWARD_COLUMNS = {2: 32, 4: 8}
+# Columns of one row per thread. More save shuffles, which pays as long as the registers suffice: a
+# column is one packed key where logits are packed, and a logit, a score and keys elsewhere.
+PACKED_COLUMNS = 32
+SCORED_COLUMNS = {2: 16, 4: 8}  # by the bytes of a logit
 BACKWARD_COLUMNS = 16
 # Registers per thread of the forward kernel. The rare exact pass would take more and so halve the
 # warps at work; with these it spills, and nothing else does.
@@ -92,22 +93,24 @@ def route_forward(
     """
     T, E = logits_TE.shape
     columns, itemsize = columns_of(E, spec), logits_TE.dtype.itemsize
-    tile = tile_of(columns.groups_p2 * columns.size_p2, T, itemsize, FORWARD_COLUMNS[itemsize])
+    bias_dtype = None if bias_E is None else bias_E.dtype
+    constants = _forward_constants(spec, columns, logits_TE.dtype, bias_dtype)
+    packed = constants["PACKING"] == "monotone"
+    per_thread = PACKED_COLUMNS if packed else SCORED_COLUMNS[itemsize]
+    tile = tile_of(columns.groups_p2 * columns.size_p2, T, itemsize, per_thread)
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
     tokens_E = logits_TE.new_zeros(E if count_tokens else 0, dtype=torch.int32)
     lse_T = new(T if with_lse else 0, dtype=torch.float32)
     if T > 0:
-        bias_dtype = None if bias_E is None else bias_E.dtype
         with on_device_of(logits_TE):
             forward_kernel[(triton.cdiv(T, tile.rows),)](
                 logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
                 ids_TK, weights_TK, tokens_E, lse_T,
                 T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
                 E=E, B=tile.rows, W=tile.chunks, L=tile.chunk, COUNT=count_tokens, LSE=with_lse,
-                **_forward_constants(spec, columns, logits_TE.dtype, bias_dtype),
-                num_warps=1, enable_fp_fusion=False, **_register_limit(),
+                **constants, num_warps=1, enable_fp_fusion=False, **_register_limit(),
             )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
