@@ -32,22 +32,26 @@ def gated_activation_backward(
         (a_NF, dh_NH) in the dtype of h, each rounded once.
     """
     wide = torch.float64 if h_NH.dtype == torch.float64 else torch.float32
-    a_NF = gated_activation(h_NH, glu)
     h = h_NH.to(wide)
     da = da_NF.to(wide) * w_N1.to(wide)
     if not glu.gated:
-        return a_NF, activate_backward(da, h, glu.kind).to(h_NH.dtype)
+        return activate(h, glu.kind).to(h_NH.dtype), activate_backward(da, h, glu.kind).to(
+            h_NH.dtype
+        )
     gate, up = split_gate(h, glu)
     clamped = glu.limit != float("inf")
     gate_c = gate.clamp(max=glu.limit) if clamped else gate
     up_c = up.clamp(min=-glu.limit, max=glu.limit) if clamped else up
     if glu.kind == "swiglu_oai":
         s = torch.sigmoid(glu.alpha * gate_c)
+        a = (up_c + 1) * gate_c * s
         dgate = da * (up_c + 1) * (s + glu.alpha * gate_c * s * (1 - s))
         dup = da * gate_c * s
     else:
+        value = activate(gate_c, glu.kind)
+        a = value * up_c
         dgate = activate_backward(da * up_c, gate_c, glu.kind)
-        dup = da * activate(gate_c, glu.kind)
+        dup = value.mul_(da)
     if clamped:
         dgate = torch.where(gate > glu.limit, 0.0, dgate)
         dup = torch.where(up.abs() > glu.limit, 0.0, dup)
@@ -55,7 +59,7 @@ def gated_activation_backward(
     dh_gate, dh_up = split_gate(dh_NH, glu)
     dh_gate.copy_(dgate)
     dh_up.copy_(dup)
-    return a_NF, dh_NH
+    return a.to(h_NH.dtype), dh_NH
 
 
 def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:

@@ -273,13 +273,19 @@ def gather_sum(rows_ND: Tensor, slot_TK: Tensor, weights_TK: Tensor | None) -> T
     """sum_k w_tk rows[slot_tk] in slot order, accumulated in fp32 (fp64 for fp64)."""
     wide = _wide(rows_ND.dtype)
     out_TD = torch.zeros(slot_TK.shape[0], rows_ND.shape[1], dtype=wide, device=rows_ND.device)
-    valid_TK = slot_TK >= 0
+    empty_TK = slot_TK < 0
+    # Asking is free on a CPU and a wait for the device elsewhere.
+    masked = slot_TK.device.type != "cpu" or bool(empty_TK.any())
     for k in range(slot_TK.shape[1]):
-        picked_TD = rows_ND.index_select(0, slot_TK[:, k].clamp(min=0)).to(wide)
-        picked_TD = picked_TD.masked_fill_(~valid_TK[:, k, None], 0.0)
+        slot_T = slot_TK[:, k].clamp(min=0) if masked else slot_TK[:, k]
+        picked_TD = rows_ND.index_select(0, slot_T).to(wide)
+        if masked:
+            picked_TD.masked_fill_(empty_TK[:, k, None], 0.0)
         if weights_TK is None:
             out_TD += picked_TD
-        else:
-            weight_T1 = torch.where(valid_TK[:, k], weights_TK[:, k], 0.0).to(wide).unsqueeze(1)
-            out_TD.addcmul_(picked_TD, weight_T1)
+            continue
+        weight_T = weights_TK[:, k].to(wide)
+        if masked:
+            weight_T = torch.where(empty_TK[:, k], 0.0, weight_T)
+        out_TD.addcmul_(picked_TD, weight_T.unsqueeze(1))
     return out_TD
