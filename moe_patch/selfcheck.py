@@ -237,6 +237,11 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
 
 def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
     """Refuse a relative difference above ``limit``, naming the block and what differs."""
+    if ours.shape != theirs.shape:
+        raise UnsupportedModelError(
+            f"{path}: self-check: {what} has shape {tuple(ours.shape)}, transformers' "
+            f"{tuple(theirs.shape)}; the family entry was written for another release"
+        )
     norm = theirs.double().norm()
     error = (
         (ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Tiny tensors: threads of one operator only wait for each other, more so beside another worker.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
