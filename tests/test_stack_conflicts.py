@@ -47,7 +47,7 @@ def test_a_replaced_forward_is_refused_by_name(model_type, which):
 
 
 def test_a_forward_replaced_after_patching_shows_in_the_report():
-    """Trainer applies Liger when training begins: our kernels no longer run, and the report says so."""
+    """Trainer applies Liger when training begins: ours no longer runs, and the report says so."""
     model = patch_model(tiny_models.build("qwen3_moe"))
     bind(target(model, "experts"))
     first, second = patch_report(model)

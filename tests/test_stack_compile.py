@@ -1,0 +1,105 @@
+"""torch.compile: one graph per block and per model, dynamic T, patched before and after.
+
+Blocks with adapters are in test_lora_training.py, those of special families in
+test_special_contracts.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from moe_patch import patch_model, patch_report, unpatch_model
+from tests import tiny_models
+from tests.numerics import assert_close
+
+LIMIT = 2e-6
+FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "mixtral"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(module, x, parameters):
+    out = module(x)
+    out = out[0] if isinstance(out, tuple) else out
+    return out, *torch.autograd.grad(out.square().sum(), [x, *parameters])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_block_is_one_graph_for_every_number_of_tokens(name):
+    """Forward and backward; at most two compilations, the second for the dynamic size."""
+    block = tiny_models.blocks(patch_model(tiny_models.build(name)))[0][1]
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    for tokens in (7, 12, 3, 31, 16, 5):
+        x = tiny_models.hidden(block, 1, tokens)
+        pairs = zip(step(compiled, x, parameters), step(block, x, parameters), strict=True)
+        for found, wanted in pairs:
+            assert_close(found, wanted, LIMIT)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "order"),
+    [
+        ("qwen3_moe", 2, "patch first"),
+        ("qwen3_moe", 1, "compile first"),
+        ("qwen2_moe", 1, "patch first"),
+        ("gpt_oss", 1, "patch first"),
+    ],
+)
+def test_a_whole_model_is_one_graph(name, layers, order):
+    over = {"output_router_logits": False, "num_hidden_layers": layers}
+    if name == "gpt_oss":
+        over["layer_types"] = ["full_attention"]
+    model = tiny_models.build(name, **over)
+    batch = tiny_models.inputs(model)
+    if order == "patch first":
+        patch_model(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    if order == "compile first":
+        patch_model(compiled)
+    assert {row.tier for row in patch_report(compiled)} == {"full"}
+    runs = []
+    for each in (compiled, model):
+        model.zero_grad(set_to_none=True)
+        loss = each(**batch).loss
+        loss.backward()
+        runs.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for found, wanted in zip(*runs, strict=True):
+        assert_close(found, wanted, LIMIT)
+
+
+def test_a_compiled_model_follows_patch_and_undo():
+    """What was traced before is not run after: each change is seen at the next call."""
+    model = tiny_models.build("qwen3_moe", output_router_logits=False)
+    x = tiny_models.inputs(model)["input_ids"]
+    calls = []
+    original = torch.ops.moe_patch.experts.default
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is original:
+                calls.append(1)
+            return func(*args, **(kwargs or {}))
+
+    compiled = torch.compile(model, backend="eager")
+
+    def count():
+        calls.clear()
+        with torch.no_grad(), Count():
+            compiled(x)
+        return len(calls)
+
+    assert count() == 0
+    patch_model(model)
+    assert count() == 2
+    unpatch_model(model)
+    assert count() == 0
