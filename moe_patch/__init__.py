@@ -16,6 +16,7 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora_targets import lora_targets
 from moe_patch.patch import patch_model, patched, unpatch_model
 from moe_patch.report import BlockReport, patch_report
+from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
 from moe_patch.signals.recorder import record
 
 __all__ = [
@@ -26,12 +27,15 @@ __all__ = [
     "PatchStateError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "delta_sc",
+    "gate_accuracy",
     "lora_targets",
     "patch_model",
     "patch_report",
     "patched",
     "record",
     "register_family",
+    "smk_loss",
     "supported_model_types",
     "unpatch_model",
 ]

@@ -3,7 +3,8 @@
     slot.py      READ FIRST. What one layer records, and how the forwards find it
     recorder.py  record(model): puts slots on the modules of a patched model and takes them away
     rows.py      the norms where the experts run the module's own code between grouped products
-    losses.py    delta_sc, smk_loss, gate_accuracy and the update filter
+    losses.py    delta_sc, smk_loss, gate_accuracy
+    updates.py   the update filter: gradients of the experts with the lowest or highest scores
     replay.py    record_routing and replay_routing: the same experts once more
     balance.py   expert load, its measures, the correction-bias update, logging in a Trainer
 

@@ -1,0 +1,234 @@
+"""Scores and losses made from recorded norms.
+
+With M_A = ||y_tk|| (act_norm) and the surprise M_G (grad_norm_params, or grad_norm_output):
+
+    delta_sc       z(M_A) - z(M_G), z over the experts that the token chose (population std)
+    target         argmax delta_sc, or argmin surprise; ties to the lower expert id
+    smk_loss       ce * CE(logits, target) + kl * KL(softmax(-M_G / mean M_G) || softmax(logits)),
+                   both over the chosen experts
+    gate_accuracy  how often the router's first choice is the target
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.families.spec import read
+from moe_patch.lora import is_param_wrapper, paused
+from moe_patch.patch_record import record_of
+from moe_patch.signals.recorder import Recorder
+from moe_patch.signals.slot import LayerSignals
+
+TARGETS = ("delta_sc", "surprise")
+GRADIENTS = {"params": "grad_norm_params", "output": "grad_norm_output"}
+
+
+class Row(NamedTuple):
+    """What the scores are made of: ids, which slots hold an expert, M_A and M_G, all [T, K]."""
+
+    ids_TK: Tensor
+    valid_TK: Tensor
+    activation_TK: Tensor
+    surprise_TK: Tensor
+
+    @property
+    def kept_T(self) -> Tensor:
+        """Rows with any surprise at all; the others say nothing (padding, masked labels)."""
+        return (self.valid_TK & (self.surprise_TK > 0)).any(-1)
+
+
+def delta_sc(recorder: Recorder, gradient: str = "params") -> dict[str, Tensor]:
+    """z(M_A) - z(M_G) per row, [T, K] by block path; 0 in empty slots.
+
+    Args:
+        recorder: after backward.
+        gradient: which norm M_G is: "params" or "output". The second is the routing weight times
+            a constant of the token, so it says nothing about the expert; it is here to be compared.
+
+    Raises:
+        PatchStateError: no backward since the newest forward, or a family without these norms.
+        UnsupportedOptionError: one expert per token (there is nothing to compare), or a wrong word.
+    """
+    return {path: delta_of(row) for path, row in rows_of(recorder, gradient).items()}
+
+
+def gate_accuracy(
+    recorder: Recorder, target: str = "delta_sc", gradient: str = "params"
+) -> dict[str, Tensor]:
+    """How often the router's first choice (slot 0) is the target, a scalar by block path.
+
+    Rows without surprise are left out; NaN where none is left. Arguments and errors as
+    :func:`delta_sc`; ``target`` is "delta_sc" or "surprise".
+    """
+    found = {}
+    for path, row in rows_of(recorder, gradient).items():
+        hits_T = (_target(row, target) == 0) & row.kept_T
+        found[path] = hits_T.sum().double() / row.kept_T.sum()
+    return found
+
+
+def smk_loss(
+    recorder: Recorder,
+    model: nn.Module,
+    target: str = "delta_sc",
+    ce: float = 1.0,
+    kl: float = 1.0,
+    gradient: str = "params",
+) -> Tensor:
+    """A loss that teaches each router which of its chosen experts the backward pass points at.
+
+    The logits are computed again from the recorded, detached router input by the router's own
+    expression, adapters included and hooks left out: so the gradient reaches router parameters
+    only, and the call comes after the main backward, when the first graph is gone.
+
+    Args:
+        recorder: of ``record(model, router_input=True)``, after backward.
+        model: the recorded model.
+        target: "delta_sc" (argmax) or "surprise" (argmin).
+        ce, kl: factors of the two terms.
+        gradient: as :func:`delta_sc`.
+
+    Returns:
+        A scalar: the mean over rows with any surprise, then over layers.
+
+    Raises:
+        PatchStateError: no router input or no norms were recorded.
+        UnsupportedOptionError: one expert per token, or a wrong word.
+    """
+    accept("target", target, TARGETS)
+    losses = []
+    for path, row in rows_of(recorder, gradient).items():
+        logits_TE = router_logits(model, recorder.layers[path])
+        losses.append(_layer_loss(row, logits_TE, _target(row, target), ce, kl))
+    return torch.stack(losses).mean()
+
+
+def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
+    """The logits of a recorded layer once more, [T, E], with a graph to the router's parameters.
+
+    Raises:
+        PatchStateError: the router's input was not recorded.
+    """
+    if layer.router_input is None or layer.router_path is None:
+        why = layer.missing.get("router_input", "use record(model, router_input=True)")
+        raise PatchStateError(f"{layer.path}: no router input was recorded: {why}")
+    router = model.get_submodule(layer.router_path)
+    patch = record_of(router)
+    if patch is None:
+        raise PatchStateError(f"{layer.router_path} is not patched any more; call patch_model")
+    assert patch.spec.logits is not None
+    adapted = {f"router.{name}": t for name, t in _adapted(model, router).items()}
+    logits: Tensor = torch.func.functional_call(
+        _Logits(router, patch.spec.logits), adapted, (layer.router_input,)
+    )
+    return logits
+
+
+class _Logits(nn.Module):
+    """The logits expression as a module of its own, so that no hook of the router fires."""
+
+    def __init__(self, router: nn.Module, expression: Any) -> None:
+        super().__init__()
+        self.router = router
+        self.expression = expression
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.expression(self.router, x_TD)
+
+
+def _adapted(model: nn.Module, router: nn.Module) -> dict[str, Tensor]:
+    """Router parameters with their active adapters added, by name."""
+    tensors: dict[str, Tensor] = {}
+    for wrapper in model.modules():
+        if not is_param_wrapper(wrapper):
+            continue
+        found: Any = wrapper
+        if found.get_base_layer() is not router or paused(found) is not None:
+            continue
+        name = found.parameter_name
+        for adapter in found.active_adapters:
+            if adapter in found.lora_A:
+                before = tensors[name] if name in tensors else read(router, name)
+                tensors[name] = before + found.get_delta_weight(adapter)
+    return tensors
+
+
+def rows_of(recorder: Recorder, gradient: str) -> dict[str, Row]:
+    """What the scores of every recorded layer are made of; errors as :func:`delta_sc`."""
+    accept("gradient", gradient, tuple(GRADIENTS))
+    rows = {}
+    for path, layer in recorder.layers.items():
+        norms = [_recorded(layer, name) for name in ("act_norm", GRADIENTS[gradient])]
+        ids_TK = _recorded(layer, "ids")
+        if ids_TK.shape[1] == 1:
+            raise UnsupportedOptionError(
+                f"{path}: one expert per token; scores over the chosen experts need at least two"
+            )
+        experts = _recorded(layer, "tokens_per_expert").shape[0]
+        rows[path] = Row(ids_TK, (ids_TK >= 0) & (ids_TK < experts), *norms)
+    return rows
+
+
+def _recorded(layer: LayerSignals, name: str) -> Tensor:
+    value: Tensor | None = getattr(layer, name)
+    if value is None:
+        why = layer.missing.get(name, "run forward and backward inside `with record(model)` first")
+        raise PatchStateError(f"{layer.path}: {name} was not recorded: {why}")
+    return value
+
+
+def accept(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the accepted ones."""
+    if value not in accepted:
+        raise UnsupportedOptionError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
+
+
+def delta_of(row: Row) -> Tensor:
+    """delta_sc of one layer, [T, K]."""
+    return _z(row.activation_TK, row.valid_TK) - _z(row.surprise_TK, row.valid_TK)
+
+
+def _z(values_TK: Tensor, valid_TK: Tensor) -> Tensor:
+    """z-scores over the valid slots of a row with the population std; 0 where all are equal."""
+    count_T1 = valid_TK.sum(-1, keepdim=True).clamp(min=1)
+    mean_T1 = values_TK.masked_fill(~valid_TK, 0.0).sum(-1, keepdim=True) / count_T1
+    off_TK = (values_TK - mean_T1).masked_fill(~valid_TK, 0.0)
+    # The mean of equal values may round away from them, and squares of small norms to zero.
+    low, high = (values_TK.masked_fill(~valid_TK, sign * float("inf")) for sign in (1, -1))
+    spread_T1 = high.amax(-1, keepdim=True) - low.amin(-1, keepdim=True)
+    differs_T1 = spread_T1 > 0
+    off_TK = off_TK / torch.where(differs_T1, spread_T1, 1.0)
+    std_T1 = (off_TK.square().sum(-1, keepdim=True) / count_T1).sqrt()
+    return torch.where(differs_T1, off_TK / torch.where(differs_T1, std_T1, 1.0), 0.0)
+
+
+def _target(row: Row, target: str) -> Tensor:
+    """[T] the slot of the target expert."""
+    accept("target", target, TARGETS)
+    score_TK = delta_of(row) if target == "delta_sc" else -row.surprise_TK
+    score_TK = score_TK.masked_fill(~row.valid_TK, -float("inf"))
+    best_TK = score_TK == score_TK.amax(-1, keepdim=True)
+    last = torch.iinfo(row.ids_TK.dtype).max
+    return row.ids_TK.masked_fill(~(best_TK & row.valid_TK), last).argmin(-1)
+
+
+def _layer_loss(row: Row, logits_TE: Tensor, target_T: Tensor, ce: float, kl: float) -> Tensor:
+    kept_T = row.kept_T
+    # A row that is left out still needs finite numbers: 0 times NaN would be its gradient.
+    valid_TK = row.valid_TK | ~kept_T.unsqueeze(1)
+    wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    ids_TK = row.ids_TK.long().clamp(0, logits_TE.shape[1] - 1)
+    chosen_TK = logits_TE.gather(1, ids_TK).to(wide).masked_fill(~valid_TK, -float("inf"))
+    log_q_TK = torch.log_softmax(chosen_TK, dim=-1)
+    surprise_TK = row.surprise_TK.to(wide).masked_fill(~valid_TK, 0.0)
+    mean_T1 = surprise_TK.sum(-1, keepdim=True) / valid_TK.sum(-1, keepdim=True)
+    scaled_TK = surprise_TK / torch.where(kept_T.unsqueeze(1), mean_T1, 1.0)
+    log_p_TK = torch.log_softmax((-scaled_TK).masked_fill(~valid_TK, -float("inf")), dim=-1)
+    gap_TK = torch.where(valid_TK, log_p_TK - log_q_TK, 0.0)
+    loss_T = kl * (log_p_TK.exp() * gap_TK).sum(-1)
+    loss_T = loss_T - ce * log_q_TK.gather(1, target_T.unsqueeze(1)).squeeze(1)
+    return torch.where(kept_T, loss_T, 0.0).sum() / kept_T.sum().clamp(min=1)
