@@ -22,6 +22,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
+from moe_patch.train.router_losses import RouterLossConfig
 from moe_patch.train.schema import check_known, check_mapping
 
 # Set from the top level of the file; a second value here would contradict it.
@@ -52,6 +53,8 @@ def check_options(config: TrainConfig) -> None:
     check_mapping("training", config.training, TrainingArguments)
     if config.lora is not None:
         check_mapping("lora", config.lora, LoraConfig)
+    if config.router_losses is not None:
+        check_mapping("router_losses", config.router_losses, RouterLossConfig)
     model_type = config.model.model_type
     if model_type is not None:
         check_known("model.model_type is", model_type, CONFIG_MAPPING.keys())

@@ -6,6 +6,7 @@
     lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
     training: arguments of transformers.TrainingArguments
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
+    router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     compare_unpatched: true | false | number of steps                      default: false
     seed: 0
     output_dir: FOLDER
@@ -89,6 +90,7 @@ class TrainConfig:
     lora: dict[str, Any] | None = None
     training: dict[str, Any] = field(default_factory=dict)
     moe_patch: bool | dict[str, Any] = True
+    router_losses: dict[str, Any] | None = None
     compare_unpatched: bool | int = False
     seed: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from moe_patch.train.data import TokenBlocks
+from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def train_once(
     *,
     name: str,
     last_step: int | None = None,
+    router_losses: RouterLossConfig | None = None,
 ) -> Trained:
     """Train ``model`` in place.
 
@@ -79,9 +82,13 @@ def train_once(
         blocks: the training examples.
         name: label of the progress bar.
         last_step: stop after this optimizer step without changing the schedule.
+        router_losses: factors of the router losses to add; None adds none.
     """
     recorder = _Recorder(name, last_step, show=not args.disable_tqdm)
-    trainer = Trainer(
+    make: Any = Trainer
+    if router_losses is not None:
+        make = partial(RouterLossTrainer, router_losses=router_losses)
+    trainer = make(
         model=model,
         args=args,
         train_dataset=blocks,

@@ -20,6 +20,7 @@ from moe_patch.train.config import TrainConfig
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
+from moe_patch.train.router_losses import RouterLossConfig
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,11 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     inputs.say(_describe(model), _patch(model, config))
     name = "unpatched" if config.moe_patch is False else "patched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
-        trained = {name: train_once(model, inputs.args, inputs.blocks, name=name)}
+        trained = {
+            name: train_once(
+                model, inputs.args, inputs.blocks, name=name, router_losses=_router_losses(config)
+            )
+        }
         rows = patch_report(model)
         dtype = _weights_dtype(model, config)
         logits = _save(model, inputs, folder, output.path) if inputs.main else None
@@ -137,6 +142,10 @@ def _patch(model: Any, config: TrainConfig) -> str:
     return f"moe_patch: {len(patch_report(model))} MoE blocks patched"
 
 
+def _router_losses(config: TrainConfig) -> RouterLossConfig | None:
+    return None if config.router_losses is None else RouterLossConfig(**config.router_losses)
+
+
 def _weights_dtype(model: Any, config: TrainConfig) -> torch.dtype:
     """The dtype of the base weights; adapters may have another."""
     return next(p.dtype for p in model.parameters() if config.lora is None or not p.requires_grad)
@@ -169,7 +178,12 @@ def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -
     args = replace(inputs.args, resume_from_checkpoint=None, save_strategy="no")
     last_step = None if compare is True else compare
     trained["unpatched"] = train_once(
-        _build(inputs), args, inputs.blocks, name="unpatched", last_step=last_step
+        _build(inputs),
+        args,
+        inputs.blocks,
+        name="unpatched",
+        last_step=last_step,
+        router_losses=_router_losses(inputs.config),
     )
     return checks.compare_losses(trained["patched"].losses, trained["unpatched"].losses, dtype)
 
