@@ -34,7 +34,7 @@ LAYERS = (
     {"patch"},
     {"signals."},
     {"__init__"},
-    {"train."},
+    {"integrations.", "train."},
     {"cli"},
     {"__main__"},
 )
@@ -150,7 +150,9 @@ def test_kernels_know_nothing_of_autograd_modules_transformers_or_peft(path):
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in FILES if not name_of(p).startswith(("kernels", "train"))], ids=name_of
+    "path",
+    [p for p in FILES if not name_of(p).startswith(("integrations", "kernels", "train"))],
+    ids=name_of,
 )
 def test_heavy_libraries_are_never_imported_at_module_import(path):
     for statement in run_at_import(parse(path)):

@@ -1,0 +1,64 @@
+"""A callback for Hugging Face Trainer and everything built on it (TRL among them).
+
+    trainer = Trainer(model, args, callbacks=[MoePatchCallback()])
+
+The model is patched when the Trainer is built, before it is wrapped for data parallelism, and
+looked at again when training begins: a model made by ``model_init``, adapters added since, or
+another library that has replaced a forward in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from moe_patch.config import PatchConfig
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.patch import patch_model
+
+
+class MoePatchCallback(TrainerCallback):
+    """Patches the Trainer's model; the model stays patched afterwards.
+
+    Args:
+        config: as for :func:`moe_patch.patch_model`; False leaves the model alone.
+        options: single options, see :class:`moe_patch.PatchConfig`.
+
+    Raises:
+        UnsupportedOptionError: at construction, an option is unknown or wrong; when the Trainer is
+            built, an argument of the Trainer would replace what is patched.
+        UnsupportedModelError: when the Trainer is built, see :func:`moe_patch.patch_model`.
+    """
+
+    def __init__(self, config: Any = None, **options: Any) -> None:
+        self.config = PatchConfig.parse(config, **options)
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Patch; ``model_init`` gives the Trainer a first model here as well."""
+        if self.config is not None:
+            _refuse_conflicts(args)
+            patch_model(model, self.config)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Patch what is new, and refuse to train on what no longer runs ours."""
+        if self.config is not None:
+            patch_model(model, self.config)
+
+
+def _refuse_conflicts(args: Any) -> None:
+    if args.use_liger_kernel and (args.liger_kernel_config or {}).get("swiglu", True):
+        raise UnsupportedOptionError(
+            "TrainingArguments: use_liger_kernel=True replaces the experts' forward when training "
+            "begins; accepted: liger_kernel_config={'swiglu': False}, or no MoePatchCallback"
+        )
+    if args.n_gpu > 1:
+        raise UnsupportedOptionError(
+            f"TrainingArguments: {args.n_gpu} GPUs in one process make the Trainer use "
+            "nn.DataParallel, whose copies run the first device's weights; start one process per "
+            "GPU (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to one"
+        )

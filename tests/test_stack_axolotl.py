@@ -1,0 +1,133 @@
+"""The axolotl plugin against the interface that axolotl documents.
+
+axolotl pins its own transformers and cannot be installed beside the one tested here, so its two
+modules that the plugin meets are stood in for, by names and signatures. Where axolotl is
+installed, the real ones are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+import pytest
+
+from moe_patch import UnsupportedModelError, UnsupportedOptionError, patch_report
+from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, lora_config
+
+PLUGIN = "moe_patch.integrations.axolotl.MoePatchPlugin"
+
+
+class BasePlugin:
+    """The documented hooks that the loader calls around a model, in their order."""
+
+    def register(self, cfg):
+        pass
+
+    def get_input_args(self):
+        return None
+
+    def pre_model_load(self, cfg):
+        pass
+
+    def post_model_build(self, cfg, model):
+        pass
+
+    def pre_lora_load(self, cfg, model):
+        pass
+
+    def post_lora_load(self, cfg, model):
+        pass
+
+    def post_model_load(self, cfg, model):
+        pass
+
+
+class Config(dict):
+    """axolotl's config: keys as attributes, None where absent."""
+
+    def __missing__(self, key):
+        return None
+
+    def __getattr__(self, key):
+        return self[key]
+
+
+@pytest.fixture
+def plugin(monkeypatch):
+    if importlib.util.find_spec("axolotl") is None:
+        for name in ("axolotl", "axolotl.integrations", "axolotl.integrations.base"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules["axolotl.integrations.base"].BasePlugin = BasePlugin
+    module_name, _, class_name = PLUGIN.rpartition(".")
+    monkeypatch.delitem(sys.modules, module_name, raising=False)
+    yield getattr(importlib.import_module(module_name), class_name)()
+    sys.modules.pop(module_name, None)
+
+
+def load(plugin, cfg, lora=False):
+    """As axolotl's model loader: build, adapters, done; with the plugin's hooks in between."""
+    plugin.register(dict(cfg))
+    plugin.pre_model_load(cfg)
+    model = tiny_models.build("qwen3_moe")
+    plugin.post_model_build(cfg, model)
+    plugin.pre_lora_load(cfg, model)
+    if lora:
+        model = adapt(model, lora_config(EXPERTS))
+    plugin.post_lora_load(cfg, model)
+    plugin.post_model_load(cfg, model)
+    return model
+
+
+@pytest.mark.parametrize("value", [True, None, {"ties": "torch"}])
+def test_patches_after_the_adapters(plugin, value):
+    rows = patch_report(load(plugin, Config(moe_patch=value), lora=True))
+    assert {(r.tier, r.lora) for r in rows} == {("full", "fused (down_proj, gate_up_proj)")}
+
+
+def test_absent_key_patches_and_false_does_not(plugin):
+    assert patch_report(load(plugin, Config()))
+    assert not patch_report(load(plugin, Config(moe_patch=False)))
+
+
+def test_the_key_is_declared_to_axolotl(plugin):
+    module_name, _, class_name = plugin.get_input_args().rpartition(".")
+    args = getattr(importlib.import_module(module_name), class_name)
+    assert list(args.model_fields) == ["moe_patch"]
+    for value in (True, False, None, {"recompute": True, "include": ["model.layers.0.*"]}):
+        assert args(moe_patch=value).moe_patch == value
+
+
+@pytest.mark.parametrize(
+    "conflict",
+    [
+        {"use_scattermoe": True},
+        {"use_sonicmoe": True},
+        {"expert_backend": "scattermoe"},
+        {"experts_implementation": "sonicmoe"},
+        {"experts_implementation": "deep_ep_grouped_mm"},
+    ],
+    ids=str,
+)
+def test_axolotls_own_expert_kernels_are_a_named_conflict(plugin, conflict):
+    ((key, value),) = conflict.items()
+    with pytest.raises(UnsupportedOptionError, match=f"{key}: {str(value).lower()}.*both"):
+        plugin.pre_model_load(Config(conflict))
+    plugin.pre_model_load(Config(conflict, moe_patch=False))
+
+
+def test_wrong_option_is_named_before_the_model_loads(plugin):
+    with pytest.raises(UnsupportedOptionError, match="did you mean 'ties'"):
+        plugin.pre_model_load(Config(moe_patch={"tie": "torch"}))
+
+
+def test_a_dense_model_is_an_error(plugin):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(UnsupportedModelError, match="no MoE block"):
+        plugin.post_model_load(Config(), model)
