@@ -18,6 +18,7 @@ from moe_patch.patch import patch_model, patched, unpatch_model
 from moe_patch.report import BlockReport, patch_report
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
 from moe_patch.signals.recorder import record
+from moe_patch.signals.replay import record_routing, replay_routing
 
 __all__ = [
     "BlockReport",
@@ -34,7 +35,9 @@ __all__ = [
     "patch_report",
     "patched",
     "record",
+    "record_routing",
     "register_family",
+    "replay_routing",
     "smk_loss",
     "supported_model_types",
     "unpatch_model",

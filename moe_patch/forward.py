@@ -41,11 +41,11 @@ def router_forward(
     """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
     impl = route_impl(record.config.backend)
     taps = router.__dict__.get(TAPS)
-    if taps is not None and taps.replay is not None:
-        impl = taps.replay.impl(taps.path, impl)
+    if taps is not None:
+        impl = taps.impl(impl)
     routing = record.spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
-    if taps is not None and taps.layer is not None:
-        taps.layer.routed(taps.path, record.spec, hidden_states, args, routing)
+    if taps is not None:
+        routing = taps.decided(record.spec, hidden_states, args, routing)
     if record.spec.returns is not None:
         return record.spec.returns(router, routing)
     return routing.logits_TE, routing.weights_TK, routing.ids_TK

@@ -5,6 +5,7 @@
     rows.py      the norms where the experts run the module's own code between grouped products
     losses.py    delta_sc, smk_loss, gate_accuracy
     updates.py   the update filter: gradients of the experts with the lowest or highest scores
+    trace.py     which experts every token used, in memory and in a file
     replay.py    record_routing and replay_routing: the same experts once more
     balance.py   expert load, its measures, the correction-bias update, logging in a Trainer
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.ops import Signals
+from moe_patch.routing import RouteImpl
 from moe_patch.types import Routing
 
 TAPS = "_moe_patch_taps"
@@ -32,12 +33,24 @@ class Taps:
     Attributes:
         path: the module's path in the model that was handed to the recorder or replay.
         layer: where to record, or None.
-        replay: an object with ``impl(path, impl)`` that decides instead of the router, or None.
+        replay: a LayerReplay (replay.py) that chooses instead of the router, or None.
     """
 
     path: str
     layer: LayerSignals | None = None
     replay: Any = None
+
+    def impl(self, own: RouteImpl) -> RouteImpl:
+        """What runs in the place of a router's implementation of ``route``."""
+        return own if self.replay is None else self.replay.impl(self.path, own)
+
+    def decided(self, spec: FamilySpec, hidden: Tensor, args: tuple, routing: Routing) -> Routing:
+        """What the router is to return; it is recorded on the way."""
+        if self.replay is not None:
+            routing = replace(routing, weights_TK=self.replay.with_values(routing.weights_TK))
+        if self.layer is not None:
+            self.layer.routed(self.path, spec, hidden, args, routing)
+        return routing
 
 
 @dataclass

@@ -1,0 +1,238 @@
+"""Routing once more: record which experts every token used, and make a later forward use them.
+
+A recompute in another precision, a rollout engine's choice, or the old policy of an RL update then
+meet the same experts, while the gate still computes its own weights and receives its gradient.
+
+    with record_routing(model) as capture:          with replay_routing(model, trace):
+        model(**batch)                                  loss(model(**batch)).backward()
+    trace = capture.trace()
+
+Inference engines return tokens x layers x K, prompt and padding aside:
+:meth:`RoutingTrace.from_rows` and :meth:`RoutingTrace.rows` translate by a mask over the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.discover import FoundBlock
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.routing import RouteImpl, RouteSpec
+from moe_patch.routing import route as torch_route
+from moe_patch.signals.recorder import (
+    Recorder,
+    drop_idle,
+    patched_blocks,
+    record,
+    router_obstacle,
+)
+from moe_patch.signals.slot import TAPS, Taps
+from moe_patch.signals.trace import RoutingTrace
+from moe_patch.types import Routing
+
+# One step of the choice score that no router's logits reach.
+_STEP = 1e30
+
+
+@dataclass(frozen=True)
+class RoutingCapture:
+    """What :func:`record_routing` yields."""
+
+    recorder: Recorder
+
+    def trace(self, weights: bool = False) -> RoutingTrace:
+        """The newest forward's routing.
+
+        Args:
+            weights: keep the routing weights as well as the ids.
+
+        Raises:
+            UnsupportedOptionError: no forward has run, or the layers saw different numbers of
+                tokens or experts per token.
+        """
+        layers = list(self.recorder.layers.values())
+        shapes = {layer.path: None if layer.ids is None else layer.ids.shape for layer in layers}
+        if len(set(shapes.values())) != 1 or None in shapes.values():
+            raise UnsupportedOptionError(
+                f"record_routing: ids by layer are {shapes}; accepted: one forward in which every "
+                "layer sees the same tokens and the same K"
+            )
+        ids_TLK = torch.stack([layer.ids for layer in layers if layer.ids is not None], dim=1)
+        weights_TLK = None
+        if weights:
+            kept = [w for layer in layers if (w := layer.router_weights) is not None]
+            weights_TLK = torch.stack(kept, dim=1)
+        widths = {layer.logits.shape[1] for layer in layers if layer.logits is not None}
+        experts = widths.pop() if len(widths) == 1 else 0
+        return RoutingTrace(ids_TLK, weights_TLK, tuple(shapes), experts)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingCapture]:
+    """Record which experts each token uses inside a ``with`` block.
+
+    Args:
+        model: a patched model whose routers all run the common router forward.
+
+    Raises:
+        PatchStateError: no patched MoE block, or the model is being recorded already.
+        UnsupportedModelError: a block routes in a way that cannot be replayed.
+    """
+    _replayable(model, "record_routing")
+    with record(model) as recorder:
+        yield RoutingCapture(recorder)
+
+
+@contextmanager
+def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
+    """Make every forward inside a ``with`` block use the experts of a trace.
+
+    The weights are the family's own formula at the prescribed experts, so the gate receives its
+    gradient; with weights in the trace their values are the trace's and the gradient stays the
+    formula's. Recomputes under checkpointing see the same experts, if backward too runs inside.
+
+    Args:
+        model: a patched model.
+        trace: of as many tokens as every forward inside has.
+
+    Raises:
+        PatchStateError: no patched MoE block.
+        UnsupportedModelError: a block routes in a way that cannot be replayed.
+        UnsupportedOptionError: the trace is of another model, or (from the forward) of another
+            number of tokens.
+    """
+    blocks = _replayable(model, "replay_routing")
+    layers = _match(blocks, trace)
+    tapped: list[nn.Module] = []
+    try:
+        for block, layer in zip(blocks, layers, strict=True):
+            for path, router in block.routers:
+                taps = router.__dict__.setdefault(TAPS, Taps(path))
+                if taps.replay is not None:
+                    raise UnsupportedOptionError(f"{path}: a replay is active; leave that `with`")
+                taps.replay = layer
+                tapped.append(router)
+        yield
+    finally:
+        for router in tapped:
+            router.__dict__[TAPS].replay = None
+            drop_idle(router)
+
+
+@dataclass
+class LayerReplay:
+    """One layer of a trace, as a router meets it.
+
+    Attributes:
+        ids_TK: int64, prescribed experts.
+        weights_TK: prescribed weights or None.
+        given_T: which tokens are prescribed; None if all are.
+        highest: the largest id.
+        experts: the trace's E, or 0.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor | None
+    given_T: Tensor | None
+    highest: int
+    experts: int
+
+    def impl(self, path: str, own: RouteImpl) -> RouteImpl:
+        """A routing implementation that takes the prescribed experts instead of the best."""
+
+        def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
+            self._check(path, logits_TE, spec)
+            self._move(logits_TE.device)
+            ids_TK = self.ids_TK
+            if self.given_T is not None:
+                own_TK = own(logits_TE, spec, bias_E).ids_TK.long()
+                ids_TK = torch.where(self.given_T.unsqueeze(1), ids_TK, own_TK)
+            return Routing(ids_TK, weights_at(logits_TE, spec, ids_TK), logits_TE)
+
+        return route
+
+    def with_values(self, weights_TK: Tensor) -> Tensor:
+        """The trace's values with the gradient of the gate's own weights."""
+        if self.weights_TK is None:
+            return weights_TK
+        values_TK = self.weights_TK.to(weights_TK.dtype) + (weights_TK - weights_TK.detach())
+        if self.given_T is None:
+            return values_TK
+        return torch.where(self.given_T.unsqueeze(1), values_TK, weights_TK)
+
+    def _check(self, path: str, logits_TE: Tensor, spec: RouteSpec) -> None:
+        T, E = logits_TE.shape
+        if (T, spec.top_k) != tuple(self.ids_TK.shape):
+            raise UnsupportedOptionError(
+                f"{path}: replay_routing: this forward routes (tokens, K) = {(T, spec.top_k)}, the "
+                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the traced tokens"
+            )
+        if self.highest >= E or self.experts not in (0, E):
+            raise UnsupportedOptionError(
+                f"{path}: replay_routing: the router has {E} experts, the trace "
+                f"{self.experts or 'an unknown number'} and ids up to {self.highest}; accepted: a "
+                "trace of this model"
+            )
+
+    def _move(self, device: torch.device) -> None:
+        if self.ids_TK.device != device:
+            self.ids_TK = self.ids_TK.to(device)
+            self.weights_TK = None if self.weights_TK is None else self.weights_TK.to(device)
+            self.given_T = None if self.given_T is None else self.given_T.to(device)
+
+
+def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
+    """A family's routing weights at given experts, [T, K], differentiable in the logits.
+
+    The definition of routing itself with a correction bias per row (which never enters the weights)
+    that makes the given experts the best, in the given order.
+    """
+    K = ids_TK.shape[1]
+    steps_K = _STEP * torch.arange(K, 0, -1, device=logits_TE.device, dtype=torch.float32)
+    bias_TE = torch.zeros(logits_TE.shape, device=logits_TE.device, dtype=torch.float32)
+    bias_TE = bias_TE.scatter(1, ids_TK, steps_K.expand(ids_TK.shape))
+    free = dataclasses.replace(spec, groups=0, top_groups=0, ties="lower")
+    return torch_route(logits_TE, free, bias_TE).weights_TK
+
+
+def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
+    blocks = patched_blocks(model, caller)
+    for block in blocks:
+        if (why := router_obstacle(block)) is not None:
+            raise UnsupportedModelError(
+                f"{caller}: {block.path}: {why}; accepted: blocks whose router runs moe_patch's "
+                "common router forward"
+            )
+    return blocks
+
+
+def _match(blocks: list[FoundBlock], trace: RoutingTrace) -> list[LayerReplay]:
+    """The trace layer by layer, checked against the model once (values too)."""
+    paths = tuple(block.path for block in blocks)
+    L = trace.ids_TLK.shape[1]
+    if len(paths) != L or (trace.paths and trace.paths != paths):
+        raise UnsupportedOptionError(
+            f"replay_routing: the trace has {L} layers {trace.paths or '(paths unknown)'}, the "
+            f"model has {len(paths)}: {paths}; accepted: a trace of this model"
+        )
+    layers = []
+    for index, (path, ids_TK) in enumerate(zip(paths, trace.ids_TLK.long().unbind(1), strict=True)):
+        weights_TK = None if trace.weights_TLK is None else trace.weights_TLK[:, index]
+        given_T = (ids_TK >= 0).all(-1)
+        order_TK = ids_TK.sort(-1).values
+        twice_T = (order_TK[:, 1:] == order_TK[:, :-1]).any(-1) & given_T
+        if twice_T.any():
+            raise UnsupportedOptionError(
+                f"replay_routing: {path}: {int(twice_T.sum())} tokens name an expert twice; "
+                "accepted: K different experts per token, or a negative id to leave a token free"
+            )
+        highest = int(ids_TK.max()) if ids_TK.numel() else -1
+        given = None if bool(given_T.all()) else given_T
+        layers.append(LayerReplay(ids_TK, weights_TK, given, highest, trace.experts))
+    return layers

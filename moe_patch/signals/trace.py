@@ -1,0 +1,129 @@
+"""RoutingTrace: which experts every token used in every layer, in memory and in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedOptionError
+
+FORMAT = "moe_patch routing 1"
+
+
+@dataclass(frozen=True)
+class RoutingTrace:
+    """Which experts each token used in each layer (L layers).
+
+    Attributes:
+        ids_TLK: integer expert ids; a token with a negative id in a layer is not prescribed there,
+            and the router decides (padding, truncated prompts).
+        weights_TLK: the routing function's weights, or None to leave them to the gate.
+        paths: the layers' block paths, in model order; empty where an engine does not know them.
+        experts: E; 0 where it is not known.
+    """
+
+    ids_TLK: Tensor
+    weights_TLK: Tensor | None = None
+    paths: tuple[str, ...] = ()
+    experts: int = 0
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.ids_TLK.shape)
+        if len(shape) != 3 or self.ids_TLK.dtype.is_floating_point:
+            raise UnsupportedOptionError(
+                f"routing trace: ids are {shape} {self.ids_TLK.dtype}; accepted: integers, tokens "
+                "x layers x K"
+            )
+        if self.paths and len(self.paths) != shape[1]:
+            raise UnsupportedOptionError(
+                f"routing trace: {shape[1]} layers of ids and {len(self.paths)} paths"
+            )
+        if self.weights_TLK is not None and tuple(self.weights_TLK.shape) != shape:
+            raise UnsupportedOptionError(
+                f"routing trace: weights are {tuple(self.weights_TLK.shape)}, ids are {shape}"
+            )
+
+    @classmethod
+    def from_rows(
+        cls,
+        ids: Tensor,
+        mask: Tensor,
+        weights: Tensor | None = None,
+        paths: Sequence[str] = (),
+        experts: int = 0,
+    ) -> RoutingTrace:
+        """A trace for a padded batch from rows of the tokens that ``mask`` selects.
+
+        Args:
+            ids: [rows, L, K], in the order of the selected tokens.
+            mask: bool [batch, sequence] of the forward to come; the tokens that are False are left
+                to the router.
+            weights: [rows, L, K] or None.
+            paths, experts: as the attributes.
+
+        Raises:
+            UnsupportedOptionError: the mask selects another number of tokens than there are rows.
+        """
+        chosen_T = mask.reshape(-1).bool()
+        if int(chosen_T.sum()) != ids.shape[0]:
+            raise UnsupportedOptionError(
+                f"routing trace: the mask selects {int(chosen_T.sum())} tokens, ids have "
+                f"{ids.shape[0]} rows; accepted: one row per selected token"
+            )
+        chosen_T = chosen_T.to(ids.device)
+        full = ids.new_full((chosen_T.shape[0], *ids.shape[1:]), -1)
+        full[chosen_T] = ids
+        full_weights = None
+        if weights is not None:
+            full_weights = weights.new_zeros(full.shape)
+            full_weights[chosen_T] = weights
+        return cls(full, full_weights, tuple(paths), experts)
+
+    def rows(self, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """ids and weights of the tokens that ``mask`` [batch, sequence] selects, [rows, L, K]."""
+        chosen_T = mask.reshape(-1).bool()
+        if chosen_T.shape[0] != self.ids_TLK.shape[0]:
+            raise UnsupportedOptionError(
+                f"routing trace: the mask covers {chosen_T.shape[0]} tokens, the trace has "
+                f"{self.ids_TLK.shape[0]}"
+            )
+        chosen_T = chosen_T.to(self.ids_TLK.device)
+        weights = self.weights_TLK
+        return self.ids_TLK[chosen_T], None if weights is None else weights[chosen_T]
+
+    def save(self, file: str | Path) -> None:
+        """Write a safetensors file; ids as int16 where E allows."""
+        from safetensors.torch import save_file
+
+        small = self.experts and self.experts <= torch.iinfo(torch.int16).max
+        ids = self.ids_TLK.to(torch.int16 if small else torch.int32).contiguous().cpu()
+        tensors = {"ids": ids}
+        if self.weights_TLK is not None:
+            tensors["weights"] = self.weights_TLK.contiguous().cpu()
+        about = {"format": FORMAT, "experts": str(self.experts), "paths": json.dumps(self.paths)}
+        save_file(tensors, str(file), metadata=about)
+
+    @classmethod
+    def load(cls, file: str | Path) -> RoutingTrace:
+        """Read a file that :meth:`save` wrote.
+
+        Raises:
+            UnsupportedOptionError: it is a safetensors file of another kind.
+        """
+        from safetensors import safe_open
+
+        with safe_open(str(file), framework="pt") as opened:
+            about = opened.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise UnsupportedOptionError(
+                    f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}"
+                )
+            names = opened.keys()
+            weights = opened.get_tensor("weights") if "weights" in names else None
+            ids = opened.get_tensor("ids")
+        return cls(ids, weights, tuple(json.loads(about["paths"])), int(about["experts"]))
