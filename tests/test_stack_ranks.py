@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,26 +77,45 @@ def gathered(tensor):
     return tensor.detach().clone()
 
 
-def ddp(rank):
-    model, seen = patch_model(split_model()), []
+def build(lora):
+    return adapt(split_model(), LORA) if lora else split_model()
+
+
+def ddp(rank, lora):
+    model, seen = patch_model(build(lora)), []
     record_choices(model, seen)
     wrapped = DistributedDataParallel(model, find_unused_parameters=False)
     return *train(wrapped, batch_of(rank)), seen
 
 
-def fsdp2(rank, units, order, lora):
-    model, seen = split_model(), []
-    if lora:
-        model = adapt(model, LORA)
-    record_choices(model, seen)
-    if order == "patch first":
-        patch_model(model)
-    decoder = model.base_model.model.model if lora else model.model
-    for layer in decoder.layers:
+def shard(model, units):
+    if units.startswith("accelerate"):
+        return shard_by_accelerate(model, efficient=units.endswith("from one rank"))
+    for layer in (m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")):
         if units == "experts":
             fully_shard(layer.mlp.experts)
         fully_shard(layer)
-    fully_shard(model)
+    return fully_shard(model)
+
+
+def shard_by_accelerate(model, efficient):
+    """What Accelerator.prepare does under its FSDP2 plugin (on CPU it would take DDP instead)."""
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"],
+        cpu_ram_efficient_loading=efficient,
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
+def fsdp2(rank, units, order, lora):
+    model, seen = build(lora), []
+    record_choices(model, seen)
+    if order == "patch first":
+        patch_model(model)
+    model = shard(model, units)
     if order == "shard first":
         patch_model(model)
     assert {row.tier for row in patch_report(model)} == {"full"}
@@ -118,21 +139,26 @@ def check(results, expected):
 
 
 @pytest.mark.slow
-def test_ddp_without_unused_parameter_search():
-    expected = train(split_model(), whole_batch())
-    check(run_ranks(ddp), expected)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_ddp_without_unused_parameter_search(lora):
+    check(run_ranks(ddp, lora), train(build(lora), whole_batch()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("units", "order"),
-    [("layers", "patch first"), ("layers", "shard first"), ("experts", "patch first")],
+    [
+        ("layers", "patch first"),
+        ("layers", "shard first"),
+        ("experts", "patch first"),
+        ("accelerate", "patch first"),
+        ("accelerate, weights from one rank", "patch first"),
+    ],
 )
 def test_fsdp2(units, order, lora):
-    model = split_model()
-    if lora:
-        model = adapt(model, LORA)
+    """Five steps, and the state that they save."""
+    model = build(lora)
     expected = train(model, whole_batch())
     results = run_ranks(fsdp2, units, order, lora)
     check(results, expected)
@@ -140,3 +166,27 @@ def test_fsdp2(units, order, lora):
     assert saved.keys() == trained.keys()
     for name, value in trained.items():
         assert_close(saved[name], value, LIMIT, name)
+
+
+def mixed_precision(rank):
+    """fp32 masters, bf16 in forward and backward, the same batch on both ranks."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = patch_model(split_model())
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    gradients, _ = train(model, batch_of(0), steps=1)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    return gradients
+
+
+@pytest.mark.slow
+def test_fsdp2_mixed_precision_equals_a_bf16_model():
+    model = patch_model(split_model())
+    for p in model.parameters():  # buffers stay in fp32, as under the policy
+        p.data = p.data.bfloat16()
+    expected, _ = train(model, batch_of(0), steps=1)
+    for gradients in run_ranks(mixed_precision):
+        for name, value in gradients.items():
+            assert value.dtype == torch.float32
+            assert_close(value, expected[name].float(), FP32, name)
