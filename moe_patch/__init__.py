@@ -16,6 +16,7 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora_targets import lora_targets
 from moe_patch.patch import patch_model, patched, unpatch_model
 from moe_patch.report import BlockReport, patch_report
+from moe_patch.signals.balance import update_expert_bias
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
 from moe_patch.signals.recorder import record
 from moe_patch.signals.replay import record_routing, replay_routing
@@ -41,4 +42,5 @@ __all__ = [
     "smk_loss",
     "supported_model_types",
     "unpatch_model",
+    "update_expert_bias",
 ]

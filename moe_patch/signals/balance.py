@@ -1,0 +1,183 @@
+"""Expert load: its measures, and the bias update that balances it without an auxiliary loss.
+
+With c_e rows of expert e and mean c = sum c / E:
+
+    max violation  max c / mean c - 1: 0 when even, E - 1 when one expert takes everything
+    entropy        -sum p log p over p = c / sum c, divided by log E: 1 when even
+    dead           experts without a row
+    bias update    b_e += rate * sign(mean c - c_e), where the family has a correction bias
+                   (arXiv:2408.15664, DeepSeek-V3 arXiv:2412.19437 section 2.1.2)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.families.spec import read
+from moe_patch.patch_record import record_of
+from moe_patch.signals.recorder import Recorder, StepSignals, sum_over_group
+from moe_patch.signals.slot import LayerSignals
+
+
+class Balance(NamedTuple):
+    """Measures of one layer's load; NaN, NaN and E for a layer that saw no row."""
+
+    max_violation: float
+    entropy: float
+    dead: int
+
+
+def balance(load_E: Tensor) -> Balance:
+    """Measures of a load, [E] rows per expert. Reads the counts back to the host."""
+    counts = load_E.double().cpu()
+    E, total = counts.shape[0], counts.sum()
+    share_E = counts / total
+    entropy = -torch.xlogy(share_E, share_E).sum() / max(math.log(E), 1e-300)
+    violation = share_E.max() * E - 1
+    return Balance(violation.item(), entropy.item(), int((counts == 0).sum()))
+
+
+def balance_metrics(closed: StepSignals) -> dict[str, float]:
+    """Mean and worst measures over the layers of a closed step, by the names that are logged."""
+    found = [balance(load_E) for load_E in closed.load.values()]
+    if not found:
+        return {}
+    violations = [layer.max_violation for layer in found]
+    return {
+        "moe/max_violation": max(violations),
+        "moe/mean_violation": sum(violations) / len(found),
+        "moe/entropy": sum(layer.entropy for layer in found) / len(found),
+        "moe/dead_experts": float(sum(layer.dead for layer in found)),
+    }
+
+
+def balance_table(recorder: Recorder) -> str:
+    """Load by layer over the whole history, as a text table."""
+    totals: dict[str, Tensor] = {}
+    for closed in recorder.history:
+        for path, load_E in closed.load.items():
+            totals[path] = totals[path] + load_E if path in totals else load_E
+    head = ("layer", "rows", "max violation", "entropy", "dead", "most used", "least used")
+    lines = [head]
+    for path, load_E in totals.items():
+        found = balance(load_E)
+        lines.append(
+            (
+                path,
+                str(int(load_E.sum())),
+                f"{found.max_violation:.3f}",
+                f"{found.entropy:.3f}",
+                f"{found.dead} of {load_E.shape[0]}",
+                str(int(load_E.argmax())),
+                str(int(load_E.argmin())),
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    texts = ("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(text.rstrip() for text in texts)
+
+
+@torch.no_grad()
+def update_expert_bias(
+    model: nn.Module,
+    recorder: Recorder,
+    rate: float = 1e-3,
+    group: Any = None,
+    load: dict[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Move every correction bias by ``rate`` towards an even load; call it once per optimiser step.
+
+    Args:
+        model: the recorded model.
+        recorder: its counts since the last ``step`` are used: call this before ``step``.
+        rate: how far a bias moves.
+        group: process group over which counts are summed first, so that ranks stay equal.
+        load: counts to use instead, block path -> [E] (say a closed step's).
+
+    Returns:
+        Block path -> the signs that were applied, [E] in the bias's dtype.
+
+    Raises:
+        UnsupportedOptionError: no recorded layer has a correction bias.
+        PatchStateError: a layer that has one saw no forward since the last step.
+    """
+    if load is None:
+        load = {p: layer.load for p, layer in recorder.layers.items() if layer.load is not None}
+        if group is not None:
+            load = sum_over_group(load, group)
+    found = {path: bias_of(model, layer) for path, layer in recorder.layers.items()}
+    biases = {path: bias for path, bias in found.items() if bias is not None}
+    if not biases:
+        raise UnsupportedOptionError(
+            f"update_expert_bias: no recorded layer of {type(model).__name__} has a correction "
+            "bias; accepted: families whose router has one (README: column bias)"
+        )
+    signs = {}
+    for path, bias in biases.items():
+        if path not in load:
+            raise PatchStateError(f"update_expert_bias: {path} saw no forward since the last step")
+        counts_E = load[path].to(bias.device, torch.float64)
+        sign_E = torch.sign(counts_E.mean() - counts_E).to(bias.dtype)
+        signs[path] = sign_E
+        bias.add_(sign_E.view(bias.shape), alpha=rate)
+    return signs
+
+
+def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
+    """The live correction bias of a recorded layer (a parameter or buffer), or None.
+
+    Raises:
+        PatchStateError: the block passes a bias that is no tensor of the model (sharded, a copy).
+    """
+    if layer.router_path is None:
+        return None
+    patch = record_of(model.get_submodule(layer.router_path))
+    if patch is None or patch.spec.bias is None:
+        return None
+    if isinstance(patch.spec.bias, str):
+        bias: Tensor = read(model.get_submodule(layer.router_path), patch.spec.bias)
+        return bias
+    if layer.bias is None:
+        return None
+    if not any(t is layer.bias for t in (*model.parameters(), *model.buffers())):
+        raise PatchStateError(
+            f"{layer.path}: the correction bias that reached the router is no parameter or buffer "
+            "of the model; accepted: an unsharded bias"
+        )
+    return layer.bias
+
+
+def log_balance(trainer: Any, recorder: Recorder, print_table: bool = True) -> Any:
+    """Log load measures of a transformers Trainer's model to whatever its ``report_to`` says.
+
+    Args:
+        trainer: transformers.Trainer; gets one callback more.
+        recorder: of the model that it trains, active while it trains.
+        print_table: print :func:`balance_table` when training ends.
+
+    Returns:
+        The callback. It closes the recorder's step after each optimiser step; counts are this
+        process's own.
+    """
+    from transformers import TrainerCallback
+
+    class BalanceCallback(TrainerCallback):
+        """Closes a step per optimiser step, logs with the Trainer's own logs, prints at the end."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            closed = recorder.step()
+            if control.should_log:
+                trainer.log(balance_metrics(closed))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if print_table and state.is_world_process_zero:
+                print(balance_table(recorder))
+
+    callback = BalanceCallback()
+    trainer.add_callback(callback)
+    return callback

@@ -1,0 +1,184 @@
+"""Load measures, the bias update of every kind of family, and what a Trainer logs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from moe_patch import (
+    PatchStateError,
+    UnsupportedOptionError,
+    patch_model,
+    record,
+    update_expert_bias,
+)
+from moe_patch.signals.balance import balance, balance_table, bias_of, log_balance
+from tests import tiny_models
+from tests.numerics import FP32, assert_bits, assert_close
+
+RATE = 0.01
+# Where the bias lives: on the router (flat, or as one row), or on the block that passes it.
+FAMILIES = ("deepseek_v3", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "afmoe", "kolibri1")
+
+
+def patched(model_type: str) -> Any:
+    return patch_model(tiny_models.build(model_type), self_check=False)
+
+
+def biases(model: Any) -> dict[str, Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {n: t for n, t in named if n.split(".")[-1] in tiny_models.CORRECTION_BIASES}
+
+
+@pytest.mark.parametrize(
+    ("load", "violation", "entropy", "dead"),
+    [
+        ([5, 5, 5, 5], 0.0, 1.0, 0),
+        ([20, 0, 0, 0], 3.0, 0.0, 3),
+        ([10, 10, 0, 0], 1.0, 0.5, 2),
+        ([3, 1, 0, 0], 2.0, (0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / math.log(4), 2),
+    ],
+)
+def test_measures(load, violation, entropy, dead) -> None:
+    found = balance(torch.tensor(load))
+    assert found.max_violation == pytest.approx(violation, rel=1e-12)
+    assert found.entropy == pytest.approx(entropy, rel=1e-12)
+    assert found.dead == dead
+    assert math.isnan(balance(torch.zeros(4)).max_violation)
+    assert balance(torch.zeros(4)).dead == 4
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_each_bias_moves_against_its_load(model_type) -> None:
+    model = patched(model_type)
+    before = {name: t.clone() for name, t in biases(model).items()}
+    assert before
+    with record(model) as recorder:
+        for seed in (1, 2):  # two micro-batches of one optimiser step
+            tiny_models.loss(model(**tiny_models.inputs(model, seed=seed))).backward()
+    loads = {path: layer.load.clone() for path, layer in recorder.layers.items()}
+    signs = update_expert_bias(model, recorder, rate=RATE)
+    assert signs.keys() == loads.keys()
+    after = biases(model)
+    for (path, load), (name, old) in zip(loads.items(), before.items(), strict=True):
+        assert name.startswith(path)
+        mean = load.double().mean()
+        wanted = torch.tensor([0 if c == mean else (1 if c < mean else -1) for c in load])
+        assert {-1, 1} <= set(wanted.tolist())
+        assert torch.equal(signs[path], wanted.to(signs[path].dtype))
+        assert_close(after[name].flatten() - old.flatten(), RATE * wanted, 1e-4, name)
+        assert after[name].grad_fn is None
+        assert after[name].requires_grad is old.requires_grad
+
+
+def test_many_updates_even_out_the_load() -> None:
+    model = patched("deepseek_v3")
+    batch = tiny_models.inputs(model, batch=8, seq=16)
+    violations = []
+    with record(model) as recorder, torch.no_grad():
+        for _ in range(60):
+            model(**batch)
+            update_expert_bias(model, recorder, rate=0.02)
+            closed = recorder.step()
+            violations.append(balance(closed.load["model.layers.1.mlp"]).max_violation)
+    assert violations[-1] < 0.5 * violations[0]
+
+
+def test_under_grad_and_between_forward_and_backward_nothing_changes_for_autograd() -> None:
+    plain, updated = patched("deepseek_v3"), patched("deepseek_v3")
+    batch = tiny_models.inputs(plain)
+    tiny_models.loss(plain(**batch)).backward()
+    with record(updated) as recorder:
+        loss = tiny_models.loss(updated(**batch))
+        update_expert_bias(updated, recorder)
+        loss.backward()
+    for mine, theirs in zip(updated.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None:
+            assert_bits(mine.grad, theirs.grad)
+
+
+def test_errors() -> None:
+    model = patched("qwen3_moe")
+    with record(model) as recorder:
+        model(**tiny_models.inputs(model))
+    with pytest.raises(UnsupportedOptionError, match="no recorded layer .* has a correction bias"):
+        update_expert_bias(model, recorder)
+    model = patched("minimax_m2")
+    with record(model) as recorder:
+        model(**tiny_models.inputs(model))
+        recorder.step()
+    with pytest.raises(PatchStateError, match="no forward since the last step"):
+        update_expert_bias(model, recorder)
+    layer = next(iter(recorder.layers.values()))
+    layer.bias = layer.bias.clone()
+    with pytest.raises(PatchStateError, match="no parameter or buffer"):
+        bias_of(model, layer)
+
+
+def _rank(rank: int, file: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    model = patched("deepseek_v3")
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    with record(parallel) as recorder:
+        tiny_models.loss(parallel(**tiny_models.inputs(model, seed=rank + 1))).backward()
+        signs = update_expert_bias(parallel, recorder, group=dist.group.WORLD)
+        own = {path: layer.load for path, layer in recorder.layers.items()}
+        closed = recorder.step(group=dist.group.WORLD)
+    torch.save([own, closed.load, signs, biases(model)], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_ranks_of_ddp_sum_their_counts_and_stay_equal(tmp_path) -> None:
+    spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    (own0, sum0, signs0, bias0), (own1, sum1, signs1, bias1) = (
+        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    )
+    for path in own0:
+        assert path.startswith("module.")
+        assert not torch.equal(own0[path], own1[path])
+        assert torch.equal(sum0[path], own0[path] + own1[path])
+        assert torch.equal(sum0[path], sum1[path])
+        total = own0[path] + own1[path]
+        assert torch.equal(signs0[path], torch.sign(total.double().mean() - total).float())
+        assert torch.equal(signs0[path], signs1[path])
+    for name in bias0:
+        assert_bits(bias0[name], bias1[name], name)
+
+
+def test_a_trainer_logs_the_load_and_prints_a_table(tmp_path, capsys) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    model = patched("qwen3_moe")
+    batch = tiny_models.inputs(model)
+    rows = [{name: t[i] for name, t in batch.items()} for i in (0, 1)] * 4
+    args = TrainingArguments(
+        str(tmp_path), max_steps=4, logging_steps=2, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
+        disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=rows)
+    with record(model) as recorder:
+        log_balance(trainer, recorder)
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "moe/entropy" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4]
+    assert len(recorder.history) == 4
+    for entry, closed in zip(logged, recorder.history[1::2], strict=True):
+        found = [balance(load) for load in closed.load.values()]
+        assert int(sum(load.sum() for load in closed.load.values())) == len(found) * 4 * 7 * 2
+        wanted = max(layer.max_violation for layer in found)
+        assert_close(torch.tensor(entry["moe/max_violation"]), torch.tensor(wanted), FP32)
+        assert entry["moe/dead_experts"] == sum(layer.dead for layer in found)
+    table = balance_table(recorder)
+    assert table in capsys.readouterr().out
+    assert [line.split()[:2] for line in table.splitlines()[1:]] == [
+        [path, str(4 * 4 * 7 * 2)] for path in recorder.layers
+    ]
