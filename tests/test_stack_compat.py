@@ -1,0 +1,69 @@
+"""The table of stacks: its rows name tests that exist, and the document is made from the rows."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def compat():
+    sys.path.insert(0, str(ROOT / "scripts"))
+    spec = importlib.util.spec_from_file_location("compat", ROOT / "scripts" / "compat.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compat"] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    yield module
+    del sys.modules["compat"]
+
+
+def test_every_proof_selects_tests(compat):
+    assert len({(p.row, p.test) for p in compat.PROOFS}) == len(compat.PROOFS)
+    for proof in compat.PROOFS:
+        source = (ROOT / "tests" / proof.file).read_text(encoding="utf-8")
+        names = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        for word in set(re.findall(r"\w+", proof.select)) - {"and", "or", "not"}:
+            text = "\n".join(n for n in names if n.startswith("test_")) + source
+            assert word in text, f"{proof.test}: nothing is called {word}"
+
+
+def test_document_is_made_from_the_rows(compat):
+    rows = compat.stored()
+    assert compat.DOC.read_text(encoding="utf-8") == compat.document(rows)
+    for row in rows:
+        assert tuple(row) == compat.FIELDS
+        assert row["result"] in ("pass", "refused", "fail")
+        assert row["world"] >= 1
+
+
+def test_a_failure_shows_and_the_newest_row_counts(compat):
+    proof = compat.PROOFS[0]
+    row = dict.fromkeys(compat.FIELDS, "x") | {"row": proof.row, "test": proof.test}
+    failed, passed = row | {"result": "fail"}, row | {"result": "pass"}
+    for rows, shown in (([passed, failed], "fail"), ([failed, passed], "pass")):
+        (line,) = [t for t in compat.document(rows).splitlines() if f"`{proof.test}`" in t]
+        assert line.split(" | ")[2] == shown
+    assert "| not run |" in compat.document([])
+
+
+@pytest.mark.parametrize("path", LAUNCH, ids=lambda p: p.stem)
+def test_accelerate_reads_the_launch_configs(path):
+    config = load_config_from_file(str(path))
+    assert config.num_processes == 2
+    first = path.read_text(encoding="utf-8").splitlines()[0]
+    assert first == (
+        f"# accelerate launch --config_file configs/accelerate/{path.name} "
+        "-m moe_patch train CONFIG.yaml"
+    )
