@@ -19,7 +19,7 @@ from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
 from moe_patch.lora import HANDED_DOWN, live_factors, to_lora
 from moe_patch.ops import Signals, experts_mlp
 from moe_patch.signals.rows import RowNorms
-from moe_patch.signals.slot import TAPS
+from moe_patch.signals.slot import LayerSignals
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _ACT_FN = GluRule("act_fn")
@@ -206,22 +206,22 @@ def run_experts(
     backend: str,
     recompute: bool = False,
     fuse_lora: bool = True,
+    layer: LayerSignals | None = None,
 ) -> Tensor:
     """One call of an experts module on this library; the output in the dtype of ``hidden_TD``.
 
     An activation or post-expert norm that the fused operator does not know runs the module's own
-    code between grouped products.
+    code between grouped products. ``layer``, if given, records the call.
     """
     stored = stored_weight(experts, spec)
     dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
     tensors = read_tensors(experts, spec, dtype, fuse_lora)
     glu = read_glu(experts, spec)
     x_TD = hidden_TD.to(dtype)
-    taps = experts.__dict__.get(TAPS)
     signals = None
-    if taps is not None and taps.layer is not None:
+    if layer is not None:
         has_lora = tensors.lora13 is not None or tensors.lora2 is not None
-        signals = taps.layer.begin(
+        signals = layer.begin(
             x_TD,
             ids_TK,
             weights_TK,

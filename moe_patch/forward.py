@@ -21,7 +21,6 @@ from moe_patch.experts_module import run_experts
 from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, bound, record_of
 from moe_patch.route_op import route_impl
-from moe_patch.signals.slot import TAPS
 
 EXPERTS_NAME = "moe_patch"
 
@@ -39,15 +38,21 @@ def router_forward(
     router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any
 ) -> Any:
     """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
+    if record.taps is not None:
+        return record.taps.eagerly(_route, router, record, hidden_states, args)
+    return _route(router, record, hidden_states, args)
+
+
+def _route(router: nn.Module, record: ModulePatch, hidden_states: Tensor, args: tuple) -> Any:
+    spec, taps = record.spec, record.taps
     impl = route_impl(record.config.backend)
-    taps = router.__dict__.get(TAPS)
     if taps is not None:
         impl = taps.impl(impl)
-    routing = record.spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
+    routing = spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
     if taps is not None:
-        routing = taps.decided(record.spec, hidden_states, args, routing)
-    if record.spec.returns is not None:
-        return record.spec.returns(router, routing)
+        routing = taps.decided(spec, hidden_states, args, routing)
+    if spec.returns is not None:
+        return spec.returns(router, routing)
     return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
 
@@ -58,16 +63,15 @@ def experts_forward(
     record = record_of(experts)
     if record is None:
         return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
-    return run_experts(
-        experts,
-        record.spec,
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        backend=record.config.backend,
-        recompute=record.config.recompute,
-        fuse_lora=record.config.fuse_lora != "off",
-    )
+    args = (experts, record.spec, hidden_states, top_k_index, top_k_weights)
+    options: dict[str, Any] = {
+        "backend": record.config.backend,
+        "recompute": record.config.recompute,
+        "fuse_lora": record.config.fuse_lora != "off",
+    }
+    if record.taps is None or record.taps.layer is None:
+        return run_experts(*args, **options)
+    return record.taps.eagerly(run_experts, *args, layer=record.taps.layer, **options)
 
 
 @bound

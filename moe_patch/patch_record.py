@@ -37,6 +37,8 @@ class ModulePatch:
         saved: what was in each slot or attribute that was replaced (absent key = was absent).
         self_check: "passed", "off" or "skipped: why".
         reason: why a module is refused or served differently from the rule.
+        taps: what records or replays this module just now (signals/slot.py), or None. An attribute
+            here, because compiled code notices when it changes.
     """
 
     role: str
@@ -47,6 +49,7 @@ class ModulePatch:
     saved: dict[str, Any] = field(default_factory=dict)
     self_check: str = ""
     reason: str = ""
+    taps: Any = None
 
 
 def record_of(module: nn.Module) -> ModulePatch | None:

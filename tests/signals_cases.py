@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch.patch_record import record_of
 from tests import tiny_models
 
 PROJECTIONS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
@@ -28,6 +29,12 @@ def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def build(model_type: str, layers: int = 1, **overrides: Any) -> nn.Module:
     """An fp64 model of a few layers, each with a MoE block."""
     return tiny_models.build(model_type, dtype=torch.float64, num_hidden_layers=layers, **overrides)
+
+
+def listening(model: nn.Module) -> list[nn.Module]:
+    """The modules on which a recorder or replay listens."""
+    records = [(m, record_of(m)) for m in model.modules()]
+    return [m for m, patch in records if patch is not None and patch.taps is not None]
 
 
 def last_layer(model: nn.Module) -> Any:
@@ -48,7 +55,6 @@ def with_batched_products(experts: nn.Module) -> nn.Module:
     """A copy of an experts module on transformers' batched_mm, which has static shapes."""
     twin = copy.deepcopy(experts)
     twin.__dict__.pop("_moe_patch", None)
-    twin.__dict__.pop("_moe_patch_taps", None)
     twin.config = copy.copy(twin.config)
     twin.config._experts_implementation_internal = "batched_mm"
     return twin

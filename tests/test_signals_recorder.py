@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
-from moe_patch.signals.slot import TAPS
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
@@ -20,6 +20,7 @@ from tests.signals_cases import (
     experts_below,
     explicit_norms,
     last_layer,
+    listening,
     per_token_norms,
     sum_loss,
     watch_output,
@@ -187,7 +188,7 @@ def test_off_costs_no_launch_and_no_byte() -> None:
     with record(model, router_input=True):
         on = launches(model, batch)
     after = launches(model, batch)
-    assert not any(TAPS in module.__dict__ for module in model.modules())
+    assert not listening(model)
     assert after == never
     assert len(on) > len(never)
     assert sum(size for _, size in on) > sum(size for _, size in never)
@@ -237,5 +238,34 @@ def test_errors() -> None:
         pass
     with record(model), pytest.raises(PatchStateError, match="already"), record(model):
         pass
-    assert not any(TAPS in module.__dict__ for module in model.modules())
+    assert not listening(model)
     assert last_layer(model).mlp.experts.config._experts_implementation == "moe_patch"
+
+
+def test_a_copy_of_a_recorded_model_is_not_recorded() -> None:
+    model = patched("qwen3_moe")
+    with record(model) as recorder:
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not listening(twin)
+            sum_loss(twin, tiny_models.inputs(model)).backward()
+    assert all(layer.ids is None for layer in recorder.layers.values())
+
+
+def test_compiled_code_notices_the_recorder() -> None:
+    """Compiled before, during and after; recorded layers run outside the graph."""
+    model = patched("qwen3_moe", layers=2)
+    batch = tiny_models.inputs(model)
+    expected = recorded(model, batch)
+    compiled = torch.compile(model, backend="aot_eager")
+    sum_loss(compiled, batch)
+    with record(model, router_input=True) as recorder:
+        sum_loss(compiled, batch).backward()
+        recorder.step()
+    sum_loss(compiled, batch)
+    for path, layer in recorder.layers.items():
+        assert layer.load is None
+        wanted = expected.layers[path]
+        assert torch.equal(layer.ids, wanted.ids)
+        assert_close(layer.router_input, wanted.router_input, EXACT, path)
+        assert_close(layer.act_norm, wanted.act_norm, EXACT, path)
+        assert_close(layer.grad_norm_params, wanted.grad_norm_params, EXACT, path)

@@ -21,10 +21,10 @@ from moe_patch import (
     record_routing,
     replay_routing,
 )
-from moe_patch.signals.slot import TAPS
 from moe_patch.signals.trace import RoutingTrace
 from tests import tiny_models
 from tests.numerics import FP32, FP64, assert_bits, assert_close, rel_err
+from tests.signals_cases import listening
 
 # One of each routing function and of each peculiarity: bias on gate or block, groups, fp32 or not.
 FAMILIES = (
@@ -182,7 +182,7 @@ def test_a_mismatch_is_named() -> None:
     refused(RoutingTrace(ids[:, :, :1]), r"the trace has \(14, 1\)", True)
     refused(RoutingTrace(ids + 8), "8 experts, the trace an unknown number and ids up to", True)
     refused(dataclasses.replace(trace, experts=16), "8 experts, the trace 16", True)
-    assert not any(TAPS in module.__dict__ for module in model.modules())
+    assert not listening(model)
     for make, match in (
         (lambda: RoutingTrace(ids.float()), "accepted: integers"),
         (lambda: RoutingTrace(ids[0]), "accepted: integers"),
@@ -227,7 +227,7 @@ def test_dpo_shaped_step() -> None:
     with record_routing(reference) as capture, torch.no_grad():
         expected = log_probs(reference, ids, mask)
     trace = capture.trace()
-    assert not any(TAPS in module.__dict__ for module in policy.modules())
+    assert not listening(policy)
     with replay_routing(policy, trace):
         margins = log_probs(policy, ids, mask) - expected
         assert_close(margins + 1, torch.ones(4, dtype=torch.float64), FP64)

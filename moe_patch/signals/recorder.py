@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
 from moe_patch.families.spec import read
-from moe_patch.patch_record import record_of
-from moe_patch.signals.slot import SIGNALS, TAPS, LayerSignals, Taps
+from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps
 
 KEEP = ("load", "all")
 
@@ -97,27 +97,28 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
         raise UnsupportedOptionError(f"record: keep is {keep!r}; accepted: {', '.join(KEEP)}")
     blocks = patched_blocks(model, "record")
     recorder = Recorder({block.path: _layer_of(block, router_input) for block in blocks}, keep)
-    tapped: list[nn.Module] = []
+    tapped: list[ModulePatch] = []
     try:
         for block in blocks:
             for path, module in [*block.routers, *block.experts]:
-                taps = module.__dict__.setdefault(TAPS, Taps(path))
-                if taps.layer is not None:
+                if (patch := record_of(module)) is None:
+                    continue
+                patch.taps = patch.taps or Taps(path)
+                if patch.taps.layer is not None:
                     raise PatchStateError(f"{path} is being recorded already; leave that `with`")
-                taps.layer = recorder.layers[block.path]
-                tapped.append(module)
+                patch.taps.layer = recorder.layers[block.path]
+                tapped.append(patch)
         yield recorder
     finally:
-        for module in tapped:
-            module.__dict__[TAPS].layer = None
-            drop_idle(module)
+        for patch in tapped:
+            patch.taps.layer = None
+            drop_idle(patch)
 
 
-def drop_idle(module: nn.Module) -> None:
+def drop_idle(patch: ModulePatch) -> None:
     """Forget the taps of a module on which nothing listens any more."""
-    taps = module.__dict__[TAPS]
-    if taps.layer is None and taps.replay is None:
-        del module.__dict__[TAPS]
+    if patch.taps.layer is None and patch.taps.replay is None:
+        patch.taps = None
 
 
 def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.patch_record import ModulePatch, record_of
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
 from moe_patch.signals.recorder import (
@@ -32,7 +33,7 @@ from moe_patch.signals.recorder import (
     record,
     router_obstacle,
 )
-from moe_patch.signals.slot import TAPS, Taps
+from moe_patch.signals.slot import Taps
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import Routing
 
@@ -109,20 +110,22 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     """
     blocks = _replayable(model, "replay_routing")
     layers = _match(blocks, trace)
-    tapped: list[nn.Module] = []
+    tapped: list[ModulePatch] = []
     try:
         for block, layer in zip(blocks, layers, strict=True):
             for path, router in block.routers:
-                taps = router.__dict__.setdefault(TAPS, Taps(path))
-                if taps.replay is not None:
+                patch = record_of(router)
+                assert patch is not None
+                patch.taps = patch.taps or Taps(path)
+                if patch.taps.replay is not None:
                     raise UnsupportedOptionError(f"{path}: a replay is active; leave that `with`")
-                taps.replay = layer
-                tapped.append(router)
+                patch.taps.replay = layer
+                tapped.append(patch)
         yield
     finally:
-        for router in tapped:
-            router.__dict__[TAPS].replay = None
-            drop_idle(router)
+        for patch in tapped:
+            patch.taps.replay = None
+            drop_idle(patch)
 
 
 @dataclass

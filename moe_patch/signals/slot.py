@@ -1,7 +1,7 @@
 """What one MoE layer records, and how the bound forwards find it.
 
-A recording or replaying layer has a :class:`Taps` in ``module.__dict__[TAPS]`` of its router and of
-its experts. Everywhere else that key is absent, and a forward pays one dictionary lookup.
+A recording or replaying layer has a :class:`Taps` in the patch record of its router and of its
+experts (``ModulePatch.taps``). Everywhere else it is None, and a forward pays that one look.
 
 Forward and backward meet in two places:
     router   ``routed``  keeps the logits (and the router's input, when asked)
@@ -11,6 +11,8 @@ Forward and backward meet in two places:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +24,17 @@ from moe_patch.ops import Signals
 from moe_patch.routing import RouteImpl
 from moe_patch.types import Routing
 
-TAPS = "_moe_patch_taps"
 SIGNALS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")
+
+
+@functools.cache
+def _eagerly() -> Callable[..., Any]:
+    # Not at import: it loads the compiler.
+    return torch.compiler.disable(_call)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 @dataclass
@@ -34,11 +45,17 @@ class Taps:
         path: the module's path in the model that was handed to the recorder or replay.
         layer: where to record, or None.
         replay: a LayerReplay (replay.py) that chooses instead of the router, or None.
+        eagerly: calls ``function(*args)`` outside compiled code (one graph break).
     """
 
     path: str
     layer: LayerSignals | None = None
     replay: Any = None
+    eagerly: Callable[..., Any] = field(default_factory=_eagerly)
+
+    def __reduce__(self) -> tuple:
+        """A copied or pickled model is not recorded: its taps are None."""
+        return type(None), ()
 
     def impl(self, own: RouteImpl) -> RouteImpl:
         """What runs in the place of a router's implementation of ``route``."""
