@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
+from moe_patch import (
+    PatchStateError,
+    UnsupportedOptionError,
+    experts_torch,
+    patch_model,
+    record,
+)
+from moe_patch.signals import slot
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
@@ -25,6 +32,7 @@ from tests.signals_cases import (
     sum_loss,
     watch_output,
 )
+from tests.toy_family import ToyModel
 
 EXACT = 1e-10
 GRADIENTS = ("grad_norm_output", "grad_norm_params")
@@ -194,6 +202,21 @@ def test_off_costs_no_launch_and_no_byte() -> None:
     assert sum(size for _, size in on) > sum(size for _, size in never)
 
 
+def test_off_no_norm_and_no_count_is_computed(monkeypatch) -> None:
+    """Inside the experts operator too, where a dispatch mode does not look."""
+
+    def fail(*args: Any) -> Tensor:
+        raise AssertionError("computed")
+
+    model = patched("qwen3_moe", layers=2)
+    batch = tiny_models.inputs(model)
+    monkeypatch.setattr(experts_torch, "_row_norm", fail)
+    monkeypatch.setattr(slot, "count_rows", fail)
+    sum_loss(model, batch).backward()
+    with record(model), pytest.raises(AssertionError, match="computed"):
+        sum_loss(model, batch)
+
+
 def test_recording_changes_no_bit() -> None:
     model = patched("gpt_oss", layers=2)
     batch = tiny_models.inputs(model)
@@ -218,6 +241,18 @@ def test_what_a_family_cannot_give_is_none_and_said(model_type) -> None:
         assert layer.missing
         for name in ("ids", "weights", "logits", "router_input", "act_norm", *GRADIENTS):
             assert (getattr(layer, name) is None) == (name in layer.missing), name
+
+
+def test_where_transformers_routes_the_experts_are_recorded() -> None:
+    model = patch_model(ToyModel(), self_check=False)
+    with record(model, router_input=True) as recorder:
+        model(torch.randn(2, 5, 8)).loss.backward()
+    assert list(recorder.layers) == ["layers.0", "layers.1"]
+    for layer in recorder.layers.values():
+        assert layer.ids.shape == layer.weights.shape == layer.grad_norm_params.shape == (10, 2)
+        assert (layer.grad_norm_params > 0).all()
+        assert layer.logits is layer.router_input is None
+        assert layer.missing["logits"] == "transformers routes this block"
 
 
 def test_llama4_rows_come_back_by_token() -> None:
@@ -269,3 +304,52 @@ def test_compiled_code_notices_the_recorder() -> None:
         assert_close(layer.router_input, wanted.router_input, EXACT, path)
         assert_close(layer.act_norm, wanted.act_norm, EXACT, path)
         assert_close(layer.grad_norm_params, wanted.grad_norm_params, EXACT, path)
+
+
+@pytest.mark.parametrize("tokens", [(0, 7), (1, 1), (3, 11)])
+def test_any_number_of_tokens(tokens) -> None:
+    model = patched("qwen3_moe")
+    block = last_layer(model).mlp
+    x = torch.randn(*tokens, 32, dtype=torch.float64, requires_grad=True)
+    with record(model, router_input=True) as recorder:
+        block(x).square().sum().backward()
+    (layer,) = recorder.layers.values()
+    T = tokens[0] * tokens[1]
+    for name in ("ids", "weights", "act_norm", *GRADIENTS):
+        assert getattr(layer, name).shape == (T, 2), name
+    assert int(layer.tokens_per_expert.sum()) == 2 * T
+
+
+@pytest.mark.parametrize("empty", [-1, 8, 1000])
+def test_empty_slots_count_nowhere_and_have_no_norm(empty) -> None:
+    """The experts called with ids of nobody, as expert-parallel sentinels are."""
+    model = patched("qwen3_moe")
+    experts = experts_below(last_layer(model).mlp)
+    ids = torch.tensor([[0, empty], [empty, empty], [3, 0]])
+    weights = torch.full((3, 2), 0.5, dtype=torch.float64)
+    x = torch.randn(3, 32, dtype=torch.float64, requires_grad=True)
+    with record(model) as recorder:
+        experts(x, ids, weights).square().sum().backward()
+    (layer,) = recorder.layers.values()
+    assert layer.tokens_per_expert.tolist() == [2, 0, 0, 1, 0, 0, 0, 0]
+    for name in ("act_norm", *GRADIENTS):
+        assert torch.equal(getattr(layer, name) > 0, ids == ids.clamp(0, 7)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_norms_are_fp32_and_near_fp64(dtype) -> None:
+    """Against the same low-precision weights and inputs in fp64, on the same ids."""
+    low = patch_model(tiny_models.build("qwen3_moe", dtype=dtype), self_check=False)
+    high = patch_model(tiny_models.cast(copy.deepcopy(low), torch.float64), self_check=False)
+    block, exact = (last_layer(model).mlp for model in (low, high))
+    x = torch.randn(1, 9, 32).to(dtype)
+    with record(low) as recorder:
+        block(x).float().square().sum().backward()
+    layer = list(recorder.layers.values())[-1]
+    with record(high) as recorder:
+        out = experts_below(exact)(x[0].double(), layer.ids, layer.weights.double())
+        out.square().sum().backward()
+    wanted = list(recorder.layers.values())[-1]
+    for name in ("act_norm", *GRADIENTS):
+        assert getattr(layer, name).dtype == torch.float32
+        assert_close(getattr(layer, name), getattr(wanted, name), 2e-2, name)

@@ -142,6 +142,8 @@ def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
 
 def router_obstacle(block: FoundBlock) -> str | None:
     """Why a block's router does not run the common router forward, or None if it does."""
+    if not block.routers and block.spec.tier == "experts":
+        return "transformers routes this block"
     if not block.routers:
         return "the block routes without a router module that is known"
     for _, router in block.routers:
