@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
+import moe_patch.experts_torch
 from moe_patch import patch_model
 from tests import tiny_models
 from tests.numerics import assert_bits
@@ -180,24 +181,33 @@ def test_a_recompute_that_stops_early_leaves_no_state(early_stop):
     hook.remove()
 
 
-def test_selective_checkpointing_may_keep_the_experts_call():
-    """The operator is one node to a policy: kept, it runs once; the rest is recomputed."""
+KEPT = (torch.ops.aten.sort.stable, torch.ops.moe_patch.experts.default)
+
+
+def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch):
+    """Both are operators to a policy: kept, each runs once; the rest is recomputed."""
     model = tied_model("qwen3_moe", dtype=torch.float32)
     block = tiny_models.blocks(model)[0][1]
     x = tiny_models.hidden(block, 2, 7)
     parameters = [x, *block.parameters()]
     expected = torch.autograd.grad(block(x).square().sum(), parameters)
-    ran = []
+    ran, kept, forward = [], [], moe_patch.experts_torch.experts_forward
+    monkeypatch.setattr(
+        moe_patch.experts_torch,
+        "experts_forward",
+        lambda *args, **kwargs: (ran.append(1), forward(*args, **kwargs))[1],
+    )
 
-    def policy(ctx, op, *_args, **_kwargs):
-        if op is torch.ops.moe_patch.experts.default:
-            ran.append(ctx.is_recompute)
+    def policy(_ctx, op, *_args, **_kwargs):
+        if op in KEPT:
+            kept.append(op)
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     out = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
     found = torch.autograd.grad(out.square().sum(), parameters)
-    assert ran.count(False) == 1
+    assert kept == list(KEPT)
+    assert len(ran) == 1, "the experts ran again in recompute"
     for mine, wanted in zip(found, expected, strict=True):
         assert_bits(mine, wanted)

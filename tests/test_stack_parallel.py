@@ -7,13 +7,16 @@ ours but the experts and the router: losses and gradients must be those of one p
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from moe_patch import patch_model, patch_report, unpatch_model
+from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, lora_config
 from tests.dist_helpers import run_ranks
 from tests.numerics import FP32, assert_close
 
@@ -45,14 +48,18 @@ def decode(model):
     return model.eval().generate(ids, max_new_tokens=4, do_sample=False)
 
 
-def parallel(rank, model_class, folder, options):
-    model = model_class.from_pretrained(
+def load(model_class, folder, options, **kwargs):
+    return model_class.from_pretrained(
         folder,
         dtype=torch.float32,
         attn_implementation="eager",
-        experts_implementation="grouped_mm",
         distributed_config=DistributedConfig(**options),
+        **kwargs,
     ).train()
+
+
+def parallel(rank, model_class, folder, options):
+    model = load(model_class, folder, options, experts_implementation="grouped_mm")
     patch_model(model)
     rows = patch_report(model)
     ours = step(model, tiny_models.inputs(model))
@@ -61,9 +68,12 @@ def parallel(rank, model_class, folder, options):
     return {"rows": rows, "step": ours, "unpatched": theirs, "tokens": decode(patch_model(model))}
 
 
+CASES = [(name, layout) for name in ("qwen3_moe", "gpt_oss") for layout in LAYOUTS]
+CASES += [("qwen2_moe", "ep"), ("qwen2_moe", "tp"), ("deepseek_v3", "ep and fsdp")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_two_ranks_equal_one_process(tmp_path, name, layout):
     model = tiny_models.build(name)
     model.save_pretrained(tmp_path)
@@ -75,3 +85,34 @@ def test_two_ranks_equal_one_process(tmp_path, name, layout):
             assert run.keys() == expected.keys()
             for key, value in expected.items():
                 assert_close(run[key], value, FP32, key)
+
+
+def refusal(rank, model_class, folder, options, lora):
+    """The message of our error, at patch time or at the first call."""
+    model = load(model_class, folder, options)
+    batch = tiny_models.inputs(model)
+    if lora:
+        model = adapt(model, lora_config(EXPERTS))
+    with pytest.raises(UnsupportedModelError) as caught:
+        patch_model(model)(**batch)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "layout", "lora", "message"),
+    [
+        ("llama4", "tp", False, "Llama4TextExperts.*tp_forward"),
+        ("qwen3_moe", "ep and fsdp", True, r"LoRA factors are for.*\(8, .*local weight is \(4, "),
+    ],
+    ids=["llama4-tp", "qwen3_moe-ep-adapters"],
+)
+def test_what_cannot_hold_is_refused_by_name(tmp_path, name, layout, lora, message):
+    """Experts that transformers does not decorate; adapters on experts that live elsewhere.
+
+    PEFT alone fails on the latter with an error of torch's.
+    """
+    model = tiny_models.build(name)
+    model.save_pretrained(tmp_path)
+    for found in run_ranks(refusal, type(model), str(tmp_path), LAYOUTS[layout], lora):
+        assert re.search(message, found), found
