@@ -104,6 +104,20 @@ def test_under_grad_and_between_forward_and_backward_nothing_changes_for_autogra
             assert_bits(mine.grad, theirs.grad)
 
 
+def test_a_trained_bias_is_updated_outside_the_graph() -> None:
+    model = patched("afmoe")
+    for bias in biases(model).values():
+        bias.requires_grad_(True)
+    with record(model) as recorder:
+        model(**tiny_models.inputs(model))
+    before = {name: bias.detach().clone() for name, bias in biases(model).items()}
+    update_expert_bias(model, recorder)
+    for name, bias in biases(model).items():
+        assert bias.is_leaf
+        assert bias.requires_grad
+        assert not torch.equal(bias, before[name])
+
+
 def test_errors() -> None:
     model = patched("qwen3_moe")
     with record(model) as recorder:

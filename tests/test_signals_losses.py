@@ -83,7 +83,7 @@ def test_delta_sc_is_the_difference_of_z_scores(gradient) -> None:
 
 def test_equal_values_have_no_z_score_and_two_experts_only_a_sign() -> None:
     third = [[0.1, 0.1, 0.1]]  # whose mean rounds to another number
-    assert delta_sc(made_up(third, third))["layer"].tolist() == [[0.0, 0.0, 0.0]]
+    assert delta_sc(made_up(third, [[1.0, 1.0, 1.0]]))["layer"].tolist() == [[0.0, 0.0, 0.0]]
     two = delta_sc(made_up([[1.0, 5.0]], [[3.0, 3.0]]))["layer"]
     assert_close(two, torch.tensor([[-1.0, 1.0]], dtype=FLOAT), FP64)
     tiny = delta_sc(made_up([[1e-200, 3e-200]], [[0.0, 0.0]]))["layer"]
@@ -198,6 +198,24 @@ def test_rows_without_surprise_are_left_out() -> None:
     smk_loss(recorder, model).backward()
     assert_bits(gate.grad, before)
     assert torch.isfinite(before).all()
+
+
+def test_a_row_of_empty_slots_leaves_loss_and_gradient_finite() -> None:
+    model, recorder = recorded(patched())
+    gates = [block.gate.weight for _, block in tiny_models.blocks(model)]
+    layers = list(recorder.layers.values())
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        with torch.autograd.set_detect_anomaly(True):  # refuses NaN on the way, too
+            losses.append(smk_loss(recorder, model))
+            losses[-1].backward()
+        assert all(torch.isfinite(gate.grad).all() and gate.grad.any() for gate in gates)
+        for layer in layers:
+            layer.ids[0] = -1
+            layer.signals.act_norm_TK[0] = layer.signals.grads_3TK[:, 0] = 0.0
+    assert torch.isfinite(losses[1])
+    assert losses[1] != losses[0]
 
 
 def test_what_was_not_recorded_is_named() -> None:

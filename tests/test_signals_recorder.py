@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -76,11 +77,21 @@ def test_norms_in_the_last_layer_equal_per_token_gradients(model_type, lora, ree
     assert_close(layer.grad_norm_lora, expected["lora"], EXACT, "low-rank factors")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "mixtral", "muse_spark"])
-def test_norms_of_an_inner_layer_equal_explicit_outer_products(model_type) -> None:
-    """muse_spark runs its own norm between grouped products: rows watched by hooks."""
+@pytest.mark.parametrize(
+    ("model_type", "own_gate"),
+    [
+        ("qwen3_moe", False),
+        ("gpt_oss", False),
+        ("mixtral", False),
+        ("muse_spark", False),  # a norm of its own between grouped products: rows seen by hooks
+        ("gpt_oss", True),  # the same with biases
+    ],
+)
+def test_norms_of_an_inner_layer_equal_explicit_outer_products(model_type, own_gate) -> None:
     model = patched(model_type, layers=2)
     experts = experts_below(tiny_models.blocks(model)[0][1])
+    if own_gate:  # an activation put on the instance is run as it is
+        experts._apply_gate = functools.partial(type(experts)._apply_gate, experts)
     seen = watch_output(experts)
     with record(model) as recorder:
         tiny_models.loss(model(**tiny_models.inputs(model))).backward()

@@ -218,7 +218,7 @@ def _target(row: Row, target: str) -> Tensor:
 
 def _layer_loss(row: Row, logits_TE: Tensor, target_T: Tensor, ce: float, kl: float) -> Tensor:
     kept_T = row.kept_T
-    # A row that is left out still needs finite numbers: 0 times NaN would be its gradient.
+    # A row that is left out still needs finite numbers: anomaly detection sees inner gradients.
     valid_TK = row.valid_TK | ~kept_T.unsqueeze(1)
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
     ids_TK = row.ids_TK.long().clamp(0, logits_TE.shape[1] - 1)
