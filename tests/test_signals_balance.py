@@ -1,4 +1,4 @@
-"""Load measures, the bias update of every kind of family, and what a Trainer logs."""
+"""Load measures, the bias update of every kind of family, two ranks, what a Trainer logs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
 from moe_patch import (
     PatchStateError,
+    UnsupportedModelError,
     UnsupportedOptionError,
     patch_model,
     record,
+    smk_loss,
     update_expert_bias,
 )
 from moe_patch.signals.balance import balance, balance_table, bias_of, log_balance
+from moe_patch.signals.updates import keep_updates
 from tests import tiny_models
-from tests.numerics import FP32, assert_bits, assert_close
+from tests.numerics import FP32, FP64, assert_bits, assert_close
+from tests.signals_cases import build, sum_loss
 
 RATE = 0.01
 # Where the bias lives: on the router (flat, or as one row), or on the block that passes it.
@@ -147,10 +153,33 @@ def _rank(rank: int, file: str, folder: str) -> None:
         own = {path: layer.load for path, layer in recorder.layers.items()}
         closed = recorder.step(group=dist.group.WORLD)
     torch.save([own, closed.load, signs, biases(model)], f"{folder}/{rank}.pt")
+    _sharded()
     dist.destroy_process_group()
 
 
-def test_ranks_of_ddp_sum_their_counts_and_stay_equal(tmp_path) -> None:
+def _sharded() -> None:
+    """FSDP2, each rank the same batch: equal to the whole model; sharded parameters are refused."""
+    whole = patch_model(build("qwen3_moe", layers=2), self_check=False)
+    sharded = patch_model(build("qwen3_moe", layers=2), self_check=False)
+    for unit in (*sharded.model.layers, sharded):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+    recorders = []
+    for model in (whole, sharded):
+        with record(model, router_input=True) as recorder:
+            sum_loss(model, tiny_models.inputs(whole)).backward()
+        recorders.append(recorder)
+    for path, layer in recorders[0].layers.items():
+        found = recorders[1].layers[path]
+        assert torch.equal(found.ids, layer.ids)
+        assert_close(found.act_norm, layer.act_norm, FP64, path)
+        assert_close(found.grad_norm_params, layer.grad_norm_params, FP64, path)
+    with pytest.raises(UnsupportedModelError, match=r"gate: weight is sharded \(DTensor\)"):
+        smk_loss(recorders[1], sharded)
+    with pytest.raises(UnsupportedModelError, match="experts: gate_up_proj is sharded"):
+        keep_updates(recorders[1], sharded, 2)
+
+
+def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path) -> None:
     spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     (own0, sum0, signs0, bias0), (own1, sum1, signs1, bias1) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)

@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
 from moe_patch.families.spec import read
 from moe_patch.patch_record import record_of
-from moe_patch.signals.recorder import Recorder, StepSignals, sum_over_group
+from moe_patch.signals.recorder import (
+    Recorder,
+    StepSignals,
+    require_whole,
+    sum_over_group,
+)
 from moe_patch.signals.slot import LayerSignals
 
 
@@ -133,14 +138,18 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
 
     Raises:
         PatchStateError: the block passes a bias that is no tensor of the model (sharded, a copy).
+        UnsupportedModelError: the router's own bias is sharded.
     """
     if layer.router_path is None:
         return None
-    patch = record_of(model.get_submodule(layer.router_path))
+    router = model.get_submodule(layer.router_path)
+    patch = record_of(router)
     if patch is None or patch.spec.bias is None:
         return None
     if isinstance(patch.spec.bias, str):
-        bias: Tensor = read(model.get_submodule(layer.router_path), patch.spec.bias)
+        bias: Tensor = read(router, patch.spec.bias)
+        if type(bias).__name__ == "DTensor":
+            require_whole(router, f"update_expert_bias: {layer.router_path}")
         return bias
     if layer.bias is None:
         return None

@@ -20,7 +20,7 @@ from moe_patch.errors import PatchStateError, UnsupportedOptionError
 from moe_patch.families.spec import read
 from moe_patch.lora import is_param_wrapper, paused
 from moe_patch.patch_record import record_of
-from moe_patch.signals.recorder import Recorder
+from moe_patch.signals.recorder import Recorder, require_whole
 from moe_patch.signals.slot import LayerSignals
 
 TARGETS = ("delta_sc", "surprise")
@@ -97,6 +97,7 @@ def smk_loss(
 
     Raises:
         PatchStateError: no router input or no norms were recorded.
+        UnsupportedModelError: the router's parameters are sharded (FSDP2).
         UnsupportedOptionError: one expert per token, or a wrong word.
     """
     accept("target", target, TARGETS)
@@ -112,6 +113,7 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
 
     Raises:
         PatchStateError: the router's input was not recorded.
+        UnsupportedModelError: the router's parameters are sharded.
     """
     if layer.router_input is None or layer.router_path is None:
         why = layer.missing.get("router_input", "use record(model, router_input=True)")
@@ -120,6 +122,7 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
     patch = record_of(router)
     if patch is None:
         raise PatchStateError(f"{layer.router_path} is not patched any more; call patch_model")
+    require_whole(router, f"smk_loss: {layer.router_path}")
     assert patch.spec.logits is not None
     adapted = {f"router.{name}": t for name, t in _adapted(model, router).items()}
     logits: Tensor = torch.func.functional_call(

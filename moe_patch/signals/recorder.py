@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock, discover
-from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
 from moe_patch.patch_record import ModulePatch, record_of
 from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps
@@ -138,6 +138,20 @@ def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
             f"{caller}: {type(model).__name__} has no patched MoE block; call patch_model first"
         )
     return blocks
+
+
+def require_whole(module: nn.Module, where: str) -> None:
+    """Refuse sharded parameters where they are read or written outside the module's own forward.
+
+    Raises:
+        UnsupportedModelError: a parameter is a DTensor (FSDP2, tensor parallelism).
+    """
+    for name, parameter in module.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise UnsupportedModelError(
+                f"{where}: {name} is sharded (DTensor); accepted: whole parameters, as on one "
+                "device or under DDP; recording itself works on sharded models"
+            )
 
 
 def router_obstacle(block: FoundBlock) -> str | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moe_patch.discover import discover
 from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of
-from moe_patch.signals.recorder import Recorder
+from moe_patch.signals.recorder import Recorder, require_whole
 
 KEEP = ("min", "max")
 
@@ -36,6 +36,9 @@ def keep_updates(
 
     Returns:
         Block path -> bool [E], which experts kept their gradient.
+
+    Raises:
+        UnsupportedModelError: the experts' parameters are sharded (FSDP2).
     """
     accept("by", by, TARGETS)
     accept("keep", keep, KEEP)
@@ -46,7 +49,8 @@ def keep_updates(
         assert counts is not None
         score_TK = row.surprise_TK if by == "surprise" else delta_of(row)
         masks[path] = _best_experts(row, score_TK, counts, k, keep)
-        for _, experts in blocks[path].experts:
+        for name, experts in blocks[path].experts:
+            require_whole(experts, f"keep_updates: {name}")
             _filter_base(experts, masks[path])
         for _, wrapper in blocks[path].wrappers:
             _filter_factors(wrapper, masks[path])
