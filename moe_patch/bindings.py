@@ -13,6 +13,8 @@ from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, Named
 from moe_patch.patch_record import ModulePatch, is_ours, slot_for
 
+PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
+
 
 class Binding(NamedTuple):
     """One forward that the patch binds; the arguments of :func:`moe_patch.patch_record.bind`."""
@@ -26,7 +28,11 @@ class Binding(NamedTuple):
 def bindings_of(
     block: FoundBlock, config: PatchConfig, self_check: str = ""
 ) -> list[tuple[str, Binding]]:
-    """What gets a bound forward, by module path."""
+    """What gets a bound forward, by module path.
+
+    A router inside a closure of transformers' parallelism is left alone: a forward bound now would
+    come before the closure, which turns the router's ids into local ones.
+    """
     spec = block.spec
     todo: list[tuple[str, Binding]] = []
 
@@ -38,6 +44,8 @@ def bindings_of(
             todo.append((path, Binding(module, function, record, slot)))
 
     for router in block.routers:
+        if wrapped_by_parallelism(router[1]):
+            continue
         own = block.spec_of(router[1])
         common = forward.router_forward if own.routing else None
         add(router, own.router_forward or common, "router")
@@ -61,6 +69,12 @@ def foreign_forward(module: nn.Module, slot: str) -> Any:
     if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
         return None
     return None if is_ours(found) else found
+
+
+def wrapped_by_parallelism(module: nn.Module) -> bool:
+    """Whether transformers' tensor or expert parallelism closed over the module's forward."""
+    found = foreign_forward(module, "forward")
+    return found is not None and origin_of(found).startswith(PARALLELISM)
 
 
 def replaced_forward(module: nn.Module) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moe_patch.backend import choose_backend
-from moe_patch.bindings import overridden
+from moe_patch.bindings import overridden, wrapped_by_parallelism
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
@@ -102,6 +102,8 @@ def _row(found: FoundBlock) -> BlockReport | None:
     weight = _a_weight(found)
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
     router_backend, why = _router_backend(found, choice.name) if routed else ("transformers", "")
+    if any(wrapped_by_parallelism(m) for _, m in found.routers):
+        why = "transformers' expert parallelism wraps the router, which stays its own"
     reason = choice.reason if choice.name == "torch" and weight.is_cuda else ""
     if not found.experts:
         choice = choose_backend("torch", weight.device, weight.dtype)

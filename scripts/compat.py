@@ -201,6 +201,8 @@ NOTES = """\
   possible beside this transformers, so the tests use axolotl's documented hooks.
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
+- **Expert parallelism before `ep_size`** (transformers 5.17 checked by hand): transformers wraps
+  the router as well; the router stays its own, the experts are ours (tier `experts`).
 - **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
   reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
   `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert

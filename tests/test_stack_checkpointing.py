@@ -83,7 +83,7 @@ def test_twenty_steps_with_exact_ties_change_no_bit(name, reentrant):
     ours = copy.deepcopy(plain)
     batch = tiny_models.inputs(plain)
     _, losses, gradients = train(plain, batch)
-    ours.activation_checkpointing_enable({"use_reentrant": reentrant})
+    ours.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours.enable_input_require_grads()
     calls, found, ours_gradients = train(ours, batch)
     for step in calls:
@@ -114,7 +114,7 @@ def test_what_is_held_for_backward_does_not_grow(recompute, checkpointing):
     """At step 20 as at step 5, and nothing after a backward."""
     model = tied_model("qwen2_moe", recompute=recompute)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = tiny_models.inputs(model)
     alive = weakref.WeakSet()
 
@@ -142,7 +142,7 @@ class Boom(Exception):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_raising_forward_leaves_no_state(reentrant):
     model = tied_model("qwen2_moe")
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     batch = tiny_models.inputs(model)
     _, losses, _ = train(copy.deepcopy(model), batch, 2)

@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from tests import tiny_models
-from tests.numerics import assert_bits
+from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, logits, snapshot
 
 
@@ -98,3 +98,35 @@ def test_an_experts_implementation_of_the_user_is_named(chosen, caplog):
         patch_model(model)
     (line,) = caplog.records
     assert f"experts_implementation={chosen!r}" in line.message
+
+
+def wrap_as_expert_parallelism(router, experts):
+    """As releases before ep_size do: ids become local, those of other ranks the sentinel."""
+    inner = router.forward
+
+    def tp_forward(*args):
+        logits_TE, weights_TK, ids_TK = inner(*args)
+        away = ids_TK >= experts.num_experts // 2
+        return logits_TE, weights_TK.masked_fill(away, 0.0), ids_TK.masked_fill(away, 8)
+
+    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+    router.forward = tp_forward
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_a_router_inside_expert_parallelism_stays_its_own(model_type):
+    model = tiny_models.build(model_type)
+    model.set_experts_implementation("grouped_mm")
+    for _, block in tiny_models.blocks(model):
+        wrap_as_expert_parallelism(block.gate, block.experts)
+        block.experts._is_expert_parallel = True
+    batch = tiny_models.inputs(model)
+    expected, before = logits(model, batch), snapshot(model)
+    patch_model(model)
+    rows = patch_report(model)
+    assert {(row.tier, row.router) for row in rows} == {("experts", "transformers")}
+    assert all("wraps the router" in row.reason for row in rows)
+    assert_close(logits(model, batch), expected, FP32)
+    patch_model(model)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
