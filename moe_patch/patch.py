@@ -95,12 +95,21 @@ def unpatch_model(model: Model) -> Model:
 
 @contextmanager
 def patched(model: Model, config: Any = None, **options: Any) -> Iterator[Model]:
-    """Patch for the duration of a ``with`` block; arguments as :func:`patch_model`."""
+    """Patch for the duration of a ``with`` block; arguments as :func:`patch_model`.
+
+    A model that carried an equal patch before stays patched, and ``False`` patches nothing.
+    """
+    patched_before = _is_patched(model)
     patch_model(model, config, **options)
     try:
         yield model
     finally:
-        unpatch_model(model)
+        if not patched_before and _is_patched(model):
+            unpatch_model(model)
+
+
+def _is_patched(model: nn.Module) -> bool:
+    return any(RECORD in module.__dict__ for module in model.modules())
 
 
 def _check_state(model: nn.Module, config: PatchConfig) -> bool:

@@ -87,6 +87,24 @@ def test_context_manager_undoes_also_after_an_exception(model):
     assert_bits(logits(model, batch), out)
 
 
+def test_context_manager_leaves_the_patch_that_was_there(model):
+    patch_model(model)
+    before = snapshot(model)
+    with patched(model):
+        pass
+    assert_unchanged(before, snapshot(model))
+    assert {row.tier for row in patch_report(model)} == {"full"}
+
+
+def test_context_manager_with_nothing_to_undo(model):
+    before = snapshot(model)
+    with patched(model, False) as inside:
+        assert inside is model
+    with patched(model):
+        unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
 @pytest.mark.parametrize(
     ("options", "patched_layers"),
     [
