@@ -158,7 +158,7 @@ def activation_kind(act_fn: object) -> str | None:
     """The Glu kind of an activation object, by exact type; None if it is none that we know."""
     from transformers import activations
 
-    if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or act_fn._forward_hooks):
+    if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or _hooked(act_fn)):
         return None
     if type(act_fn) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}[act_fn.approximate]
@@ -174,10 +174,22 @@ def activation_kind(act_fn: object) -> str | None:
     return kinds.get(type(act_fn))
 
 
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+    )
+
+
 def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else the weights', widened to fp32 if asked."""
+    """Autocast's dtype where autocast is on, else the weights', widened to fp32 if asked.
+
+    Autocast leaves fp64 weights alone, and so do we.
+    """
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
+    if torch.is_autocast_enabled(device_type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype
 

@@ -129,6 +129,16 @@ def test_a_model_under_autocast(name) -> None:
     bf16_rule(mine, eager, wide(**batch).logits, factor=2.0)
 
 
+@pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "gpt_oss"])
+def test_autocast_leaves_fp64_alone(name) -> None:
+    """So does torch's own autocast: the untouched model stays in fp64."""
+    block, reference = (b.double() for b in blocks(name))
+    x = tiny_models.hidden(reference, 2, 7).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = run_block(block, x), run_block(reference, x)
+    assert_parity(mine, theirs, FP32)
+
+
 # --- which modules --------------------------------------------------------------------------------
 
 

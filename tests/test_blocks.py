@@ -184,7 +184,23 @@ def hooked_silu() -> nn.Module:
     return act
 
 
-@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh, Cubic, hooked_silu], ids=lambda a: a.__name__)
+def pre_hooked_silu() -> nn.Module:
+    act = nn.SiLU()
+    act.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    return act
+
+
+def backward_hooked_silu() -> nn.Module:
+    act = nn.SiLU()
+    act.register_full_backward_hook(lambda m, grads_in, grads_out: (2 * grads_in[0],))
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [nn.ReLU, nn.Tanh, Cubic, hooked_silu, pre_hooked_silu, backward_hooked_silu],
+    ids=lambda a: a.__name__,
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_activation_replaced_on_the_instance_is_followed(act, when) -> None:
     reference = tiny_models.build("qwen3_moe")
