@@ -94,7 +94,7 @@ PROOFS = (
           "closure or local_weight"),
     Proof("tp", "loss, gradients, generate", "test_stack_parallel.py", "tp and not refused",
           world=2),
-    Proof("tp", "experts that transformers does not decorate (llama4, longcat_flash)",
+    Proof("tp", "experts that transformers does not decorate (llama4)",
           "test_stack_parallel.py", "refused and llama4", world=2, good="refused"),
     Proof("device_map", "meta before weights load, disk, from_pretrained", "test_stack_loading.py",
           "not no_size"),
@@ -109,7 +109,7 @@ PROOFS = (
     Proof("lifecycle", "every family", "test_lifecycle_all.py"),
     Proof("lifecycle", "deepcopy, pickle, saved files", "test_copies.py"),
     Proof("lifecycle", "hooks fire once", "test_families.py", "fire_once"),
-    Proof("conflicts", "Liger, hub kernels, nn.DataParallel, other experts implementations",
+    Proof("conflicts", "forwards replaced as Liger and hub kernels do (stand-ins), nn.DataParallel",
           "test_stack_conflicts.py", good="refused"),
     Proof("conflicts", "experts kept as a ModuleList", "test_refusals.py", "module_list",
           good="refused"),
@@ -174,7 +174,8 @@ def document(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Compatibility", "",
         "Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.", "",
-        "`refused`: the combination is an error of one sentence when the model is patched.", "",
+        "`refused`: the combination is an error that names the module (at patch time, or at the first "
+        "call for adapters under `ep`).", "",
         "| row | shown | result | ranks | transformers | torch | on | commit | tests |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -197,8 +198,10 @@ NOTES = """\
 ## Notes
 
 - **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
-- **axolotl**: 0.19.0's own plugin manager loads the plugin and calls its hooks; a run was not
-  possible beside this transformers, so the tests use axolotl's documented hooks.
+- **axolotl**: the tests use its documented hooks, since it pins another transformers. Its own
+  plugin manager, 0.19.0 from the unpacked wheel, was run by hand: it loads the plugin and calls it.
+- **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
+  one warning says so. Liger, the kernels library and DeepSpeed are not installed here.
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
 - **Expert parallelism before `ep_size`** (transformers 5.17 checked by hand): transformers wraps
