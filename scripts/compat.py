@@ -174,8 +174,8 @@ def document(rows: list[dict[str, Any]]) -> str:
     lines = [
         "# Compatibility", "",
         "Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.", "",
-        "`refused`: the combination is an error that names the module (at patch time, or at the first "
-        "call for adapters under `ep`).", "",
+        "`refused`: an error that names the module, when the model is patched; for adapters under "
+        "`ep`, at the first call.", "",
         "| row | shown | result | ranks | transformers | torch | on | commit | tests |",
         "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
