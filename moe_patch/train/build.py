@@ -34,10 +34,33 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 }
 
 
+# What transformers raises on a user's values that its config classes take unchecked: an activation
+# or an attention that does not exist, sizes that do not divide or are zero.
+BUILD_ERRORS = (
+    ArithmeticError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    StrictDataclassError,
+)
+# TrainingArguments takes any number here; the optimizer and the loader refuse it after minutes.
+LEAST = {
+    "learning_rate": 0,
+    "weight_decay": 0,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+}
+
+
 def one_line(error: BaseException) -> str:
     """The first line of an error's text, for a message of one line."""
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    # The text of a KeyError is the key alone.
+    return f"no {lines[0]} is known" if isinstance(error, KeyError) else lines[0]
 
 
 def check_options(config: TrainConfig) -> None:
@@ -73,6 +96,9 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
         args = TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
     except (ImportError, TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"training: {one_line(error)}") from error
+    for key, least in LEAST.items():
+        if not (found := getattr(args, key)) >= least:
+            raise UnsupportedOptionError(f"training.{key} is {found}; at least {least}")
     checkpoint = args.resume_from_checkpoint
     if checkpoint is not None and not Path(checkpoint).is_dir():
         raise UnsupportedOptionError(
@@ -117,7 +143,7 @@ def build_base(model: ModelConfig, tokenizer: Any, seed: int) -> Any:
             defaults = {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": None}
             hf_config = AutoConfig.for_model(model.model_type, **{**defaults, **model.overrides})
             base = AutoModelForCausalLM.from_config(hf_config, **kwargs)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except BUILD_ERRORS as error:
         what = model.path or model.model_type
         raise UnsupportedOptionError(f"model: cannot make {what!r}: {one_line(error)}") from error
     rows = base.get_input_embeddings().weight.shape[0]

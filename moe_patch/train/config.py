@@ -171,6 +171,9 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     data = _named(node["data"], DataConfig, f"{where}: data")
     if data.block_size < 2:
         raise UnsupportedOptionError(f"{where}: data.block_size is {data.block_size}; at least 2")
+    seed = node.get("seed", 0)
+    if not 0 <= seed < 2**32:  # numpy's range, which set_seed needs
+        raise UnsupportedOptionError(f"{where}: seed is {seed}; accepted: 0 to {2**32 - 1}")
     compare = node.get("compare_unpatched", False)
     if compare is not True and compare is not False and compare < 1:
         raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
@@ -190,8 +193,10 @@ def _sized(node: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     own = {key: value for key, value in node.items() if key not in ("tiny", "tiny_values")}
     if not tiny:
         return own
-    training = {**(own.get("training") or {}), **values.get("training", {})}
-    return {**own, **values, "training": training}
+    training = [own.get("training", {}), values.get("training", {})]
+    for name, part in zip(("training", "tiny_values.training"), training, strict=True):
+        check_type(f"{where}: {name}", part, dict)
+    return {**own, **values, "training": training[0] | training[1]}
 
 
 def _named(node: Any, cls: Any, where: str) -> Any:

@@ -17,6 +17,8 @@ from transformers import (
     default_data_collator,
 )
 
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.train.build import one_line
 from moe_patch.train.data import TokenBlocks
 from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
 
@@ -83,18 +85,24 @@ def train_once(
         name: label of the progress bar.
         last_step: stop after this optimizer step without changing the schedule.
         router_losses: factors of the router losses to add; None adds none.
+
+    Raises:
+        UnsupportedOptionError: the Trainer refuses its arguments.
     """
     recorder = _Recorder(name, last_step, show=not args.disable_tqdm)
     make: Any = Trainer
     if router_losses is not None:
         make = partial(RouterLossTrainer, router_losses=router_losses)
-    trainer = make(
-        model=model,
-        args=args,
-        train_dataset=blocks,
-        data_collator=default_data_collator,
-        callbacks=[recorder],
-    )
+    try:
+        trainer = make(
+            model=model,
+            args=args,
+            train_dataset=blocks,
+            data_collator=default_data_collator,
+            callbacks=[recorder],
+        )
+    except (ImportError, ValueError) as error:
+        raise UnsupportedOptionError(f"training: {one_line(error)}") from error
     # The recorder replaces both: a line for each logged step would drown the bar.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)

@@ -23,10 +23,15 @@ class OutputFolder:
         path: the folder; it must not exist, be empty, or (with ``overwrite``) hold a finished run.
         overwrite: replace a finished run, and what an interrupted one has left; never checkpoints
             of an interrupted one.
+
+    Raises:
+        UnsupportedOptionError: the path is the root of a file system.
     """
 
     def __init__(self, path: str | Path, overwrite: bool = False) -> None:
         self.path = Path(path).absolute()
+        if not self.path.name:
+            raise UnsupportedOptionError(f"output_dir {self.path}: name a folder, not a root")
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.overwrite = overwrite
 
