@@ -102,10 +102,15 @@ def _bounds(offsets_S: Tensor) -> list[tuple[int, int]]:
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """torch's grouped_mm wants unit-stride rows (or columns) of a multiple of 16 bytes."""
-    return all(
-        o.shape[-1] * o.element_size() % 16 == 0
-        and o.shape[-2] * o.element_size() % 16 == 0
-        and 1 in (o.stride(-1), o.stride(-2))
-        for o in operands
-    )
+    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes."""
+    return all(_aligned_operand(operand) for operand in operands)
+
+
+def _aligned_operand(operand: Tensor) -> bool:
+    size = operand.element_size()
+    strides = operand.stride()
+    if 1 not in strides[-2:]:
+        return False
+    pitches = [stride for stride in strides if stride != 1]
+    counts = [*pitches, *operand.shape[-2:]]
+    return operand.data_ptr() % 16 == 0 and all(count * size % 16 == 0 for count in counts)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from moe_patch import reference
+from moe_patch.grouped import _aligned
 from tests.experts_cases import (
     CASES,
     FULL,
@@ -149,3 +150,34 @@ def test_routing_weights_keep_their_own_dtype(weights_dtype) -> None:
     mine = run(case, t)
     assert mine["out"].dtype == torch.bfloat16
     assert mine["weights"].dtype == weights_dtype
+
+
+VIEWS = {
+    "contiguous": lambda: torch.ones(8, 16, 32),
+    "transposed": lambda: torch.ones(8, 32, 16).mT,
+    "every other row": lambda: torch.ones(8, 32, 32)[:, ::2],
+    "one expert expanded": lambda: torch.ones(1, 16, 32).expand(8, 16, 32),
+    "rows of an odd pitch": lambda: torch.ones(8, 16, 33)[..., :32],
+    "an odd column": lambda: torch.ones(8, 16, 40)[..., 1:33],
+    "experts of an odd pitch": lambda: torch.ones(8, 516)[:, :512].unflatten(1, (16, 32)),
+    "no unit stride": lambda: torch.ones(8, 16, 64)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_native_product_is_chosen_only_for_layouts_that_torch_takes(view) -> None:
+    """The weights may be slices of a packed tensor; torch's own check is the reference."""
+    rows = torch.ones(16, 32, dtype=torch.bfloat16)
+    stored = view()
+    # A view of the same layout in bf16: .to() would make it contiguous.
+    flat = torch.ones(stored.untyped_storage().size() // 4, dtype=torch.bfloat16)
+    weights = flat.as_strided(stored.shape, stored.stride(), stored.storage_offset())
+    offsets = torch.arange(2, 18, 2, dtype=torch.int32)
+    try:
+        torch.nn.functional.grouped_mm(rows, weights.mT, offs=offsets)
+    except RuntimeError:
+        assert not _aligned(rows, weights)
+    else:
+        # A CPU does not mind where an expert begins; a GPU loads 16 bytes at a time.
+        begins = {expert.data_ptr() % 16 for expert in weights}
+        assert _aligned(rows, weights) == (begins == {0})
