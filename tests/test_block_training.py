@@ -68,7 +68,7 @@ def test_frozen_base_under_gradient_checkpointing(reentrant) -> None:
         each.lm_head.weight.requires_grad_()
         each.model.layers[0].mlp.experts.gate_up_proj.requires_grad_()
         each.enable_input_require_grads()
-        each.activation_checkpointing_enable({"use_reentrant": reentrant})
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
         run = run_model(each, tiny_models.inputs(each))
         gradients.append({k: v for k, v in run.items() if v is not None})
     assert_parity(*gradients, FP32)
