@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.errors import no_second_derivative
 from moe_patch.experts_torch import gather_sum, rows_to_slots, token_rows
 from moe_patch.grouped import Groups
 from moe_patch.reference import build_plan
@@ -197,3 +198,5 @@ for _name, _bwd, _setup in (
     torch.library.register_autograd(
         f"moe_patch_steps::{_name}", _bwd, setup_context=_setup, lib=_lib
     )
+for _name in ("combine_bwd", "linear_bwd"):
+    torch.library.register_autograd(f"moe_patch_steps::{_name}", no_second_derivative, lib=_lib)

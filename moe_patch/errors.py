@@ -3,6 +3,10 @@
 A message names the module (fully qualified), what was found, what is accepted and what to do.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class MoePatchError(RuntimeError):
     """Root of all errors raised on purpose by moe_patch."""
@@ -18,3 +22,12 @@ class UnsupportedOptionError(MoePatchError):
 
 class PatchStateError(MoePatchError):
     """The model's patch state does not allow the call (not patched, or patched differently)."""
+
+
+def no_second_derivative(ctx: Any, *_: Any) -> Any:
+    """What every backward operator of this library has for a backward."""
+    raise UnsupportedOptionError(
+        "moe_patch experts: a second derivative was asked for (backward through a backward that "
+        "ran with create_graph=True); accepted: first derivatives; unpatch_model gives "
+        "transformers' own experts, which have them"
+    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import no_second_derivative
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
 
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
@@ -240,14 +240,6 @@ def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     return (grads[0], None, *grads[1:], *(None,) * (len(wanted) - 11))
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> Any:
-    raise UnsupportedOptionError(
-        "moe_patch experts: a second derivative was asked for (backward through a backward that "
-        "ran with create_graph=True); accepted: first derivatives; unpatch_model gives "
-        "transformers' own experts, which have them"
-    )
-
-
 _lib.impl("experts", _experts, "CompositeExplicitAutograd")
 _lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_patch::experts", _experts_fake, lib=_lib)
@@ -255,4 +247,4 @@ torch.library.register_fake("moe_patch::experts_bwd", _experts_bwd_fake, lib=_li
 torch.library.register_autograd(
     "moe_patch::experts", _backward, setup_context=_setup_context, lib=_lib
 )
-torch.library.register_autograd("moe_patch::experts_bwd", _no_second_derivative, lib=_lib)
+torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=_lib)

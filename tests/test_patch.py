@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 from moe_patch import (
     PatchConfig,
@@ -178,7 +179,10 @@ def test_config_object_mapping_and_options_reach_the_model(model):
     assert {m._moe_patch.config for m in model.modules() if "_moe_patch" in m.__dict__} == {config}
 
 
-def test_a_second_derivative_is_a_named_error_and_the_first_is_not_disturbed(model):
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Tanh], ids=["fused", "in steps"])
+def test_a_second_derivative_is_a_named_error_and_the_first_is_not_disturbed(model, act):
+    for _, block in tiny_models.blocks(model):
+        block.experts.act_fn = act()
     weight = tiny_models.blocks(patch_model(model))[0][1].experts.down_proj
     batch = tiny_models.inputs(model)
     (plain,) = torch.autograd.grad(model(**batch).loss, weight)
