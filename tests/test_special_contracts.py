@@ -132,6 +132,14 @@ def test_llama4_scores_and_both_calls_of_its_experts() -> None:
     assert_close(block_logits, ref_logits, LIMIT)
 
 
+def test_llama4_router_hook_that_replaces_the_scores_steers_the_block() -> None:
+    blocks = [only(model, "Llama4TextMoe") for model in pair("llama4")]
+    x = tiny_models.hidden(blocks[1], 3, 5)
+    for block in blocks:
+        block.router.register_forward_hook(lambda m, args, out: (-2 * out[0].roll(1, 1), out[1]))
+    assert_parity(*(run_block(block, x) for block in blocks), LIMIT)
+
+
 def test_longcat_identity_experts_return_their_input() -> None:
     model, reference = pair("longcat_flash")
     experts = [only(m, "LongcatFlashExperts") for m in (model, reference)]

@@ -2,7 +2,7 @@
 
 transformers runs every expert on every token, with inputs scaled to zero where it was not chosen;
 here each expert sees the tokens that chose it, which is the same sum. The block is bound because
-the dense scores that the router returns do not say which experts were chosen.
+the router returns dense scores, zero where an expert was not chosen, in place of ids and weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_patch.families.logits import linear
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.route_op import route_impl
-from moe_patch.routing import RouteImpl, RouteSpec, route
+from moe_patch.routing import RouteImpl, RouteSpec, route, stable_topk
 from moe_patch.types import Routing
 
 
@@ -50,11 +50,10 @@ def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple
 def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Shared expert plus routed experts, [T, D], and the router logits."""
     x_TD = hidden.reshape(-1, hidden.shape[-1])
-    _, logits_TE = block.router(x_TD)
-    routing = record.spec.choose(
-        block, logits_TE, x_TD, ties=record.config.ties, impl=route_impl(record.config.backend)
-    )
-    routed_TD = block.experts(x_TD, routing.ids_TK, routing.weights_TK)
+    # From what the router module returned, so that a hook on it steers the block.
+    scores_TE, logits_TE = block.router(x_TD)
+    _, ids_TK = stable_topk(scores_TE.detach().abs(), block.top_k)
+    routed_TD = block.experts(x_TD, ids_TK, scores_TE.gather(1, ids_TK))
     return block.shared_expert(x_TD) + routed_TD, logits_TE
 
 
