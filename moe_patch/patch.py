@@ -20,10 +20,10 @@ from moe_patch.bindings import bindings_of
 from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover, selected
-from moe_patch.errors import PatchStateError
+from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.lora_targets import missed_experts
 from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
-from moe_patch.resolve import refusals
+from moe_patch.resolve import refusals, warn_of
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,11 +53,8 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     again = _check_state(model, parsed)
     blocks = [b for b in discover(model) if selected(b.path, parsed.include, parsed.exclude)]
     refused = refusals(model, blocks, parsed)
-    checks = (
-        {}
-        if not parsed.self_check
-        else _self_checks([b for b in blocks if b.path not in refused], parsed)
-    )
+    checks = _self_checks(blocks, parsed, refused) if parsed.self_check else {}
+    warn_of(refused, blocks)
     forward.register_experts()
     bound = 0
     for block in blocks:
@@ -86,11 +83,15 @@ def unpatch_model(model: Model) -> Model:
     if not touched:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
     for module in touched:
-        record = module.__dict__[RECORD]
-        if "config" in record.saved:
-            module.config = record.saved.pop("config")
-        unbind(module)
+        _undo(module)
     return model
+
+
+def _undo(module: Any) -> None:
+    record = module.__dict__[RECORD]
+    if "config" in record.saved:
+        module.config = record.saved.pop("config")
+    unbind(module)
 
 
 @contextmanager
@@ -127,19 +128,35 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
     return bool(configs)
 
 
-def _self_checks(blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
+def _self_checks(
+    blocks: list[FoundBlock], config: PatchConfig, refused: dict[str, str]
+) -> dict[str, str]:
+    """What the self-check says of each block, by path; without ``strict`` it may refuse more."""
     results: dict[tuple, str] = {}
     by_path = {}
     for block in blocks:
+        if block.path in refused:
+            continue
         kind = selfcheck.kind_of(block)
         # A block that could not be checked speaks for itself only.
         if results.get(kind) != "passed":
-            results[kind] = selfcheck.check(block, config.backend)
-            if results[kind] == "passed" and block.spec.checked_as_block:
-                with selfcheck.sandbox(block):
-                    check_block(block, [b for _, b in bindings_of(block, config)])
+            try:
+                results[kind] = _self_check(block, config)
+            except UnsupportedModelError as error:
+                if config.strict:
+                    raise
+                refused[block.path] = str(error)
+                continue
         by_path[block.path] = results[kind]
     return by_path
+
+
+def _self_check(block: FoundBlock, config: PatchConfig) -> str:
+    result = selfcheck.check(block, config.backend)
+    if result == "passed" and block.spec.checked_as_block:
+        with selfcheck.sandbox(block):
+            check_block(block, [b for _, b in bindings_of(block, config)])
+    return result
 
 
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
@@ -170,6 +187,11 @@ def _point_at_registry(experts: Any, record: ModulePatch) -> None:
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
+    """Leave the block to transformers, also where an earlier call had patched it."""
+    bound = [block.block, *(m for _, m in [*block.routers, *block.experts, *block.wrappers])]
+    for module in bound:
+        if module is not None and RECORD in module.__dict__:
+            _undo(module)
     _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
 
 

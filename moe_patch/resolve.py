@@ -45,6 +45,11 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
             f"{path}: {reason} ({len(refused)} of {len(blocks)} MoE blocks); strict=False leaves "
             "such blocks to transformers"
         )
+    return refused
+
+
+def warn_of(refused: dict[str, str], blocks: list[FoundBlock]) -> None:
+    """One warning about the blocks that a patch leaves to transformers, if any."""
     if refused:
         path, reason = next(iter(refused.items()))
         warnings.warn(
@@ -52,7 +57,6 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
             f"first {path}: {reason}",
             stacklevel=3,
         )
-    return refused
 
 
 def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
@@ -118,7 +122,8 @@ def _check_experts_module(
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
         weight = stored_weight(experts, spec)
-        require_float(weight, f"{path} ({type(experts).__name__})")
+        for tensor in (weight, *experts.parameters(recurse=False)):
+            require_float(tensor, f"{path} ({type(experts).__name__})")
         if not weight.is_meta:
             choose_backend(config.backend, weight.device, weight.dtype)
 

@@ -100,6 +100,24 @@ def test_not_strict_warns_once_and_reports(model):
     assert patch_report(model) == []
 
 
+def test_not_strict_leaves_out_what_the_self_check_refuses(model):
+    expected = logits(model, tiny_models.inputs(model))
+    break_values(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model, strict=False)
+    (warning,) = [w for w in caught if "moe_patch" in str(w.message)]
+    assert "1 of 2 MoE blocks" in str(warning.message)
+    assert "self-check: routing weights" in str(warning.message)
+    assert warning.filename == __file__
+    assert [row.tier for row in patch_report(model)] == ["full", "refused"]
+    assert "differs from transformers" in patch_report(model)[1].reason
+    doubled = logits(model, tiny_models.inputs(model))
+    unpatch_model(model)
+    assert_close(doubled, logits(model, tiny_models.inputs(model)), FP32)
+    assert not torch.equal(doubled, expected)
+
+
 def test_a_block_refused_once_is_patched_when_the_reason_is_gone(model):
     expected = logits(model, tiny_models.inputs(model))
     before = snapshot(model)
@@ -188,6 +206,36 @@ def test_packed_or_8_bit_weights_are_refused_by_name(model, dtype, self_check):
         patch_model(model, self_check=self_check)
     assert before.keys() == snapshot(model).keys()
     assert patch_report(model) == []
+
+
+def test_a_block_refused_later_is_given_back_to_transformers(model):
+    batch = tiny_models.inputs(model)
+    gate = model.model.layers[1].mlp.gate
+    flag = gate.norm_topk_prob
+    break_attribute(model)
+    gate.norm_topk_prob = flag  # as below: last in the order of attributes
+    expected, before = logits(model, batch), snapshot(model)
+    patch_model(model, strict=False)
+    break_attribute(model)
+    with pytest.warns(UserWarning, match="no attribute 'norm_topk_prob'"):
+        patch_model(model, strict=False)
+    assert [row.tier for row in patch_report(model)] == ["full", "refused"]
+    gate.norm_topk_prob = flag
+    assert_close(logits(model, batch), expected, FP32)
+    assert "forward" not in gate.__dict__
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn], ids=str)
+def test_one_8_bit_projection_is_enough_to_refuse(model, name, dtype):
+    experts = model.model.layers[1].mlp.experts
+    weight = getattr(experts, name).detach().to(dtype)
+    setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+    with pytest.warns(UserWarning, match=rf"layers.1.mlp.experts.*stored in {dtype}"):
+        patch_model(model, strict=False)
+    assert [row.tier for row in patch_report(model)] == ["full", "refused"]
 
 
 @pytest.mark.parametrize("where", ["subclass", "class"])
