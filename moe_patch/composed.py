@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.errors import no_second_derivative
+from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.experts_torch import gather_sum, rows_to_slots, token_rows
 from moe_patch.grouped import Groups
 from moe_patch.reference import build_plan
@@ -64,6 +64,7 @@ def experts_composed(
 
 def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
     """Each row's token in plan order, [N, D]; differentiable."""
+    refuse_forward_mode(x_TD)
     return _ops.rows(x_TD, *plan)
 
 
@@ -71,11 +72,13 @@ def grouped_linear(
     x_NI: Tensor, w_EOI: Tensor, plan: Plan, b_EO: Tensor | None = None, lora: Lora | None = None
 ) -> Tensor:
     """W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable."""
+    refuse_forward_mode(x_NI, w_EOI, b_EO, *(lora or ())[:2])
     return _ops.linear(x_NI, w_EOI, b_EO, *(lora or (None, None, 1.0)), *plan)
 
 
 def combine_rows(y_ND: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
     """sum_k w_tk y[slot_tk], [T, D]; differentiable."""
+    refuse_forward_mode(y_ND, weights_TK)
     return _ops.combine(y_ND, weights_TK, *plan)
 
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
 
 class MoePatchError(RuntimeError):
     """Root of all errors raised on purpose by moe_patch."""
@@ -31,3 +35,19 @@ def no_second_derivative(ctx: Any, *_: Any) -> Any:
         "ran with create_graph=True); accepted: first derivatives; unpatch_model gives "
         "transformers' own experts, which have them"
     )
+
+
+def refuse_forward_mode(*inputs: Tensor | None) -> None:
+    """An operator without a forward-mode rule would return a tangent of zero in silence.
+
+    Raises:
+        UnsupportedOptionError: an input carries a tangent (torch.func.jvp, dual numbers).
+    """
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise UnsupportedOptionError(
+            "moe_patch experts: a forward-mode derivative was asked for (torch.func.jvp); "
+            "accepted: reverse mode (backward, torch.autograd.grad); unpatch_model gives "
+            "transformers' own experts, which have it"
+        )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import no_second_derivative
+from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
 
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
@@ -81,10 +81,12 @@ def experts_mlp(
         out_TD in the dtype of x.
 
     Raises:
-        UnsupportedOptionError: the backend cannot run on this device and dtype.
+        UnsupportedOptionError: the backend cannot run on this device and dtype, or a forward-mode
+            derivative is asked for.
     """
     backend = choose_backend(backend, x_TD.device, x_TD.dtype).name
     inputs = (x_TD, weights_TK, *w, *(lora13 or ())[:2], *(lora2 or ())[:2])
+    refuse_forward_mode(*inputs)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     out_TD, _, _, _, _, act_norm_TK = torch.ops.moe_patch.experts(
         x_TD,

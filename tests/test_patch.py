@@ -180,6 +180,23 @@ def test_config_object_mapping_and_options_reach_the_model(model):
 
 
 @pytest.mark.parametrize("act", [nn.SiLU, nn.Tanh], ids=["fused", "in steps"])
+@pytest.mark.parametrize("of", ["hidden", "weights"])
+def test_a_forward_mode_derivative_is_a_named_error(model, act, of):
+    """The operators have no rule for it, and torch would take the tangent for zero."""
+    experts = tiny_models.blocks(patch_model(model))[0][1].experts
+    experts.act_fn = act()
+    inputs = {"hidden": torch.randn(3, experts.down_proj.shape[1]), "weights": torch.rand(3, 2)}
+    ids = torch.tensor([[0, 1], [2, 3], [1, 0]])
+
+    def run(value):
+        given = inputs | {of: value}
+        return experts(given["hidden"], ids, given["weights"])
+
+    with pytest.raises(UnsupportedOptionError, match="forward-mode derivative.*unpatch_model"):
+        torch.func.jvp(run, (inputs[of],), (torch.ones_like(inputs[of]),))
+
+
+@pytest.mark.parametrize("act", [nn.SiLU, nn.Tanh], ids=["fused", "in steps"])
 def test_a_second_derivative_is_a_named_error_and_the_first_is_not_disturbed(model, act):
     for _, block in tiny_models.blocks(model):
         block.experts.act_fn = act()
