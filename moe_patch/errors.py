@@ -31,9 +31,9 @@ class PatchStateError(MoePatchError):
 def no_second_derivative(ctx: Any, *_: Any) -> Any:
     """What every backward operator of this library has for a backward."""
     raise UnsupportedOptionError(
-        "moe_patch experts: a second derivative was asked for (backward through a backward that "
+        "moe_patch: a second derivative was asked for (backward through a backward that "
         "ran with create_graph=True); accepted: first derivatives; unpatch_model gives "
-        "transformers' own experts, which have them"
+        "transformers' own modules, which have them"
     )
 
 

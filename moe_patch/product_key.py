@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import UnsupportedOptionError, no_second_derivative
 from moe_patch.routing import stable_topk
 from moe_patch.types import Routing
 
@@ -205,6 +205,7 @@ def _define() -> None:
     torch.library.register_autograd(
         "moe_patch::product_key_forward", _autograd, setup_context=_setup_context
     )
+    torch.library.register_autograd("moe_patch::product_key_backward", no_second_derivative)
 
 
 _define()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import UnsupportedOptionError, no_second_derivative
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
@@ -211,6 +211,7 @@ def _define() -> None:
     torch.library.register_autograd(
         "moe_patch::route_forward", _autograd, setup_context=_setup_context
     )
+    torch.library.register_autograd("moe_patch::route_backward", no_second_derivative)
 
 
 _define()

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_patch import balance_loss, product_key  # noqa: F401 - they define the operators
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.route_op import _SPEC_FIELDS, route_with_stats
 from moe_patch.route_op import route as triton_route
-from moe_patch.route_op import route_with_stats
 from moe_patch.routing import RouteSpec
 from tests.numerics import assert_bits
 
@@ -74,3 +75,37 @@ def test_gpu_compiles_whole_and_registers_correctly() -> None:
     (a,) = torch.autograd.grad(ours.weights_TK.sum(), logits_TE)
     (b,) = torch.autograd.grad(eager.weights_TK.sum(), logits_TE)
     assert_bits(a, b)
+
+
+def differentiable(*shape: int) -> Tensor:
+    return torch.zeros(shape, device="meta", requires_grad=True)
+
+
+BACKWARDS = {
+    "route_backward": lambda: (
+        differentiable(5, 2),
+        differentiable(5, 8),
+        torch.zeros(5, 2, dtype=torch.int64, device="meta"),
+        *[getattr(RouteSpec(2), name) for name in _SPEC_FIELDS],
+    ),
+    "product_key_backward": lambda: (
+        differentiable(5, 2),
+        differentiable(5, 4),
+        differentiable(5, 4),
+        torch.zeros(5, 2, dtype=torch.int64, device="meta"),
+        "softmax",
+        False,
+    ),
+    "router_sums_backward": lambda: (
+        differentiable(8), differentiable(), differentiable(5, 8), None
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_second_derivative_is_a_named_error(name) -> None:
+    """A backward operator without a rule of its own would drop its part in silence."""
+    gradient = getattr(torch.ops.moe_patch, name)(*BACKWARDS[name]())
+    first = gradient[0] if isinstance(gradient, tuple) else gradient
+    with pytest.raises(UnsupportedOptionError, match="second derivative"):
+        first.sum().backward()
