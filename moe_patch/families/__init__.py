@@ -25,6 +25,9 @@ _LATER: list[FamilySpec] = []
 def register_family(spec: FamilySpec) -> None:
     """Add a family, or put it in the place of the one that names the same classes.
 
+    Where two entries name one class of one module, the earlier entry serves it: to change a shipped
+    one, register it with its class names and module unchanged.
+
     Args:
         spec: checked on construction; its class names are matched against live modules by class.
     """

@@ -168,7 +168,7 @@ class FamilySpec:
             if self.params or (
                 self.tier == "full" and self.router_forward is None and self.block_forward is None
             ):
-                fail("no routing function")
+                fail("no routing function; give routing=, or tier='experts' without params")
             return
         if self.block_forward is None and (self.router is None or self.logits is None):
             fail("a routing function needs the router's class name and its logits expression")
