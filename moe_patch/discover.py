@@ -13,6 +13,8 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
 
 Named = tuple[str, Any]
+# The path of the row that stands for a model without any MoE block.
+WHOLE_MODEL = "(whole model)"
 # What transformers' use_experts_implementation sets on every instance of a class it decorates.
 DECORATED = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
 

@@ -23,7 +23,7 @@ from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.lora_targets import missed_experts
 from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
-from moe_patch.resolve import refusals, warn_of
+from moe_patch.resolve import nothing_found, refusals, warn_of
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,6 +52,8 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         return model
     again = _check_state(model, parsed)
     blocks = [b for b in discover(model) if selected(b.path, parsed.include, parsed.exclude)]
+    if not blocks:
+        blocks = [nothing_found(model, parsed)]
     refused = refusals(model, blocks, parsed)
     checks = _self_checks(blocks, parsed, refused) if parsed.self_check else {}
     warn_of(refused, blocks)

@@ -10,7 +10,7 @@ from torch import nn
 
 from moe_patch.backend import choose_backend
 from moe_patch.bindings import overridden, wrapped_by_parallelism
-from moe_patch.discover import FoundBlock, discover
+from moe_patch.discover import WHOLE_MODEL, FoundBlock, discover
 from moe_patch.experts_module import read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.lora import fusion_obstacle, paused
@@ -84,7 +84,11 @@ def patch_report(model: nn.Module) -> PatchReport:
     Args:
         model: a model, wrapped or not; an unpatched one gives an empty report.
     """
-    return PatchReport(row for found in discover(model) if (row := _row(found)) is not None)
+    report = PatchReport(row for found in discover(model) if (row := _row(found)) is not None)
+    root = record_of(model)
+    if not report and root is not None and root.role == "refused":
+        report.append(refusal_row(FoundBlock(WHOLE_MODEL, root.spec, block=model), root.reason))
+    return report
 
 
 def _row(found: FoundBlock) -> BlockReport | None:

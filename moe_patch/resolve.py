@@ -9,7 +9,7 @@ from torch import nn
 from moe_patch.backend import choose_backend
 from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
 from moe_patch.config import PatchConfig
-from moe_patch.discover import DECORATED, FoundBlock
+from moe_patch.discover import DECORATED, WHOLE_MODEL, FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families import families
@@ -18,12 +18,30 @@ from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import record_of
 
 
+def nothing_found(model: nn.Module, config: PatchConfig) -> FoundBlock:
+    """What stands for a model without an MoE block in warnings and in the report.
+
+    Raises:
+        UnsupportedModelError: under ``strict``.
+    """
+    known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
+    where = " among the selected paths" if config.include or config.exclude else ""
+    reason = (
+        f"{type(model).__module__}.{type(model).__name__}: no MoE block found{where}; "
+        f"accepted model types: {known}"
+    )
+    if config.strict:
+        raise UnsupportedModelError(reason)
+    spec = FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
+    return FoundBlock(WHOLE_MODEL, spec, block=model, reason=reason)
+
+
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
     """Check every block; the refused ones by path with the reason.
 
     Raises:
-        UnsupportedModelError: nothing to patch, or a refusal under ``strict``.
-        UnsupportedOptionError: an option that cannot hold on some block.
+        UnsupportedModelError: a refusal under ``strict``, or nn.DataParallel.
+        UnsupportedOptionError: under ``strict``, an option that cannot hold on some block.
     """
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(
@@ -32,13 +50,6 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
             "accelerate launch), or one visible device"
         )
     refused = {block.path: why for block in blocks if (why := _refusal(block, config)) is not None}
-    if not blocks:
-        known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
-        where = " among the selected paths" if config.include or config.exclude else ""
-        raise UnsupportedModelError(
-            f"{type(model).__module__}.{type(model).__name__}: no MoE block found{where}; "
-            f"accepted model types: {known}"
-        )
     if refused and config.strict:
         path, reason = next(iter(refused.items()))
         raise UnsupportedModelError(
@@ -76,9 +87,13 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         _check_attributes(block)
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
+        _check_lora(block, config)
     except UnsupportedModelError as error:
         return str(error)
-    _check_lora(block, config)
+    except UnsupportedOptionError as error:
+        if config.strict:
+            raise
+        return str(error)
     return None
 
 

@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from moe_patch import (
     UnsupportedModelError,
@@ -257,3 +259,37 @@ def test_a_block_that_computes_something_else_is_not_overridden(model_type, wher
     with pytest.raises(UnsupportedModelError, match=r"layers\.\d\.mlp: self-check: block output"):
         patch_model(model)
     assert_unchanged(before, snapshot(model))
+
+
+def test_not_strict_a_model_without_blocks_gets_one_warning_and_a_row():
+    dense = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=99)
+    )
+    before = snapshot(dense)
+    with pytest.warns(UserWarning, match="no MoE block found") as caught:
+        assert patch_model(dense, strict=False) is dense
+    assert len(caught) == 1
+    (row,) = patch_report(dense)
+    assert row.tier == "refused"
+    assert "LlamaForCausalLM" in row.reason
+    unpatch_model(dense)
+    with pytest.raises(UnsupportedModelError, match="no MoE block found"):
+        patch_model(dense)
+    assert_unchanged(before, snapshot(dense))
+
+
+@pytest.mark.parametrize("options", [{"backend": "triton"}, {"fuse_lora": "require"}])
+def test_not_strict_an_option_that_cannot_hold_gets_one_warning_and_rows(options):
+    model = tiny_models.build("qwen3_moe", **tiny_models.with_experts("qwen3_moe", 1, 1))
+    if "fuse_lora" in options:  # PEFT takes a single expert for a plain matrix
+        targets = ["experts.gate_up_proj", "experts.down_proj"]
+        model = get_peft_model(model, LoraConfig(r=2, target_parameters=targets))
+    with pytest.raises(UnsupportedOptionError):
+        patch_model(model, **options)
+    batch = tiny_models.inputs(model)
+    expected = logits(model, batch)
+    with pytest.warns(UserWarning, match="leaves 2 of 2 MoE blocks") as caught:
+        patch_model(model, strict=False, **options)
+    assert len(caught) == 1
+    assert [row.tier for row in patch_report(model)] == ["refused"] * 2
+    assert torch.equal(logits(model, batch), expected)
