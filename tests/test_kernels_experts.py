@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from moe_patch.kernels import dh, dw, dw_hopper, rows, up  # noqa: E402
 from moe_patch.kernels.device import device_of  # noqa: E402
 from moe_patch.kernels.launch import RowTiles  # noqa: E402
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile  # noqa: E402
+from tests import interpreted  # noqa: E402
 from tests.kernels_cases import (  # noqa: E402
     CASES,
     LARGE,
@@ -36,26 +36,16 @@ from tests.numerics import assert_bits, assert_close  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
+def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels_cases.py"))],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return interpreted.run(str(Path(__file__).with_name("kernels_cases.py")), timeout_s=400)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(interpreted: dict[str, str], case: str) -> None:
-    assert interpreted[case] == ""
+def test_interpreted(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
 
 
 def test_pick_tile_fits_and_names_what_does_not() -> None:

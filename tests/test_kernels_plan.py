@@ -6,12 +6,6 @@ has to be chosen before the kernels are imported; each case reports on its own.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -25,8 +19,8 @@ from moe_patch.kernels.plan import (  # noqa: E402
     tile_table,
 )
 from moe_patch.reference import build_plan as reference_plan  # noqa: E402
+from tests import interpreted  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 # T, K, E, rows per program, experts per program, integer dtype: why
 BLOCKS = [
     *((13, 3, 5, 16, block, torch.int64) for block in (1, 2, 3, 4, 8)),  # last block not full
@@ -117,26 +111,16 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
+def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, __file__],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    return interpreted.run(__file__)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(interpreted: dict[str, str], case: str) -> None:
-    assert interpreted[case] == ""
+def test_interpreted(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
 
 
 @pytest.mark.gpu
@@ -151,17 +135,5 @@ def test_gpu_sizes(case: tuple, poisoned_memory: None) -> None:
     check_blocks(*case, "cuda")
 
 
-def main() -> None:
-    said = {}
-    for name, check in CASES.items():
-        torch.manual_seed(0)
-        try:
-            check("cpu")
-            said[name] = ""
-        except Exception as error:
-            said[name] = repr(error)
-    print(json.dumps(said))
-
-
 if __name__ == "__main__":
-    main()
+    interpreted.report(CASES)
