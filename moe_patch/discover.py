@@ -72,10 +72,8 @@ def discover(model: nn.Module) -> list[FoundBlock]:
         found = lookup(module) or _decorated(module)
         if found is None:
             if (reason := _looks_like_moe(module)) and _inside(path, order) is None:
-                block = block_at(
-                    path, FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
-                )
-                block.block, block.reason = module, reason
+                blocks[path] = refused_block(path, module, reason)
+                order.append(path)
             continue
         spec, role = found
         if role == "block":
@@ -93,6 +91,12 @@ def discover(model: nn.Module) -> list[FoundBlock]:
             if any(base is experts for _, experts in blocks[owner].experts):
                 blocks[owner].wrappers.append((path, module))
     return [blocks[path] for path in order]
+
+
+def refused_block(path: str, module: nn.Module, reason: str) -> FoundBlock:
+    """What stands for a module that no family entry serves."""
+    spec = FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
+    return FoundBlock(path, spec, block=module, reason=reason)
 
 
 def selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:

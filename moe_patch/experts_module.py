@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.lora import HANDED_DOWN, live_factors, to_lora
+from moe_patch.lora import HANDED_DOWN, is_packed, live_factors, to_lora
 from moe_patch.ops import Signals, experts_mlp
 from moe_patch.signals.rows import RowNorms
 from moe_patch.signals.slot import LayerSignals
@@ -50,15 +50,9 @@ def layout_of(experts: Any, spec: FamilySpec) -> Layout:
     )
 
 
-def up_name(experts: Any, spec: FamilySpec) -> str:
-    """The attribute path of the up projection's parameter."""
-    layout = layout_of(experts, spec)
-    return layout.up or ("gate_up_proj" if layout.has_gate else "up_proj")
-
-
 def stored_weight(experts: Any, spec: FamilySpec) -> Tensor:
     """The up projection as stored, without evaluating a parametrization."""
-    owner, _, name = up_name(experts, spec).rpartition(".")
+    owner, _, name = layout_of(experts, spec).up_name.rpartition(".")
     holder = read(experts, owner) if owner else experts
     live = live_factors(holder, name)
     return read(holder, name) if live is None else live[0]
@@ -76,7 +70,7 @@ def read_tensors(
         fuse_lora: read factors instead of PEFT's merged weight.
     """
     layout = layout_of(experts, spec)
-    up = up_name(experts, spec)
+    up = layout.up_name
     w13, lora13 = read_projection(experts, up, layout.is_transposed, dtype, fuse_lora)
     w2, lora2 = read_projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
     E = w2.shape[0]
@@ -111,7 +105,7 @@ def require_float(weight: Tensor, where: str) -> None:
     Raises:
         UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more.
     """
-    if not weight.dtype.is_floating_point or weight.dtype.itemsize < 2:
+    if is_packed(weight.dtype):
         raise UnsupportedModelError(
             f"{where}: expert weights are stored in {weight.dtype}; accepted: bf16, fp16, fp32 and "
             "fp64, or a parametrization that yields one of them; leave such a model to "

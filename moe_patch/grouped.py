@@ -6,6 +6,9 @@ rows; on CUDA with bf16 operands of 16-byte rows it is torch's grouped_mm, witho
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -26,7 +29,6 @@ class Groups:
             and like.dtype == torch.bfloat16
             and hasattr(torch.nn.functional, "grouped_mm")
         )
-        self.bounds = [] if self.native else _bounds(plan.offsets_S)
 
     def linear(
         self, x_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None = None, lora: Lora | None = None
@@ -57,7 +59,7 @@ class Groups:
         if self.native and _aligned(dy_NO, x_NI):
             dw_EOI.copy_(torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:]))
             return dw_EOI.masked_fill_((self.offsets_S.diff() == 0)[:, None, None], 0.0)
-        for e, (start, end) in enumerate(self._python_bounds()):
+        for e, (start, end) in enumerate(self._bounds):
             if start == end:
                 dw_EOI[e].zero_()
             else:
@@ -67,7 +69,7 @@ class Groups:
     def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
         """sum_n dy_n per expert, [E, O]."""
         db_EO = torch.zeros_like(like_EO)
-        for e, (start, end) in enumerate(self._python_bounds()):
+        for e, (start, end) in enumerate(self._bounds):
             if start != end:
                 torch.sum(dy_NO[start:end], dim=0, out=db_EO[e])
         return db_EO
@@ -78,7 +80,7 @@ class Groups:
                 x_NI, w_EOI.transpose(1, 2), offs=self.offsets_S[1:]
             )
         y_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
-        bounds = self._python_bounds()
+        bounds = self._bounds
         for e, (start, end) in enumerate(bounds):
             if start != end:
                 torch.mm(x_NI[start:end], w_EOI[e].T, out=y_NO[start:end])
@@ -86,19 +88,14 @@ class Groups:
         return y_NO
 
     def _add_bias(self, y_NO: Tensor, b_EO: Tensor) -> None:
-        for e, (start, end) in enumerate(self._python_bounds()):
+        for e, (start, end) in enumerate(self._bounds):
             if start != end:
                 y_NO[start:end].add_(b_EO[e])
 
-    def _python_bounds(self) -> list[tuple[int, int]]:
-        if not self.bounds:
-            self.bounds = _bounds(self.offsets_S)
-        return self.bounds
-
-
-def _bounds(offsets_S: Tensor) -> list[tuple[int, int]]:
-    offsets = offsets_S.tolist()
-    return list(zip(offsets[:-1], offsets[1:], strict=True))
+    @functools.cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """(start, end) of each expert's rows; on a device this waits for it."""
+        return list(itertools.pairwise(self.offsets_S.tolist()))
 
 
 def _aligned(*operands: Tensor) -> bool:

@@ -41,6 +41,11 @@ def is_param_wrapper(module: nn.Module) -> bool:
     return cls is not None and isinstance(module, cls)
 
 
+def is_packed(dtype: torch.dtype) -> bool:
+    """Whether a storage dtype holds packed or 8-bit values, which no product here may read."""
+    return not dtype.is_floating_point or dtype.itemsize < 2
+
+
 def fusion_obstacle(wrapper: Any) -> str | None:
     """Why this wrapper must run PEFT's own path whatever its state, or None."""
     if wrapper.parameter_name not in EXPERT_PARAMETERS:
@@ -48,7 +53,7 @@ def fusion_obstacle(wrapper: Any) -> str | None:
     if wrapper.num_experts == 1:
         return "a single expert is a plain matrix to PEFT"
     dtype = wrapper.get_param().dtype
-    if not dtype.is_floating_point or dtype.itemsize < 2:
+    if is_packed(dtype):
         return f"experts are stored in {dtype}"
     return None
 

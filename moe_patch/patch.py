@@ -81,7 +81,7 @@ def unpatch_model(model: Model) -> Model:
     Raises:
         PatchStateError: the model is not patched.
     """
-    touched = [m for m in model.modules() if m.__dict__.get(RECORD) is not None]
+    touched = _touched(model)
     if not touched:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
     for module in touched:
@@ -102,17 +102,17 @@ def patched(model: Model, config: Any = None, **options: Any) -> Iterator[Model]
 
     A model that carried an equal patch before stays patched, and ``False`` patches nothing.
     """
-    patched_before = _is_patched(model)
+    patched_before = bool(_touched(model))
     patch_model(model, config, **options)
     try:
         yield model
     finally:
-        if not patched_before and _is_patched(model):
+        if not patched_before and _touched(model):
             unpatch_model(model)
 
 
-def _is_patched(model: nn.Module) -> bool:
-    return any(RECORD in module.__dict__ for module in model.modules())
+def _touched(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if RECORD in module.__dict__]
 
 
 def _check_state(model: nn.Module, config: PatchConfig) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 from moe_patch.backend import choose_backend
 from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
 from moe_patch.config import PatchConfig
-from moe_patch.discover import DECORATED, WHOLE_MODEL, FoundBlock
+from moe_patch.discover import DECORATED, WHOLE_MODEL, FoundBlock, refused_block
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families import families
@@ -32,8 +32,7 @@ def nothing_found(model: nn.Module, config: PatchConfig) -> FoundBlock:
     )
     if config.strict:
         raise UnsupportedModelError(reason)
-    spec = FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
-    return FoundBlock(WHOLE_MODEL, spec, block=model, reason=reason)
+    return refused_block(WHOLE_MODEL, model, reason)
 
 
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:

@@ -76,6 +76,11 @@ class Layout:
     up: str | None = None
     fused: bool = True
 
+    @property
+    def up_name(self) -> str:
+        """The attribute path of the up projection's parameter."""
+        return self.up or ("gate_up_proj" if self.has_gate else "up_proj")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
