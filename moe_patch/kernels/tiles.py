@@ -105,9 +105,7 @@ _SM90 = {
         "up": (Tile(128, 256, 64, 8, 4, descriptors=True),),
         "down": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
         "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
-        # The specialised dh was checked alone on a card, not yet inside a whole backward: until it
-        # was, scripts/tune_tiles.py and the GPU tests reach it and training does not.
-        "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2),),
+        "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True),),
         "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
