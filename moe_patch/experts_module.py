@@ -50,26 +50,26 @@ def layout_of(experts: Any, spec: FamilySpec) -> Layout:
     )
 
 
-def stored_weight(experts: Any, spec: FamilySpec) -> Tensor:
+def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Tensor:
     """The up projection as stored, without evaluating a parametrization."""
-    owner, _, name = layout_of(experts, spec).up_name.rpartition(".")
+    layout = layout or layout_of(experts, spec)
+    owner, _, name = layout.up_name.rpartition(".")
     holder = read(experts, owner) if owner else experts
     live = live_factors(holder, name)
     return read(holder, name) if live is None else live[0]
 
 
 def read_tensors(
-    experts: Any, spec: FamilySpec, dtype: torch.dtype, fuse_lora: bool
+    experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: bool
 ) -> ExpertTensors:
     """Weights, biases and low-rank factors of an experts module.
 
     Args:
         experts: the live module; parametrizations and handed-down factors are honoured.
-        spec: the family entry.
+        layout: how its weights lie.
         dtype: compute dtype; tensors in another dtype are cast (their gradients are cast back).
         fuse_lora: read factors instead of PEFT's merged weight.
     """
-    layout = layout_of(experts, spec)
     up = layout.up_name
     w13, lora13 = read_projection(experts, up, layout.is_transposed, dtype, fuse_lora)
     w2, lora2 = read_projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
@@ -113,12 +113,12 @@ def require_float(weight: Tensor, where: str) -> None:
         )
 
 
-def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
+def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Glu | None:
     """The experts' activation as a Glu, or None when it is none that the fused kernels know.
 
     ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
     """
-    layout = layout_of(experts, spec)
+    layout = layout or layout_of(experts, spec)
     if "_apply_gate" in experts.__dict__ or layout.has_post_expert_norm:
         return None
     if not layout.fused:
@@ -150,7 +150,14 @@ def read_glu(experts: Any, spec: FamilySpec) -> Glu | None:
 
 def activation_kind(act_fn: object) -> str | None:
     """The Glu kind of an activation object, by exact type; None if it is none that we know."""
-    from transformers import activations
+    # Not through `from transformers import ..`: Dynamo takes no lazy module for a module.
+    from transformers.activations import (
+        GELUActivation,
+        GELUTanh,
+        NewGELUActivation,
+        ReLUSquaredActivation,
+        SiLUActivation,
+    )
 
     if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or _hooked(act_fn)):
         return None
@@ -158,12 +165,12 @@ def activation_kind(act_fn: object) -> str | None:
         return {"none": "gelu", "tanh": "gelu_tanh"}[act_fn.approximate]
     kinds = {
         nn.SiLU: "silu",
-        activations.SiLUActivation: "silu",
-        activations.GELUActivation: "gelu",
-        activations.GELUTanh: "gelu_tanh",
-        activations.NewGELUActivation: "gelu_tanh",
+        SiLUActivation: "silu",
+        GELUActivation: "gelu",
+        GELUTanh: "gelu_tanh",
+        NewGELUActivation: "gelu_tanh",
         nn.ReLU: "relu",
-        activations.ReLUSquaredActivation: "relu2",
+        ReLUSquaredActivation: "relu2",
     }
     return kinds.get(type(act_fn))
 
@@ -219,10 +226,11 @@ def run_experts(
     An activation or post-expert norm that the fused operator does not know runs the module's own
     code between grouped products. ``layer``, if given, records the call.
     """
-    stored = stored_weight(experts, spec)
+    layout = layout_of(experts, spec)
+    stored = stored_weight(experts, spec, layout)
     dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
-    tensors = read_tensors(experts, spec, dtype, fuse_lora)
-    glu = read_glu(experts, spec)
+    tensors = read_tensors(experts, layout, dtype, fuse_lora)
+    glu = read_glu(experts, spec, layout)
     x_TD = hidden_TD.to(dtype)
     signals = None
     if layer is not None:
@@ -236,7 +244,7 @@ def run_experts(
             fused=glu is not None,
         )
     if glu is None:
-        out_TD = _run_composed(experts, spec, x_TD, ids_TK, weights_TK, tensors, signals)
+        out_TD = _run_composed(experts, layout, x_TD, ids_TK, weights_TK, tensors, signals)
     else:
         out_TD = experts_mlp(
             x_TD,
@@ -255,7 +263,7 @@ def run_experts(
 
 def _run_composed(
     experts: Any,
-    spec: FamilySpec,
+    layout: Layout,
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
@@ -263,7 +271,6 @@ def _run_composed(
     signals: Signals | None,
 ) -> Tensor:
     """The module's own activation and post-expert norm between grouped products."""
-    layout = layout_of(experts, spec)
     gate = _activation(experts, layout)
     post_norm = experts.post_expert_norm if layout.has_post_expert_norm else None
     w = tensors.weights

@@ -35,7 +35,8 @@ def run_model(model: nn.Module, batch: dict[str, Tensor], **kwargs: Any) -> Run:
         objective = objective + aux_loss
     objective.backward()
     run: Run = {"out": result.detach()}
-    run["aux_loss"] = None if aux_loss is None else aux_loss.detach()
+    # transformers' own loss is the number 0 where its router logits were not recorded
+    run["aux_loss"] = None if aux_loss is None else torch.as_tensor(aux_loss).float().detach()
     for i, logits in enumerate(out.get("router_logits") or ()):
         run[f"router_logits.{i}"] = None if logits is None else logits.detach()
     return run | _gradients(model)

@@ -12,15 +12,46 @@ correction biases non-zero and of both signs, nothing left at zero.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 from dataclasses import fields
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
+from moe_patch import supported_model_types
 from tests.numerics import probe
 from tests.tiny_recipes import FAMILIES, SIZES, Tiny
+
+
+@functools.cache
+def runnable() -> tuple[str, ...]:
+    """The recipes whose models the installed transformers has and can run, by their names."""
+    listed = _auto("configuration_auto", "CONFIG_MAPPING_NAMES")
+
+    def exists(where: str | None, model_type: str) -> bool:
+        if where is None:
+            return model_type in listed
+        return importlib.util.find_spec(f"transformers.models.{where.split(':')[0]}") is not None
+
+    return tuple(
+        name
+        for name, tiny in FAMILIES.items()
+        if exists(tiny.config, name)
+        and exists(tiny.model, name)
+        and Version(transformers.__version__) >= Version(tiny.since or "0")
+    )
+
+
+@functools.cache
+def patchable() -> tuple[str, ...]:
+    """The runnable recipes that the registry does not refuse in the installed transformers."""
+    tiers = supported_model_types()
+    return tuple(name for name in runnable() if tiers[config(name).model_type] != "refused")
 
 
 def config(model_type: str, **overrides: Any) -> Any:

@@ -54,6 +54,8 @@ class Tiny:
         extra: values that the config takes without declaring them.
         feed: what the model takes: "ids", "embeds", "pixels", "patches", "seq2seq" or "modalities"
             (ids of text and images).
+        since: the first transformers release whose own model runs with this recipe, where its
+            folder is older than that.
     """
 
     over: dict[str, Any] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class Tiny:
     block_alone: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
     feed: str = "ids"
+    since: str = ""
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -70,10 +73,10 @@ SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 
-def tower(folder: str, name: str, model: str = "Model", **over: Any) -> Tiny:
+def tower(folder: str, name: str, model: str = "Model", since: str = "", **over: Any) -> Tiny:
     """A text tower of a larger model: classes ``{name}Config`` and ``{name}{model}``."""
     base = name.removesuffix("Text") if model == "ForCausalLM" else name
-    return Tiny(over, f"{folder}:{name}Config", f"{folder}:{base}{model}")
+    return Tiny(over, f"{folder}:{name}Config", f"{folder}:{base}{model}", since=since)
 
 
 def mrope(*sections: int) -> dict[str, Any]:
@@ -116,7 +119,8 @@ FAMILIES: dict[str, Tiny] = {
         "diffusion_gemma:DiffusionGemmaTextConfig",
         "diffusion_gemma:DiffusionGemmaEncoderTextModel",
     ),
-    "doge": Tiny({"is_moe": True, "num_experts": 16}),
+    # before, its decoder layer took the block's tuple for a tensor
+    "doge": Tiny({"is_moe": True, "num_experts": 16}, since="5.18"),
     "dots1": Tiny(),
     "dots3_note": tower("dots3_note", "Dots3NoteText", "ForCausalLM", **MHA),
     "dots3_note_vision": Tiny(
@@ -147,6 +151,7 @@ FAMILIES: dict[str, Tiny] = {
     "glm5_next": tower(
         "glm5_next",
         "Glm5NextText",
+        since="5.18",
         index_kpool=4,
         qk_rope_head_dim=0,
         layer_types=["linear_attention", "indexed_attention"],
@@ -239,6 +244,7 @@ FAMILIES: dict[str, Tiny] = {
         "qwen4_exp",
         "Qwen4ExpText",
         "ForCausalLM",
+        since="5.18",
         layer_types=["linear_attention", "indexed_attention"],
         indexer_n_heads=2,
         indexer_kv_heads=1,
