@@ -1,6 +1,12 @@
 """Scores and losses made from recorded norms.
 
-With M_A = ||y_tk|| (act_norm) and the surprise M_G (grad_norm_params, or grad_norm_output):
+With M_A = ||y_tk|| (act_norm) and the surprise M_G, by the word ``gradient``:
+
+    params         grad_norm_params, the default
+    output         grad_norm_output: w_tk times a constant of the token, nothing about the expert
+    expert         the same for all rows of an expert: the root of the sum of their squares
+
+and from these
 
     delta_sc       z(M_A) - z(M_G), z over the experts that the token chose (population std)
     target         argmax delta_sc, or argmin surprise; ties to the lower expert id
@@ -24,7 +30,11 @@ from moe_patch.signals.recorder import Recorder, require_whole
 from moe_patch.signals.slot import LayerSignals
 
 TARGETS = ("delta_sc", "surprise")
-GRADIENTS = {"params": "grad_norm_params", "output": "grad_norm_output"}
+GRADIENTS = {
+    "params": "grad_norm_params",
+    "output": "grad_norm_output",
+    "expert": "grad_norm_params",
+}
 
 
 class Row(NamedTuple):
@@ -46,8 +56,9 @@ def delta_sc(recorder: Recorder, gradient: str = "params") -> dict[str, Tensor]:
 
     Args:
         recorder: after backward.
-        gradient: which norm M_G is: "params" or "output". The second is the routing weight times
-            a constant of the token, so it says nothing about the expert; it is here to be compared.
+        gradient: which norm M_G is: "params", or for comparison "output" or "expert" (see the head
+            of this module). "output" says nothing about the expert and "expert" nothing about the
+            token; docs/signals.md shows what a router learns from them.
 
     Raises:
         PatchStateError: no backward since the newest forward, or a family without these norms.
@@ -172,8 +183,20 @@ def rows_of(recorder: Recorder, gradient: str) -> dict[str, Row]:
                 f"{path}: one expert per token; scores over the chosen experts need at least two"
             )
         experts = _recorded(layer, "tokens_per_expert").shape[0]
-        rows[path] = Row(ids_TK, (ids_TK >= 0) & (ids_TK < experts), *norms)
+        row = Row(ids_TK, (ids_TK >= 0) & (ids_TK < experts), *norms)
+        if gradient == "expert":
+            total_E = sum_by_expert(row.surprise_TK.square(), ids_TK, experts).sqrt()
+            of_expert_TK = total_E[ids_TK.long().clamp(0, experts - 1)]
+            silent_TK = ~(row.valid_TK & row.kept_T.unsqueeze(1))
+            row = row._replace(surprise_TK=of_expert_TK.masked_fill(silent_TK, 0.0))
+        rows[path] = row
     return rows
+
+
+def sum_by_expert(values_TK: Tensor, ids_TK: Tensor, experts: int) -> Tensor:
+    """[E] the sum of each expert's rows, in a fixed order (scattered additions have none)."""
+    here_TKE = ids_TK.unsqueeze(-1) == torch.arange(experts, device=ids_TK.device)
+    return torch.where(here_TKE, values_TK.unsqueeze(-1), 0.0).sum((0, 1))
 
 
 def _recorded(layer: LayerSignals, name: str) -> Tensor:

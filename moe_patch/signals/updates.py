@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.discover import discover
-from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of
+from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of, sum_by_expert
 from moe_patch.signals.recorder import Recorder, require_whole
 
 KEEP = ("min", "max")
@@ -60,10 +60,7 @@ def keep_updates(
 def _best_experts(row: Row, score_TK: Tensor, counts_E: Tensor, k: int, keep: str) -> Tensor:
     """bool [E]: the k experts with the lowest or highest mean score."""
     E = counts_E.shape[0]
-    # A sum over a mask has a fixed order; scattered additions have none on a GPU.
-    here_TKE = row.ids_TK.unsqueeze(-1) == torch.arange(E, device=row.ids_TK.device)
-    sums_E = torch.where(here_TKE, score_TK.unsqueeze(-1), 0.0).sum((0, 1))
-    mean_E = sums_E / counts_E.clamp(min=1)
+    mean_E = sum_by_expert(score_TK, row.ids_TK, E) / counts_E.clamp(min=1)
     order_E = mean_E if keep == "min" else -mean_E
     order_E = order_E.masked_fill(counts_E == 0, float("inf"))
     best = torch.sort(order_E, stable=True).indices[:k]

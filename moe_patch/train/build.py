@@ -20,10 +20,12 @@ from transformers import (
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
 from moe_patch.train.router_losses import RouterLossConfig
 from moe_patch.train.schema import check_known, check_mapping
+from moe_patch.train.smk import SmkConfig
 
 # Set from the top level of the file; a second value here would contradict it.
 TOP_LEVEL = ("output_dir", "seed")
@@ -78,6 +80,11 @@ def check_options(config: TrainConfig) -> None:
         check_mapping("lora", config.lora, LoraConfig)
     if config.router_losses is not None:
         check_mapping("router_losses", config.router_losses, RouterLossConfig)
+    if config.smk is not None:
+        check_mapping("smk", config.smk, SmkConfig)
+        smk = SmkConfig(**config.smk)
+        check_known("smk.target is", smk.target, TARGETS)
+        check_known("smk.gradient is", smk.gradient, GRADIENTS)
     model_type = config.model.model_type
     if model_type is not None:
         check_known("model.model_type is", model_type, CONFIG_MAPPING.keys())

@@ -7,6 +7,7 @@
     training: arguments of transformers.TrainingArguments
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
+    smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
     compare_unpatched: true | false | number of steps                      default: false
     seed: 0
     output_dir: FOLDER
@@ -91,6 +92,7 @@ class TrainConfig:
     training: dict[str, Any] = field(default_factory=dict)
     moe_patch: bool | dict[str, Any] = True
     router_losses: dict[str, Any] | None = None
+    smk: dict[str, Any] | None = None
     compare_unpatched: bool | int = False
     seed: int = 0
 
@@ -177,6 +179,11 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     compare = node.get("compare_unpatched", False)
     if compare is not True and compare is not False and compare < 1:
         raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
+    if node.get("smk") is not None and (compare is not False or node.get("moe_patch") is False):
+        raise UnsupportedOptionError(
+            f"{where}: smk reads what a patched model records; accepted: moe_patch on, and "
+            "compare_unpatched: false"
+        )
     training = dict(shape.pop("training", None) or {})
     return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.signals.recorder import Recorder
 from moe_patch.train.build import one_line
 from moe_patch.train.data import TokenBlocks
 from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
+from moe_patch.train.smk import SmkConfig, SmkRouterLossTrainer, SmkTrainer, recorded_for
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,12 @@ class Trained:
     Attributes:
         losses: optimizer step -> training loss, for the steps that were logged.
         seconds: wall time of the training alone.
+        metrics: optimizer step -> the routers' measures, where ``smk`` asks for them.
     """
 
     losses: dict[int, float]
     seconds: float
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 class _Recorder(TrainerCallback):
@@ -44,6 +48,7 @@ class _Recorder(TrainerCallback):
         self.last_step = last_step
         self.show = show
         self.losses: dict[int, float] = {}
+        self.metrics: dict[int, dict[str, float]] = {}
         self.bar: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -61,6 +66,8 @@ class _Recorder(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
             self.losses[state.global_step] = logs["loss"]
+            if found := {key: value for key, value in logs.items() if "/" in key}:
+                self.metrics[state.global_step] = found
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -75,6 +82,7 @@ def train_once(
     name: str,
     last_step: int | None = None,
     router_losses: RouterLossConfig | None = None,
+    smk: SmkConfig | None = None,
 ) -> Trained:
     """Train ``model`` in place.
 
@@ -85,27 +93,39 @@ def train_once(
         name: label of the progress bar.
         last_step: stop after this optimizer step without changing the schedule.
         router_losses: factors of the router losses to add; None adds none.
+        smk: the options of smk_loss; None records nothing. Needs a patched model.
 
     Raises:
         UnsupportedOptionError: the Trainer refuses its arguments.
     """
-    recorder = _Recorder(name, last_step, show=not args.disable_tqdm)
-    make: Any = Trainer
-    if router_losses is not None:
-        make = partial(RouterLossTrainer, router_losses=router_losses)
-    try:
-        trainer = make(
-            model=model,
-            args=args,
-            train_dataset=blocks,
-            data_collator=default_data_collator,
-            callbacks=[recorder],
-        )
-    except (ImportError, ValueError) as error:
-        raise UnsupportedOptionError(f"training: {one_line(error)}") from error
-    # The recorder replaces both: a line for each logged step would drown the bar.
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    start = time.perf_counter()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    return Trained(recorder.losses, time.perf_counter() - start)
+    kept = _Recorder(name, last_step, show=not args.disable_tqdm)
+    with recorded_for(model, smk) as recorder:
+        make = _trainer_class(router_losses, smk, recorder)
+        try:
+            trainer = make(
+                model=model,
+                args=args,
+                train_dataset=blocks,
+                data_collator=default_data_collator,
+                callbacks=[kept],
+            )
+        except (ImportError, ValueError) as error:
+            raise UnsupportedOptionError(f"training: {one_line(error)}") from error
+        # The callback replaces both: a line for each logged step would drown the bar.
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        start = time.perf_counter()
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    return Trained(kept.losses, time.perf_counter() - start, kept.metrics)
+
+
+def _trainer_class(
+    router_losses: RouterLossConfig | None, smk: SmkConfig | None, recorder: Recorder | None
+) -> Any:
+    if smk is None:
+        if router_losses is None:
+            return Trainer
+        return partial(RouterLossTrainer, router_losses=router_losses)
+    if router_losses is None:
+        return partial(SmkTrainer, smk=smk, recorder=recorder)
+    return partial(SmkRouterLossTrainer, smk=smk, recorder=recorder, router_losses=router_losses)

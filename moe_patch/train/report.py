@@ -24,16 +24,40 @@ def loss_table(patched: dict[int, float], unpatched: dict[int, float]) -> str:
     steps = sorted(patched.keys() | unpatched.keys())
     if not steps:
         return "no loss was logged"
-    last = len(steps) - 1
-    shown = sorted({round(i * last / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)})
     lines = [f"{'step':>6}  {'patched':>12}  {'unpatched':>12}"]
-    for step in (steps[i] for i in shown):
+    for step in _spaced(steps):
         left, right = (
             f"{losses[step]:12.7f}" if step in losses else f"{'-':>12}"
             for losses in (patched, unpatched)
         )
         lines.append(f"{step:>6}  {left}  {right}")
     return "\n".join(lines)
+
+
+def _spaced(steps: list[int]) -> list[int]:
+    last = len(steps) - 1
+    return [
+        steps[i] for i in sorted({round(i * last / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)})
+    ]
+
+
+def metrics_table(metrics: dict[int, dict[str, float]]) -> str:
+    """The routers' measures at a few evenly spaced steps."""
+    names = list(next(iter(metrics.values())))
+    lines = ["  ".join([f"{'step':>6}", *names])]
+    for step in _spaced(sorted(metrics)):
+        values = (f"{metrics[step][name]:{len(name)}.4f}" for name in names)
+        lines.append("  ".join([f"{step:>6}", *values]))
+    return "\n".join(lines)
+
+
+def write_metrics(path: Path, metrics: dict[int, dict[str, float]]) -> None:
+    """A CSV file with one row per logged step."""
+    names = list(next(iter(metrics.values())))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", *names])
+        writer.writerows([step, *found.values()] for step, found in sorted(metrics.items()))
 
 
 def write_losses(path: Path, patched: dict[int, float], unpatched: dict[int, float]) -> None:

@@ -21,6 +21,7 @@ from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
+from moe_patch.train.smk import SmkConfig
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class RunResult:
     """What a run ends with.
 
     Attributes:
-        folder: adapter/ (or model/), base/ (of a model built from a config), losses.csv, loss.png
-            and run.json.
+        folder: adapter/ (or model/), base/ (of a model built from a config), losses.csv, loss.png,
+            run.json, and with ``smk`` metrics.csv.
         trained: "patched" (or "unpatched", with ``moe_patch: false``), and "unpatched" where the
             comparison was asked for.
         checks: the comparisons made; the run is good when all have passed.
@@ -88,7 +89,12 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
         trained = {
             name: train_once(
-                model, inputs.args, inputs.blocks, name=name, router_losses=_router_losses(config)
+                model,
+                inputs.args,
+                inputs.blocks,
+                name=name,
+                router_losses=_router_losses(config),
+                smk=None if config.smk is None else SmkConfig(**config.smk),
             )
         }
         rows = patch_report(model)
@@ -207,6 +213,10 @@ def _tell(
         trained[name].losses if name in trained else {} for name in ("patched", "unpatched")
     )
     print(report.loss_table(patched, unpatched))
+    metrics = next(iter(trained.values())).metrics
+    if metrics:
+        print(report.metrics_table(metrics))
+        report.write_metrics(folder / "metrics.csv", metrics)
     for name, one in trained.items():
         print(f"{name}: {len(one.losses)} losses logged, {one.seconds:.1f} s")
     if patched and unpatched:

@@ -1,0 +1,125 @@
+"""smk_loss in a Trainer run: after each backward pass, a second, small one to the routers.
+
+What is logged beside the loss, of the newest micro-batch of a logged step, means over the layers:
+
+    smk/gate_accuracy  how often a router's first choice is the target
+    smk/ce, smk/kl     the two terms of the loss, before their factors
+    smk/confidence     the routing softmax's largest probability over the chosen experts
+    moe/...            load measures of the whole step (moe_patch.signals.balance)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from moe_patch.signals.balance import balance_metrics
+from moe_patch.signals.losses import gate_accuracy, router_logits, smk_loss
+from moe_patch.signals.recorder import Recorder, record
+from moe_patch.train.router_losses import RouterLossTrainer
+
+
+@dataclass(frozen=True)
+class SmkConfig:
+    """What :func:`moe_patch.smk_loss` gets, and its factor.
+
+    Attributes:
+        target: "delta_sc" or "surprise".
+        gradient: which norm is the surprise: "params", "output" or "expert".
+        ce, kl: factors of the two terms.
+        weight: factor of the whole; 0 measures and trains nothing.
+    """
+
+    target: str = "delta_sc"
+    gradient: str = "params"
+    ce: float = 1.0
+    kl: float = 1.0
+    weight: float = 1.0
+
+
+class SmkTrainer(Trainer):
+    """A Trainer that adds the gradient of smk_loss to the routers after each backward pass.
+
+    Raises:
+        UnsupportedModelError: from a step, the router's parameters are sharded (FSDP2).
+        UnsupportedOptionError: from a step, one expert per token or a wrong word.
+    """
+
+    def __init__(self, *args: Any, smk: SmkConfig, recorder: Recorder, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.smk = smk
+        self.recorder = recorder
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's own step, then the routers' share."""
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if self.smk.weight:
+            self._add_gradients()
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the routers' measures with every training loss, and close the recorder's step."""
+        if "loss" in logs:
+            with self.compute_loss_context_manager():
+                logs = {**logs, **router_metrics(self.recorder, self.model, self.smk)}
+        super().log(logs, *args, **kwargs)
+
+    def _add_gradients(self) -> None:
+        smk = self.smk
+        with self.compute_loss_context_manager():
+            loss = smk_loss(self.recorder, self.model, smk.target, smk.ce, smk.kl, smk.gradient)
+        loss = loss * (smk.weight / self.current_gradient_accumulation_steps)
+        if self.accelerator.scaler is not None:
+            loss = self.accelerator.scaler.scale(loss)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(loss, trained, allow_unused=True)
+        for parameter, grad in zip(trained, grads, strict=True):
+            if grad is None:
+                continue
+            # Not by backward(): outside its own forward, data parallelism would not average it.
+            grad = self.accelerator.reduce(grad, reduction="mean")
+            if parameter.grad is None:
+                parameter.grad = grad
+            else:
+                parameter.grad += grad
+
+
+class SmkRouterLossTrainer(SmkTrainer, RouterLossTrainer):
+    """Both: router losses in the forward pass, smk_loss after the backward pass."""
+
+
+@torch.no_grad()
+def router_metrics(recorder: Recorder, model: nn.Module, smk: SmkConfig) -> dict[str, float]:
+    """The measures at the head of this module; closes the recorder's step."""
+    words = {"target": smk.target, "gradient": smk.gradient}
+    accuracy = torch.stack(list(gate_accuracy(recorder, **words).values()))
+    confidence = [_confidence(model, layer) for layer in recorder.layers.values()]
+    return {
+        "smk/gate_accuracy": accuracy.nanmean().item(),
+        "smk/ce": smk_loss(recorder, model, ce=1.0, kl=0.0, **words).item(),
+        "smk/kl": smk_loss(recorder, model, ce=0.0, kl=1.0, **words).item(),
+        "smk/confidence": sum(confidence) / len(confidence),
+        **balance_metrics(recorder.step()),
+    }
+
+
+def _confidence(model: nn.Module, layer: Any) -> float:
+    ids_TK = layer.ids.long()
+    chosen_TK = router_logits(model, layer).gather(1, ids_TK.clamp(min=0))
+    return chosen_TK.float().softmax(-1).amax(-1).mean().item()
+
+
+@contextmanager
+def recorded_for(model: nn.Module, smk: SmkConfig | None) -> Iterator[Recorder | None]:
+    """A recorder with the routers' inputs where smk_loss is asked for."""
+    if smk is None:
+        yield None
+        return
+    with record(model, router_input=True) as recorder:
+        yield recorder

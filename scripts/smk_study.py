@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""What smk_loss does to a small MoE, beside the same model with other router losses.
+
+    python scripts/smk_study.py                              # every variant, three seeds, a CPU
+    python scripts/smk_study.py --variants none delta_sc --seeds 0 --steps 50 --out /tmp/rows.jsonl
+    python scripts/smk_study.py --table                      # the table of docs/signals.md
+    python scripts/smk_study.py --draw docs/img              # its pictures
+
+Each run appends one JSON line to benchmarks/results/smk_tiny.jsonl: the losses and the routers'
+measures by step, and at the end the measures of one held-out batch, for every target and norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from bench_lib import rows as bench_rows  # noqa: E402
+from transformers import __version__ as transformers_version  # noqa: E402
+
+from moe_patch import gate_accuracy, patch_model, record, smk_loss  # noqa: E402
+from moe_patch.signals.balance import balance  # noqa: E402
+from moe_patch.signals.losses import GRADIENTS, TARGETS  # noqa: E402
+from moe_patch.train import build  # noqa: E402
+from moe_patch.train.config import TrainConfig, load_config  # noqa: E402
+from moe_patch.train.data import TokenBlocks, make_blocks, read_texts  # noqa: E402
+from moe_patch.train.loop import Trained, train_once  # noqa: E402
+from moe_patch.train.router_losses import RouterLossConfig  # noqa: E402
+from moe_patch.train.smk import SmkConfig  # noqa: E402
+
+HELD_OUT_EVERY = 64
+LOAD_BALANCE = 0.01
+# name -> (target, norm) of smk_loss or None, and whether the load-balance loss is on.
+VARIANTS: dict[str, tuple[tuple[str, str] | None, bool]] = {
+    "none": (None, False),
+    "load_balance": (None, True),
+    "delta_sc": (("delta_sc", "params"), False),
+    "surprise": (("surprise", "params"), False),
+    "delta_sc_output": (("delta_sc", "output"), False),
+    "surprise_output": (("surprise", "output"), False),
+    "delta_sc_expert": (("delta_sc", "expert"), False),
+    "surprise_expert": (("surprise", "expert"), False),
+    "delta_sc+load_balance": (("delta_sc", "params"), True),
+    "surprise+load_balance": (("surprise", "params"), True),
+}
+
+
+def smk_of(variant: str, base: SmkConfig) -> SmkConfig:
+    """The variant's options; a variant without smk_loss measures the default target."""
+    words, _ = VARIANTS[variant]
+    if words is None:
+        return dataclasses.replace(base, weight=0.0)
+    return dataclasses.replace(base, target=words[0], gradient=words[1])
+
+
+def run(config: TrainConfig, variant: str, seed: int, steps: int | None) -> dict[str, Any]:
+    """Train one variant from one seed; its row."""
+    assert config.smk is not None
+    config = dataclasses.replace(config, seed=seed)
+    texts = read_texts(config.data)
+    tokenizer = build.build_tokenizer(config.tokenizer, texts)
+    ids_NL = make_blocks(texts, tokenizer, config.data.block_size).ids_NL
+    held_out = torch.arange(len(ids_NL)) % HELD_OUT_EVERY == 0
+    smk = smk_of(variant, SmkConfig(**config.smk))
+    model = patch_model(build.build_base(config.model, tokenizer, seed), config.moe_patch)
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = {} if steps is None else {"max_steps": steps}
+        trained = train_once(
+            model,
+            build.training_arguments(config, Path(folder), disable_tqdm=True, **overrides),
+            TokenBlocks(ids_NL[~held_out]),
+            name=variant,
+            router_losses=RouterLossConfig(LOAD_BALANCE) if VARIANTS[variant][1] else None,
+            smk=smk,
+        )
+    ids_NL = ids_NL[held_out]
+    return {
+        "variant": variant,
+        "seed": seed,
+        "weight": smk.weight,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": bench_rows.commit_of(ROOT),
+        "torch": torch.__version__,
+        "transformers": transformers_version,
+        "device": "cpu",
+        "seconds": round(trained.seconds, 1),
+        "steps": by_step(trained),
+        "held_out": {"loss": held_out_loss(model, ids_NL), **measures(model, ids_NL)},
+    }
+
+
+def by_step(trained: Trained) -> dict[str, list[float]]:
+    """Losses and measures as columns."""
+    columns: dict[str, list[float]] = {"step": list(trained.losses)}
+    columns["loss"] = [round(loss, 4) for loss in trained.losses.values()]
+    for name in next(iter(trained.metrics.values())):
+        columns[name] = [round(found[name], 4) for found in trained.metrics.values()]
+    return columns
+
+
+@torch.no_grad()
+def held_out_loss(model: Any, ids: torch.Tensor) -> float:
+    """Mean language loss, nats per token, in evaluation mode."""
+    model.eval()
+    losses = [model(input_ids=part, labels=part).loss.item() for part in ids.split(8)]
+    return statistics.fmean(losses)
+
+
+def measures(model: Any, ids: torch.Tensor) -> dict[str, float]:
+    """Every target and norm on held-out text, means over the layers; no weight is changed."""
+    with record(model, router_input=True) as recorder:
+        model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
+    model.zero_grad()
+    found: dict[str, float] = {}
+    for gradient in GRADIENTS:
+        for target in TARGETS:
+            hits = torch.stack(list(gate_accuracy(recorder, target, gradient).values()))
+            found[f"accuracy/{target}/{gradient}"] = hits.nanmean().item()
+        with torch.no_grad():
+            found[f"kl/{gradient}"] = smk_loss(recorder, model, ce=0.0, gradient=gradient).item()
+    layers = list(recorder.layers.values())
+    loads = [balance(layer.tokens_per_expert) for layer in layers]
+    weights = [layer.weights / layer.weights.sum(-1, keepdim=True) for layer in layers]
+    found["entropy"] = statistics.fmean(load.entropy for load in loads)
+    found["max_violation"] = max(load.max_violation for load in loads)
+    found["dead"] = float(sum(load.dead for load in loads))
+    found["confidence"] = statistics.fmean(w.amax(-1).mean().item() for w in weights)
+    found["last_weight"] = statistics.fmean(w.amin(-1).mean().item() for w in weights)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command line of this file's head."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "smk_tiny.yaml")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="in place of the file's max_steps")
+    parser.add_argument("--weight", type=float, help="in place of the file's smk.weight")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "smk_tiny.jsonl"
+    )
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    overrides = {} if args.weight is None else {"smk.weight": args.weight}
+    config = load_config(args.config, overrides)
+    for seed in args.seeds:
+        for variant in args.variants:
+            row = run(config, variant, seed, args.steps)
+            with args.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                variant,
+                seed,
+                row["seconds"],
+                {k: round(v, 3) for k, v in row["held_out"].items()},
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
