@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -38,12 +38,35 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
+def choose_backend(
+    requested: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool = False
+) -> BackendChoice:
     """Resolve ``backend``: auto takes Triton on CUDA (capability >= 8.0), torch elsewhere.
 
     Raises:
-        UnsupportedOptionError: ``triton`` was asked for and cannot run on this device and dtype.
+        UnsupportedOptionError: ``triton`` was asked for and cannot run on this device and dtype, or
+            ``batch_invariant`` was and the torch backend would run.
     """
+    choice = _choose(requested, device, dtype)
+    if batch_invariant and choice.name == "torch":
+        refuse_batch_invariant(choice.reason)
+    return choice
+
+
+def refuse_batch_invariant(why: str) -> NoReturn:
+    """What runs on torch cannot promise the same bits for any number of rows.
+
+    Raises:
+        UnsupportedOptionError: always, with the reason.
+    """
+    raise UnsupportedOptionError(
+        f"batch_invariant=True cannot hold: {why}, and torch chooses its products by the number of "
+        "rows; accepted: experts on the Triton backend (CUDA, capability 8.0 and up, in bf16, fp16 "
+        "or fp32); use batch_invariant=False"
+    )
+
+
+def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
     if requested == "torch":
         return BackendChoice("torch", "asked for")
     obstacle = triton_obstacle(device, dtype)

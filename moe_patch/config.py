@@ -16,7 +16,7 @@ _CHOICES = {
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
 }
-_FLAGS = ("strict", "self_check", "recompute")
+_FLAGS = ("strict", "self_check", "recompute", "batch_invariant")
 _PATTERNS = ("include", "exclude")
 
 
@@ -32,6 +32,9 @@ class PatchConfig:
         fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible,
             "require" makes an adapter that cannot be fused an error, "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
+        batch_invariant: what an expert gives a token is the same bits for any number of tokens and
+            any neighbours; needs the Triton backend. Covers what this library computes, from router
+            logits to the experts' sum: the router's own linear and the rest of the model are torch.
         ties: "lower" gives equal scores to the lower expert id, "torch" whatever torch.topk picks.
         include, exclude: glob pattern or patterns on block paths, kept as a tuple; an empty
             ``include`` means every block.
@@ -42,6 +45,7 @@ class PatchConfig:
     self_check: bool = True
     fuse_lora: str = "auto"
     recompute: bool = False
+    batch_invariant: bool = False
     ties: str = "lower"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -57,6 +61,11 @@ class PatchConfig:
                 raise UnsupportedOptionError(
                     f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false"
                 )
+        if self.batch_invariant and self.ties == "torch":
+            raise UnsupportedOptionError(
+                "moe_patch: batch_invariant=True needs ties='lower': torch.topk's choice among "
+                "equal scores may change with the number of rows"
+            )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_patch.backend import refuse_batch_invariant
 from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
@@ -218,6 +219,7 @@ def run_experts(
     *,
     backend: str,
     recompute: bool = False,
+    batch_invariant: bool = False,
     fuse_lora: bool = True,
     layer: LayerSignals | None = None,
 ) -> Tensor:
@@ -244,6 +246,8 @@ def run_experts(
             fused=glu is not None,
         )
     if glu is None:
+        if batch_invariant:
+            refuse_batch_invariant(f"{type(experts).__name__} runs its own activation or norm")
         out_TD = _run_composed(experts, layout, x_TD, ids_TK, weights_TK, tensors, signals)
     else:
         out_TD = experts_mlp(
@@ -256,6 +260,7 @@ def run_experts(
             lora2=tensors.lora2,
             backend=backend,
             recompute=recompute,
+            batch_invariant=batch_invariant,
             signals=signals,
         )
     return out_TD.to(hidden_TD.dtype)

@@ -67,6 +67,7 @@ def experts_forward(
     options: dict[str, Any] = {
         "backend": record.config.backend,
         "recompute": record.config.recompute,
+        "batch_invariant": record.config.batch_invariant,
         "fuse_lora": record.config.fuse_lora != "off",
     }
     if record.taps is None or record.taps.layer is None:

@@ -26,7 +26,8 @@ _lib = torch.library.Library("moe_patch", "DEF")
 _WEIGHTS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, "
     "Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, float s13, float s2, "
-    "str kind, bool gated, bool interleaved, float alpha, float limit, str backend"
+    "str kind, bool gated, bool interleaved, float alpha, float limit, "
+    "str backend, bool batch_invariant"
 )
 _lib.define(
     f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, "
@@ -63,6 +64,7 @@ def experts_mlp(
     lora2: Lora | None = None,
     backend: str = "auto",
     recompute: bool = False,
+    batch_invariant: bool = False,
     signals: Signals | None = None,
 ) -> Tensor:
     """The weighted sum of each token's expert MLPs, differentiable in every floating input.
@@ -75,16 +77,18 @@ def experts_mlp(
         lora13, lora2: low-rank factors of the up and the down projection.
         backend: "auto", "torch" or "triton".
         recompute: keep no h between forward and backward.
+        batch_invariant: a token's output, and its gradients to x and to the routing weights, are
+            the same bits for any number of tokens and any neighbours.
         signals: asks for per-row norms and receives them.
 
     Returns:
         out_TD in the dtype of x.
 
     Raises:
-        UnsupportedOptionError: the backend cannot run on this device and dtype, or a forward-mode
-            derivative is asked for.
+        UnsupportedOptionError: the backend cannot run on this device and dtype, or not with
+            ``batch_invariant``; or a forward-mode derivative is asked for.
     """
-    backend = choose_backend(backend, x_TD.device, x_TD.dtype).name
+    backend = choose_backend(backend, x_TD.device, x_TD.dtype, batch_invariant).name
     inputs = (x_TD, weights_TK, *w, *(lora13 or ())[:2], *(lora2 or ())[:2])
     refuse_forward_mode(*inputs)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
@@ -94,6 +98,7 @@ def experts_mlp(
         weights_TK,
         *_flatten(w, glu, lora13, lora2),
         backend,
+        batch_invariant,
         graph and not recompute,
         signals is not None,
         None if signals is None else signals.grads_3TK,
@@ -122,7 +127,9 @@ def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None
     )
 
 
-def _unflatten(args: list[Any]) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType]:
+def _unflatten(
+    args: list[Any],
+) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
     (
         w13,
         w2,
@@ -140,6 +147,7 @@ def _unflatten(args: list[Any]) -> tuple[ExpertWeights, Glu, Lora | None, Lora |
         alpha,
         limit,
         backend,
+        batch_invariant,
     ) = args
     return (
         ExpertWeights(w13, w2, b13, b2),
@@ -147,26 +155,30 @@ def _unflatten(args: list[Any]) -> tuple[ExpertWeights, Glu, Lora | None, Lora |
         None if a13 is None else Lora(a13, lb13, s13),
         None if a2 is None else Lora(a2, lb2, s2),
         importlib.import_module(_BACKEND_MODULES[backend]),
+        # The torch backend does not know the option: it cannot hold there.
+        {"batch_invariant": True} if batch_invariant else {},
     )
 
 
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     *flat, save_h, norms, _ = args
-    w, glu, lora13, lora2, backend = _unflatten(flat)
+    w, glu, lora13, lora2, backend, options = _unflatten(flat)
     with torch.autocast(x.device.type, enabled=False):
         out, plan, h, act_norm = backend.experts_forward(
-            x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms
+            x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms, **options
         )
     return out, *plan, h, act_norm
 
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     *flat, row_of_N, slot_of_TK, offsets, h, needs = args
-    w, glu, lora13, lora2, backend = _unflatten(flat)
+    w, glu, lora13, lora2, backend, options = _unflatten(flat)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with torch.autocast(x.device.type, enabled=False):
-        grads = backend.experts_backward(dout, x, weights, w, glu, lora13, lora2, plan, h, needs)
+        grads = backend.experts_backward(
+            dout, x, weights, w, glu, lora13, lora2, plan, h, needs, **options
+        )
     return [x.new_empty(0) if g is None else g for g in grads]
 
 

@@ -6,7 +6,7 @@ import warnings
 
 from torch import nn
 
-from moe_patch.backend import choose_backend
+from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
 from moe_patch.config import PatchConfig
 from moe_patch.discover import DECORATED, WHOLE_MODEL, FoundBlock, refused_block
@@ -86,6 +86,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         _check_attributes(block)
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
+        _check_batch_invariant(block, config)
         _check_lora(block, config)
     except UnsupportedModelError as error:
         return str(error)
@@ -139,7 +140,17 @@ def _check_experts_module(
         for tensor in (weight, *experts.parameters(recurse=False)):
             require_float(tensor, f"{path} ({type(experts).__name__})")
         if not weight.is_meta:
-            choose_backend(config.backend, weight.device, weight.dtype)
+            choose_backend(config.backend, weight.device, weight.dtype, config.batch_invariant)
+
+
+def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:
+    if not config.batch_invariant:
+        return
+    if not block.experts:
+        refuse_batch_invariant(f"{block.path}: the experts of this family are torch's own products")
+    for path, experts in block.experts:
+        if read_glu(experts, block.spec) is None:
+            refuse_batch_invariant(f"{path} ({type(experts).__name__}): its own activation or norm")
 
 
 def _check_lora(block: FoundBlock, config: PatchConfig) -> None:

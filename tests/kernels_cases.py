@@ -168,17 +168,19 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def run_kernels(
-    inputs: Inputs, needs: ExpertsNeeds | None = None
+    inputs: Inputs, needs: ExpertsNeeds | None = None, batch_invariant: bool = False
 ) -> tuple[dict[str, Tensor], ExpertsBackward]:
     """Our output and gradients by name."""
     case, tensors = inputs.case, inputs.tensors
     w, lora13, lora2 = inputs.call(tensors)
     needs = needs or ExpertsNeeds(**{name: name in tensors for name in NAMES}, norms=case.norms)
     args = tensors["x"], inputs.ids_TK, tensors["weights"], w, case.glu, lora13, lora2
-    forward = experts_forward(*args, save_h=case.save_h, norms=case.norms)
+    forward = experts_forward(
+        *args, save_h=case.save_h, norms=case.norms, batch_invariant=batch_invariant
+    )
     backward = experts_backward(
         inputs.dout_TD, tensors["x"], tensors["weights"], w, case.glu, lora13, lora2,
-        forward.plan, forward.h_NH, needs,
+        forward.plan, forward.h_NH, needs, batch_invariant=batch_invariant,
     )  # fmt: skip
     found = {"out": forward.out_TD} | {
         name: getattr(backward, name) for name in NAMES if name in tensors

@@ -15,6 +15,7 @@ DEFAULTS = {
     "self_check": True,
     "fuse_lora": "auto",
     "recompute": False,
+    "batch_invariant": False,
     "ties": "lower",
     "include": (),
     "exclude": (),

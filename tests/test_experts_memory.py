@@ -162,7 +162,18 @@ def test_opcheck(full, T) -> None:
     x, ids, weights, w, glu, lora13, lora2 = arguments(case, t)
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
-    rest = (*w, a13, lb13, a2, lb2, s13, s2, *(getattr(glu, f.name) for f in fields(glu)), "torch")
+    rest = (
+        *w,
+        a13,
+        lb13,
+        a2,
+        lb2,
+        s13,
+        s2,
+        *(getattr(glu, f.name) for f in fields(glu)),
+        "torch",
+        False,
+    )
     for keep in (True, False):
         args = (x, ids, weights, *rest, keep, keep, None)
         torch.library.opcheck(torch.ops.moe_patch.experts.default, args)

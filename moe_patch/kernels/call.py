@@ -27,12 +27,16 @@ class Call:
         glu: Glu,
         lora13: Lora | None,
         lora2: Lora | None,
+        batch_invariant: bool = False,
     ) -> None:
         self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
         self.lora13, self.lora2 = lora13, lora2
         self.tiles = RowTiles(plan)
         self.device = device_of(x_TD)
-        self.bucket = rows_bucket(self.tiles.count, self.tiles.num_experts)
+        # Another tile may sum in another order: where that must not be, decode takes training's.
+        self.bucket = (
+            "many" if batch_invariant else rows_bucket(self.tiles.count, self.tiles.num_experts)
+        )
 
     def tile(self, op: str) -> Tile:
         capability, shared_memory = self.device.capability, self.device.shared_memory

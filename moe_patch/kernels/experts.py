@@ -52,6 +52,7 @@ def experts_forward(
     *,
     save_h: bool = True,
     norms: bool = False,
+    batch_invariant: bool = False,
 ) -> ExpertsForward:
     """The weighted sum of each token's experts.
 
@@ -63,6 +64,8 @@ def experts_forward(
         lora13, lora2: low-rank factors of the up and the down projection.
         save_h: return h for backward; without it backward recomputes h.
         norms: also return the norm of every expert's output row.
+        batch_invariant: one tile whatever the number of rows, so that a token's bits depend on
+            nothing but itself.
 
     Returns:
         ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
@@ -77,7 +80,7 @@ def experts_forward(
             norm_TK if norms else x_TD.new_empty(0),
         )
     with on_device_of(x_TD):
-        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
+        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         h_NH, a_NF = call.up(save_h=save_h, save_a=True)
         y_ND = call.down(a_NF)
         out_TD = combine(y_ND, plan, weights_TK.contiguous())
@@ -96,6 +99,8 @@ def experts_backward(
     plan: Plan,
     h_NH: Tensor,
     needs: ExpertsNeeds,
+    *,
+    batch_invariant: bool = False,
 ) -> ExpertsBackward:
     """All gradients that ``needs`` asks for; nothing is computed for the others.
 
@@ -104,6 +109,7 @@ def experts_backward(
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
         plan, h_NH: what forward returned; an empty h_NH is recomputed.
         needs: which gradients to return.
+        batch_invariant: as in forward; of the gradients, those of x and the routing weights.
 
     Returns:
         ExpertsBackward; each gradient in the dtype and layout of its input.
@@ -111,7 +117,7 @@ def experts_backward(
     if plan.row_of_N.numel() == 0:
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
-        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2)
+        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         return _backward(
             call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), h_NH, needs
         )
