@@ -33,7 +33,7 @@ from moe_patch.kernels.dw_hopper import (
     TRITON_VERSIONS,
     ragged_descriptor,
 )
-from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward
+from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows
 from moe_patch.types import Glu
 
@@ -243,11 +243,8 @@ def _consume(
             mbarrier.wait(h_ready.index(slot), (chunk // 2) & 1)
             gate = gate_bufs.index(slot).load(part).to(gl.float32)
             up = up_bufs.index(slot).load(part).to(gl.float32)
-            a = (
-                glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
-                .to(dtype)
-                .to(gl.float32)
-            )
+            a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+            a = rounded(a, dtype, FAST)
             partial += gl.sum(da * a, axis=1)
             dgate, dup = glu_backward(
                 gate, up, da * weight, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST

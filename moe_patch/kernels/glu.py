@@ -39,6 +39,24 @@ def glu_constants(glu: Glu, *, fast: bool) -> dict[str, object]:
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
+    """fp32 x as ``dtype`` would hold it. Pairs at a time: one by one, conversion is the bottleneck."""
+    if FAST and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2;"
+            " shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    if FAST and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; .reg .b16 low, high; cvt.rn.f16x2.f32 pair, $3, $2;"
+            " mov.b32 {low, high}, pair; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=f,=f,f,f", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
 def sigmoid(x, FAST: tl.constexpr):
     """1 / (1 + exp(-x)); the full-range division costs more than the rest of the epilogue."""
     if FAST:
