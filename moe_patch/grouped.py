@@ -12,6 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from moe_patch.quant.packed import PackedWeight
 from moe_patch.types import Lora, Plan
 
 
@@ -98,9 +99,12 @@ class Groups:
         return list(itertools.pairwise(self.offsets_S.tolist()))
 
 
-def _aligned(*operands: Tensor) -> bool:
-    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes."""
-    return all(_aligned_operand(operand) for operand in operands)
+def _aligned(*operands: Tensor | PackedWeight) -> bool:
+    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes.
+
+    Packed weights are dequantised expert by expert, never as the stack that it would need.
+    """
+    return all(isinstance(one, Tensor) and _aligned_operand(one) for one in operands)
 
 
 def _aligned_operand(operand: Tensor) -> bool:

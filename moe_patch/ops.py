@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
+from moe_patch.quant.operands import packed_weights, plain_weights
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
 
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
@@ -27,7 +28,7 @@ _WEIGHTS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, "
     "Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, float s13, float s2, "
     "str kind, bool gated, bool interleaved, float alpha, float limit, "
-    "str backend, bool batch_invariant"
+    "str backend, bool batch_invariant, Tensor[] scales, str storage"
 )
 _lib.define(
     f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, "
@@ -73,7 +74,8 @@ def experts_mlp(
         x_TD: hidden states; x, the weights and the low-rank factors share one floating dtype.
         ids_TK: integer expert ids; outside [0, E) is an empty slot (weight and gradient 0).
         weights_TK: routing weights, any floating dtype.
-        w, glu: the experts' weights ([E, out, in] views) and their activation.
+        w, glu: the experts' weights ([E, out, in] views, or both of them PackedWeight) and their
+            activation.
         lora13, lora2: low-rank factors of the up and the down projection.
         backend: "auto", "torch" or "triton".
         recompute: keep no h between forward and backward.
@@ -89,16 +91,19 @@ def experts_mlp(
             ``batch_invariant``; or a forward-mode derivative is asked for.
     """
     backend = choose_backend(backend, x_TD.device, x_TD.dtype, batch_invariant).name
-    inputs = (x_TD, weights_TK, *w, *(lora13 or ())[:2], *(lora2 or ())[:2])
+    tensors, scales, storage = plain_weights(w)
+    inputs = (x_TD, weights_TK, *tensors, *(lora13 or ())[:2], *(lora2 or ())[:2])
     refuse_forward_mode(*inputs)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     out_TD, _, _, _, _, act_norm_TK = torch.ops.moe_patch.experts(
         x_TD,
         ids_TK,
         weights_TK,
-        *_flatten(w, glu, lora13, lora2),
+        *_flatten(tensors, glu, lora13, lora2),
         backend,
         batch_invariant,
+        scales,
+        storage,
         graph and not recompute,
         signals is not None,
         None if signals is None else signals.grads_3TK,
@@ -128,7 +133,7 @@ def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None
 
 
 def _unflatten(
-    args: list[Any],
+    args: list[Any], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
     (
         w13,
@@ -148,9 +153,11 @@ def _unflatten(
         limit,
         backend,
         batch_invariant,
+        scales,
+        storage,
     ) = args
     return (
-        ExpertWeights(w13, w2, b13, b2),
+        packed_weights(ExpertWeights(w13, w2, b13, b2), scales, storage, dtype),
         Glu(kind, gated, interleaved, alpha, limit),
         None if a13 is None else Lora(a13, lb13, s13),
         None if a2 is None else Lora(a2, lb2, s2),
@@ -162,7 +169,7 @@ def _unflatten(
 
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     *flat, save_h, norms, _ = args
-    w, glu, lora13, lora2, backend, options = _unflatten(flat)
+    w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
     with torch.autocast(x.device.type, enabled=False):
         out, plan, h, act_norm = backend.experts_forward(
             x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms, **options
@@ -172,7 +179,7 @@ def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     *flat, row_of_N, slot_of_TK, offsets, h, needs = args
-    w, glu, lora13, lora2, backend, options = _unflatten(flat)
+    w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with torch.autocast(x.device.type, enabled=False):
@@ -182,8 +189,9 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
-def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, *args: Any) -> Any:
-    save_h, norms = args[-3], args[-2]
+def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any) -> Any:
+    scales, storage, save_h, norms, _ = args[-5:]
+    w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
     T, K = ids.shape
     return (
         x.new_empty(x.shape),
@@ -227,31 +235,34 @@ def _experts_bwd_fake(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-    x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars, _, _, signals = inputs
+    x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars = inputs
+    *scalars, scales, storage, _, _, signals = scalars
     _, row_of_N, slot_of_TK, offsets, h, act_norm = output
     ctx.mark_non_differentiable(row_of_N, slot_of_TK, offsets, h, act_norm)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
-        x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h
+        x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h, *scales
     )
-    ctx.scalars = scalars
+    ctx.scalars, ctx.storage = scalars, storage
     ctx.signals = signals
 
 
 def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
+    x, weights, *tensors = ctx.saved_tensors
+    tensors, aligned, scales = tensors[:8], tensors[8:12], tensors[12:]
+    others = (*(None for _ in ctx.scalars), [None for _ in scales], None, None, None, None)
     if dout is None:
-        return (None,) * len(ctx.needs_input_grad)
-    x, weights, *tensors, row_of_N, slot_of_TK, offsets, h = ctx.saved_tensors
+        return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
     *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
-        dout, x, weights, *tensors, *ctx.scalars, row_of_N, slot_of_TK, offsets, h, needs
+        dout, x, weights, *tensors, *ctx.scalars, scales, ctx.storage, *aligned, needs
     )
     if ctx.signals is not None:
         lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK
         ctx.signals.copy_(torch.stack([out_TK, params_TK, lora_TK]))
     grads = [g if need else None for g, need in zip(grads, needs[:10], strict=True)]
-    return (grads[0], None, *grads[1:], *(None,) * (len(wanted) - 11))
+    return (grads[0], None, *grads[1:], *others)
 
 
 _lib.impl("experts", _experts, "CompositeExplicitAutograd")

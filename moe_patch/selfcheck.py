@@ -21,6 +21,7 @@ from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec, read
 from moe_patch.patch_record import is_ours
+from moe_patch.quant.tensor import QuantTensor
 from moe_patch.route_op import route_impl
 
 TOKENS = 48
@@ -43,6 +44,8 @@ def obstacle(found: FoundBlock) -> str | None:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if tensor.is_meta:
                 return "meta weights"
+            if isinstance(tensor, QuantTensor):
+                return f"experts stored in {tensor.weight.storage}"
             if tensor.is_inference():
                 return "weights were made in inference mode"
             if hasattr(tensor, "ds_id"):

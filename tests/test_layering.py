@@ -19,6 +19,9 @@ PACKAGE = Path(moe_patch.__file__).parent
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
     {"_version", "errors", "types"},
+    {"quant.nf4", "quant.fp8"},
+    {"quant.packed"},
+    {"quant.operands", "quant.tensor"},
     {"backend", "reference", "routing"},
     {"activations", "config", "grouped", "kernels."},
     {"balance_loss", "experts_torch", "product_key", "route_op"},
@@ -29,13 +32,13 @@ LAYERS = (
     {"forward"},
     {"families."},
     {"discover"},
-    {"bindings", "lora_targets", "selfcheck"},
+    {"bindings", "lora_targets", "quant.", "selfcheck"},
     {"blockcheck", "report", "resolve"},
     {"patch"},
     {"signals."},
     {"__init__"},
     {"integrations.", "train."},
-    {"cli"},
+    {"cli."},
     {"__main__"},
 )
 HEAVY = {"accelerate", "datasets", "matplotlib", "peft", "transformers", "triton"}

@@ -1,0 +1,1 @@
+"""Experts stored in 4 or 8 bits: formats, the parameter that holds them, module surgery."""

@@ -1,0 +1,112 @@
+"""A projection's weights in low precision, as the experts operator takes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.quant import fp8, nf4
+
+STORAGES = ("nf4", "fp8")
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """What stands in for an [E, out, in] weight that is stored in 4 or 8 bits.
+
+    It has as much of a tensor's face as the backends use (shape, device, transpose, one expert by
+    index); no arithmetic is defined on it, so packed bytes cannot enter a product.
+
+    Attributes:
+        storage: "nf4" or "fp8".
+        packed: uint8 [E, rows, columns / 2] or e4m3 [E, rows, columns], contiguous.
+        scales: the tensors of :class:`moe_patch.quant.nf4.Nf4Scales`, or (scale_inv,).
+        dtype: what an expert is dequantised to.
+        transposed: rows are inputs and columns outputs, rather than the other way round.
+    """
+
+    storage: str
+    packed: Tensor
+    scales: tuple[Tensor, ...]
+    dtype: torch.dtype
+    transposed: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """[E, rows, columns] as stored, in values."""
+        E, rows, columns = self.packed.shape
+        return E, rows, columns * (2 if self.storage == "nf4" else 1)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, out, in]."""
+        E, rows, columns = self.stored_shape
+        return torch.Size((E, columns, rows) if self.transposed else (E, rows, columns))
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    def numel(self) -> int:
+        return math.prod(self.stored_shape)
+
+    def to(self, dtype: torch.dtype) -> PackedWeight:
+        """The same storage, dequantised to another dtype."""
+        return replace(self, dtype=dtype)
+
+    def transpose(self, first: int, second: int) -> PackedWeight:
+        """In and out exchanged; nothing is moved."""
+        assert {first % 3, second % 3} == {1, 2}, (first, second)
+        return replace(self, transposed=not self.transposed)
+
+    def __getitem__(self, e: int) -> Tensor:
+        """One expert, [out, in], dequantised."""
+        weight = self.stored_experts(e, e + 1)[0]
+        return weight.T if self.transposed else weight
+
+    def stored_experts(self, start: int, end: int) -> Tensor:
+        """Experts ``start`` to ``end`` dequantised, as stored: [end - start, rows, columns]."""
+        part = self.packed[start:end]
+        if self.storage == "nf4":
+            _, rows, columns = self.stored_shape
+            scales = nf4.Nf4Scales(*self.scales)
+            return nf4.dequantize(part, scales, self.dtype, start * rows * columns // nf4.BLOCK)
+        return fp8.dequantize(part, self.scales[0][start:end], self.dtype)
+
+    def nbytes(self) -> int:
+        """What the storage takes, scales included."""
+        return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
+
+
+def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> PackedWeight:
+    """Quantise a weight [E, rows, columns], as stored, onto a device.
+
+    Raises:
+        UnsupportedModelError: the storage is unknown or the weight's shape or dtype is not for it;
+            ``where`` names the parameter.
+    """
+    if weight.dim() != 3 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+        raise UnsupportedModelError(
+            f"{where}: cannot be quantised: {weight.dim()}-D {weight.dtype}; accepted: 3-D bf16, "
+            "fp16 or fp32 expert weights"
+        )
+    scales: tuple[Tensor, ...]
+    if storage == "nf4":
+        if weight.shape[-1] % nf4.BLOCK:
+            raise UnsupportedModelError(
+                f"{where}: nf4 needs rows of a multiple of {nf4.BLOCK} values, found "
+                f"{weight.shape[-1]}; use fp8 or leave the experts as they are"
+            )
+        packed, scales = nf4.quantize(weight, device)
+    elif storage == "fp8":
+        packed, scale_inv = fp8.quantize(weight, device)
+        scales = (scale_inv,)
+    else:
+        raise UnsupportedModelError(
+            f"{where}: unknown storage {storage!r}; accepted: {', '.join(STORAGES)}"
+        )
+    return PackedWeight(storage, packed, tuple(scales), weight.dtype)

@@ -1,0 +1,189 @@
+"""QuantTensor: an expert parameter whose storage is 4 or 8 bits and whose face is the weight's.
+
+To modules, optimisers and PEFT it is a frozen parameter of the weight's shape and dtype. It can be
+moved, copied, saved and indexed by expert (which dequantises that expert); every other operation is
+a named error, so that packed bytes never enter a product and a stack is never dequantised unseen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.quant.packed import PackedWeight
+
+
+class QuantTensor(Tensor):
+    """A tensor [E, rows, columns] of floating dtype, as the module stores it, over packed bytes.
+
+    Attributes:
+        weight: the storage; its ``transposed`` is always false here, since how a module reads its
+            weight is the family's affair.
+    """
+
+    weight: PackedWeight
+
+    @staticmethod
+    def __new__(cls, weight: PackedWeight) -> QuantTensor:
+        return Tensor._make_wrapper_subclass(
+            cls, weight.stored_shape, dtype=weight.dtype, device=weight.device, requires_grad=False
+        )
+
+    def __init__(self, weight: PackedWeight) -> None:
+        assert not weight.transposed
+        self.weight = weight
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"QuantTensor({self.weight.storage}, {tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.weight, isinstance(self, torch.nn.Parameter))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantTensor:
+        if id(self) not in memo:
+            copied = _each(self.weight, torch.clone)
+            memo[id(self)] = _rebuild(copied, isinstance(self, torch.nn.Parameter))
+        return memo[id(self)]
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["packed", *(f"scales_{i}" for i in range(len(self.weight.scales)))], (
+            self.weight.storage,
+            self.weight.dtype,
+        )
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name == "packed":
+            return self.weight.packed
+        if name.startswith("scales_"):
+            return self.weight.scales[int(name.removeprefix("scales_"))]
+        raise AttributeError(name)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantTensor:
+        scales = tuple(inner[f"scales_{i}"] for i in range(len(inner) - 1))
+        return QuantTensor(PackedWeight(context[0], inner["packed"], scales, context[1]))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise UnsupportedModelError(
+                f"{func} was called on experts stored in 4 or 8 bits; accepted: moving, copying, "
+                "saving and indexing them by expert. patch_model runs them (call it again after "
+                "adding adapters); dequantize_experts gives plain weights"
+            )
+        return handler(*args, **(kwargs or {}))
+
+
+def _rebuild(weight: PackedWeight, is_parameter: bool) -> QuantTensor:
+    tensor = QuantTensor(weight)
+    return parameter(tensor) if is_parameter else tensor
+
+
+def parameter(tensor: QuantTensor) -> Any:
+    """The tensor as a frozen parameter; its class stays QuantTensor."""
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _each(weight: PackedWeight, function: Callable[[Tensor], Tensor]) -> PackedWeight:
+    return replace(
+        weight, packed=function(weight.packed), scales=tuple(map(function, weight.scales))
+    )
+
+
+def _detach(tensor: QuantTensor) -> QuantTensor:
+    return QuantTensor(tensor.weight)
+
+
+def _clone(tensor: QuantTensor, *, memory_format: Any = None) -> QuantTensor:
+    return QuantTensor(_each(tensor.weight, torch.clone))
+
+
+def _to_copy(
+    tensor: QuantTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    non_blocking: bool = False,
+    **_: Any,
+) -> QuantTensor:
+    """Another device moves the storage; another dtype is what it is dequantised to."""
+    moved = _each(tensor.weight, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+    return QuantTensor(replace(moved, dtype=dtype or tensor.dtype))
+
+
+def _copy(tensor: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor:
+    """In-place copy between equal storages: what load_state_dict does."""
+    if not isinstance(source, QuantTensor) or source.weight.storage != tensor.weight.storage:
+        found = source.weight.storage if isinstance(source, QuantTensor) else source.dtype
+        raise UnsupportedModelError(
+            f"experts stored in {tensor.weight.storage} were given a weight stored in {found}; "
+            "accepted: the same storage (load plain weights before quantize_experts)"
+        )
+    mine, theirs = tensor.weight, source.weight
+    for into, value in zip(
+        (mine.packed, *mine.scales), (theirs.packed, *theirs.scales), strict=True
+    ):
+        into.copy_(value, non_blocking)
+    return tensor
+
+
+def _empty_like(tensor: QuantTensor, *, device: Any = None, **_: Any) -> QuantTensor:
+    return QuantTensor(_each(tensor.weight, lambda t: torch.empty_like(t, device=device)))
+
+
+def _select(tensor: QuantTensor, dim: int, index: int) -> Tensor:
+    _require_experts_axis(tensor, dim)
+    return tensor.weight[index % tensor.shape[0]]
+
+
+def _require_experts_axis(tensor: QuantTensor, dim: int) -> None:
+    if dim % 3 != 0:
+        raise UnsupportedModelError(
+            f"experts stored in {tensor.weight.storage} were indexed along axis {dim}; accepted: "
+            "by expert, axis 0"
+        )
+
+
+def _index(tensor: QuantTensor, indices: list[Tensor | None]) -> Tensor:
+    """By one tensor of expert ids."""
+    (ids,) = indices
+    assert ids is not None
+    if ids.dtype == torch.bool:
+        ids = ids.nonzero().squeeze(1)
+    chosen = [tensor.weight[e] for e in ids.reshape(-1).tolist()]
+    if not chosen:
+        return torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    return torch.stack(chosen).view(*ids.shape, *tensor.shape[1:])
+
+
+def _slice(
+    tensor: QuantTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Tensor:
+    _require_experts_axis(tensor, dim)
+    assert step == 1
+    first, last, _ = slice(start, end).indices(tensor.shape[0])
+    return tensor.weight.stored_experts(first, max(first, last))
+
+
+_aten = torch.ops.aten
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: _detach,
+    _aten.alias.default: _detach,
+    _aten.clone.default: _clone,
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy,
+    _aten.empty_like.default: _empty_like,
+    _aten.select.int: _select,
+    _aten.index.Tensor: _index,
+    _aten.slice.Tensor: _slice,
+}
