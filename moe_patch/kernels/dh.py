@@ -17,17 +17,18 @@ from torch import Tensor
 
 from moe_patch.kernels import dh_hopper
 from moe_patch.kernels.device import approximate, device_of
-from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward
+from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     column_chunk,
     join_pair,
-    locate_tile,
+    multiply,
+    multiply_low_rank,
     pair_columns,
+    rows_of_tile,
     split_pair,
     weight_operand,
-    weight_pointers,
 )
 from moe_patch.types import Glu
 
@@ -105,7 +106,7 @@ def hidden_gradients(
         **glu_constants(glu, fast=approximate(h_NH)),
         LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
-        GROUP=tile.group,
+        IN_RUNS=h_NH.dtype == torch.float32, GROUP=tile.group,
         CHUNKS=tile.chunks, FLATTEN=tile.flatten and low_rank is None and (dh or partial),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -122,48 +123,31 @@ def _dh_kernel(
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     LOW_RANK: tl.constexpr, DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr, FLATTEN: tl.constexpr,
+    EVEN_K: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr, CHUNKS: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of a."""
     row_tiles = tl.load(table_ptr)
     for tile in tl.range(
         tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN
     ):
-        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
-        e = tl.load(table_ptr + 1 + row_tile)
-        n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
-        end = tl.load(offsets_ptr + e + 1)
+        e, start, end, column_tile = rows_of_tile(
+            tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
+        )
+        n = start + tl.arange(0, BM)
         row = tl.load(row_ptr + tl.minimum(n, end - 1))
         f = column_tile * BN + tl.arange(0, BN)
-        n64 = n.to(tl.int64)[:, None]
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         if DH or PARTIAL:
             dout_row = dout_ptr + (row // K).to(tl.int64)[:, None] * stride_dout
-            for k0 in range(0, D, BK):
-                k = k0 + tl.arange(0, BK)
-                if EVEN_K:
-                    dout = tl.load(dout_row + k[None, :])
-                else:
-                    dout = tl.load(dout_row + k[None, :], mask=(k < D)[None, :], other=0.0)
-                if MODE == 0:
-                    here = weight_pointers(
-                        w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, f, k
-                    )
-                    weight = tl.load(here, mask=(k < D)[:, None] & (f < F)[None, :], other=0.0)
-                elif MODE == 1:
-                    weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
-                else:
-                    weight = tl.reshape(w.load([e, k0, 0, column_tile * BN]), (BK, BN))
-                acc = tl.dot(dout, weight, acc, input_precision="ieee")
+            acc = multiply(
+                dout_ptr, dout_row, start, w, e, column_tile * BN, f, f < F, D,
+                stride_we, stride_wo, stride_wi, False, MODE, EVEN_K, IN_RUNS, BM, BN, BK,
+            )  # fmt: skip
             if LOW_RANK:
-                low = l_ptr + e.to(tl.int64) * stride_le
-                for r0 in range(0, R, BR):
-                    r = r0 + tl.arange(0, BR)
-                    q_mask = (n < end)[:, None] & (r < R)[None, :]
-                    q = tl.load(q_ptr + n64 * R + r[None, :], mask=q_mask, other=0.0)
-                    here = weight_pointers(low, stride_lo, stride_li, f, r)
-                    factor = tl.load(here, mask=(r < R)[:, None] & (f < F)[None, :], other=0.0)
-                    acc = tl.dot(q, factor, acc, input_precision="ieee")
+                acc = multiply_low_rank(
+                    acc, q_ptr, n, end, l_ptr, e, f, f < F, R, stride_le, stride_lo, stride_li, BR
+                )
         weight_n = tl.load(weights_ptr + row).to(tl.float32)[:, None]
         # Columns in chunks: whole, the gate, up and gradient tiles at once would spill. h is read
         # one chunk ahead, since a load cannot move above the stores of the chunk before.
@@ -225,7 +209,8 @@ def _emit(
     up = up.to(tl.float32)
     partial = tl.zeros((BM,), dtype=tl.float32)
     if WA or PARTIAL:
-        a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST).to(dtype).to(tl.float32)
+        a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+        a = rounded(a, dtype, FAST)
         if WA:
             tl.store(wa_ptr + n64 * F + f[None, :], (weight_n * a).to(dtype), mask=stored)
         if PARTIAL:

@@ -15,7 +15,7 @@ from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dw_hopper import specialised_outer_sum, supported
 from moe_patch.kernels.launch import programs
 from moe_patch.kernels.tiles import Tile
-from moe_patch.kernels.tiling import locate_tile
+from moe_patch.kernels.tiling import RUN, locate_tile
 from moe_patch.types import Plan
 
 
@@ -49,7 +49,7 @@ def outer_sum(
         E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1],
         left.stride(0), right.stride(0), *grad_EOI.stride(),
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k,
-        GROUP=tile.group,
+        IN_RUNS=left.dtype == torch.float32, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return grad_EOI
@@ -60,7 +60,7 @@ def _dw_kernel(
     left_ptr, right_ptr, grad_ptr, row_ptr, offsets_ptr,
     E, row_tiles, columns, O, I, K, stride_left, stride_right, stride_ge, stride_go, stride_gi,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr,
+    BK: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid: E x row tiles x column tiles of the gradient, or persistent."""
     per_expert = row_tiles * columns
@@ -72,22 +72,44 @@ def _dw_kernel(
         start = tl.load(offsets_ptr + e)
         end = tl.load(offsets_ptr + e + 1)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for n0 in range(start, end, BK):
-            n = n0 + tl.arange(0, BK)
-            left_row = n
-            right_row = n
-            if GATHER_LEFT or GATHER_RIGHT:
-                token = tl.load(row_ptr + n, mask=n < end, other=0) // K
-                if GATHER_LEFT:
-                    left_row = token
-                if GATHER_RIGHT:
-                    right_row = token
-            left_at = left_ptr + left_row.to(tl.int64)[:, None] * stride_left + o[None, :]
-            right_at = right_ptr + right_row.to(tl.int64)[:, None] * stride_right + i[None, :]
-            # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
-            left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
-            right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
-            acc = tl.dot(left.T, right, acc, input_precision="ieee")
+        if IN_RUNS:
+            for n1 in range(start, end, RUN):
+                part = tl.zeros((BM, BN), dtype=tl.float32)
+                for n0 in range(n1, min(n1 + RUN, end), BK):
+                    part = _step(
+                        part, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                        stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+                    )  # fmt: skip
+                acc += part
+        else:
+            for n0 in range(start, end, BK):
+                acc = _step(
+                    acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                    stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+                )  # fmt: skip
         grad = grad_ptr + e.to(tl.int64) * stride_ge + o.to(tl.int64)[:, None] * stride_go
         stored = (o < O)[:, None] & (i < I)[None, :]
         tl.store(grad + i[None, :] * stride_gi, acc.to(grad_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _step(
+    acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left, stride_right,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc plus the outer products of BK token rows."""
+    n = n0 + tl.arange(0, BK)
+    left_row = n
+    right_row = n
+    if GATHER_LEFT or GATHER_RIGHT:
+        token = tl.load(row_ptr + n, mask=n < end, other=0) // K
+        if GATHER_LEFT:
+            left_row = token
+        if GATHER_RIGHT:
+            right_row = token
+    left_at = left_ptr + left_row.to(tl.int64)[:, None] * stride_left + o[None, :]
+    right_at = right_ptr + right_row.to(tl.int64)[:, None] * stride_right + i[None, :]
+    # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
+    left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
+    right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
+    return tl.dot(left.T, right, acc, input_precision="ieee")

@@ -6,6 +6,7 @@ whether the rows are gathered from tokens and in the strides of the weight.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +14,13 @@ from torch import Tensor
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
-from moe_patch.kernels.tiling import locate_tile, row_operand, weight_operand, weight_pointers
+from moe_patch.kernels.tiling import (
+    multiply,
+    multiply_low_rank,
+    row_operand,
+    rows_of_tile,
+    weight_operand,
+)
 
 
 def grouped_linear(
@@ -53,7 +60,7 @@ def grouped_linear(
         GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None,
         LOW_RANK=low_rank is not None, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0,
-        GROUP=tile.group,
+        IN_RUNS=inputs.dtype == torch.float32, GROUP=tile.group,
         FLATTEN=tile.flatten and low_rank is None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -67,57 +74,34 @@ def _rows_kernel(
     stride_be, stride_bo, stride_le, stride_lo, stride_li,
     GATHER: tl.constexpr, DESCRIBED: tl.constexpr, BIASED: tl.constexpr, LOW_RANK: tl.constexpr,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
+    EVEN_K: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows by BN columns of out."""
     row_tiles = tl.load(table_ptr)
     for tile in tl.range(
         tl.program_id(0), row_tiles * columns, tl.num_programs(0), flatten=FLATTEN
     ):
-        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
-        e = tl.load(table_ptr + 1 + row_tile)
-        start = tl.load(table_ptr + 1 + M + row_tile)
-        end = tl.load(offsets_ptr + e + 1)
+        e, start, end, column_tile = rows_of_tile(
+            tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
+        )
         n = start + tl.arange(0, BM)
         column = column_tile * BN + tl.arange(0, BN)
+        in_row = start
         if not DESCRIBED:
             source = tl.minimum(n, end - 1)
             if GATHER:
                 source = tl.load(row_ptr + source) // K
             in_row = in_ptr + source.to(tl.int64)[:, None] * stride_in
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k0 in range(0, I, BK):
-            k = k0 + tl.arange(0, BK)
-            if DESCRIBED:
-                # Rows past the expert's end are its neighbour's: computed, never stored.
-                x = in_ptr.load([start, k0])
-            elif EVEN_K:
-                x = tl.load(in_row + k[None, :])
-            else:
-                x = tl.load(in_row + k[None, :], mask=(k < I)[None, :], other=0.0)
-            if MODE == 0:
-                here = weight_pointers(
-                    w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k
-                )
-                weight = tl.load(here, mask=(k < I)[:, None] & (column < O)[None, :], other=0.0)
-            elif MODE == 1:
-                weight = tl.reshape(w.load([e, 0, column_tile * BN, k0]), (BN, BK)).T
-            else:
-                weight = tl.reshape(w.load([e, k0, 0, column_tile * BN]), (BK, BN))
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        acc = multiply(
+            in_ptr, in_row, start, w, e, column_tile * BN, column, column < O, I,
+            stride_we, stride_wo, stride_wi, DESCRIBED, MODE, EVEN_K, IN_RUNS, BM, BN, BK,
+        )  # fmt: skip
         n64 = n.to(tl.int64)[:, None]
         if LOW_RANK:
-            low = l_ptr + e.to(tl.int64) * stride_le
-            for r0 in range(0, R, BR):
-                r = r0 + tl.arange(0, BR)
-                u = tl.load(
-                    u_ptr + n64 * R + r[None, :],
-                    mask=(n < end)[:, None] & (r < R)[None, :],
-                    other=0.0,
-                )
-                here = weight_pointers(low, stride_lo, stride_li, column, r)
-                factor = tl.load(here, mask=(r < R)[:, None] & (column < O)[None, :], other=0.0)
-                acc = tl.dot(u, factor, acc, input_precision="ieee")
+            acc = multiply_low_rank(
+                acc, u_ptr, n, end, l_ptr, e, column, column < O, R, stride_le, stride_lo,
+                stride_li, BR,
+            )  # fmt: skip
         acc = acc * alpha
         if BIASED:
             here = b_ptr + e.to(tl.int64) * stride_be + column * stride_bo

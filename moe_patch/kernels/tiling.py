@@ -1,4 +1,4 @@
-"""What the grouped GEMM kernels share: finding their tile, and their weight operand.
+"""What the grouped GEMM kernels share: finding their tile, the sum over depth, the weight operand.
 
 A weight operand is either pointers with strides, which take any storage, or a tensor descriptor
 over storage whose last axis is contiguous and 16-byte aligned (MODE, below).
@@ -18,6 +18,9 @@ from moe_patch.kernels.tiles import Tile
 # How a weight reaches a kernel: pointers; a descriptor with the summed axis last ([.., out, in]);
 # a descriptor with the output axis last ([.., in, out]).
 POINTERS, DEPTH_LAST, COLUMNS_LAST = 0, 1, 2
+# Depth that fp32 operands sum in one run before it joins the total: rounding errors grow with the
+# length of a run, and 16-bit operands' own rounding hides it.
+RUN = tl.constexpr(128)
 
 
 @triton.jit
@@ -27,6 +30,90 @@ def locate_tile(tile, row_tiles, columns, GROUP: tl.constexpr):
     height = min(row_tiles - first, GROUP)
     local = tile - first * columns
     return first + local % height, local // height
+
+
+@triton.jit
+def rows_of_tile(tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP: tl.constexpr):
+    """(expert, its tile's first slot, the expert's end, column tile) of a tile."""
+    row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
+    e = tl.load(table_ptr + 1 + row_tile)
+    start = tl.load(table_ptr + 1 + M + row_tile)
+    return e, start, tl.load(offsets_ptr + e + 1), column_tile
+
+
+@triton.jit
+def _step(
+    acc, left, left_row, start, w, e, first, column, exists, depth, k0,
+    stride_we, stride_wo, stride_wi,
+    DESCRIBED: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of one step along the depth: see :func:`multiply`."""
+    k = k0 + tl.arange(0, BK)
+    if DESCRIBED:
+        # Rows past the expert's end are its neighbour's: computed, never stored.
+        x = left.load([start, k0])
+    elif EVEN_K:
+        x = tl.load(left_row + k[None, :])
+    else:
+        x = tl.load(left_row + k[None, :], mask=(k < depth)[None, :], other=0.0)
+    if MODE == 0:
+        here = weight_pointers(w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k)
+        weight = tl.load(here, mask=(k < depth)[:, None] & exists[None, :], other=0.0)
+    elif MODE == 1:
+        weight = tl.reshape(w.load([e, 0, first, k0]), (BN, BK)).T
+    else:
+        weight = tl.reshape(w.load([e, k0, 0, first]), (BK, BN))
+    return tl.dot(x, weight, acc, input_precision="ieee")
+
+
+@triton.jit
+def multiply(
+    left, left_row, start, w, e, first, column, exists, depth, stride_we, stride_wo, stride_wi,
+    DESCRIBED: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr, IN_RUNS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """[BM, BN] in fp32: rows times the columns of one expert's weight, over the whole depth.
+
+    Rows come from a descriptor ``left`` at ``start`` (DESCRIBED) or from the pointers ``left_row``;
+    columns from pointers at ``column`` where it ``exists``, or from a descriptor at ``first``
+    (MODE).
+    """
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    if IN_RUNS:
+        for k1 in range(0, depth, RUN):
+            part = tl.zeros((BM, BN), dtype=tl.float32)
+            for k0 in range(k1, min(k1 + RUN, depth), BK):
+                part = _step(
+                    part, left, left_row, start, w, e, first, column, exists, depth, k0,
+                    stride_we, stride_wo, stride_wi, DESCRIBED, MODE, EVEN_K, BN, BK,
+                )  # fmt: skip
+            acc += part
+    else:
+        for k0 in range(0, depth, BK):
+            acc = _step(
+                acc, left, left_row, start, w, e, first, column, exists, depth, k0,
+                stride_we, stride_wo, stride_wi, DESCRIBED, MODE, EVEN_K, BN, BK,
+            )  # fmt: skip
+    return acc
+
+
+@triton.jit
+def multiply_low_rank(
+    acc, u_ptr, n, end, factor_ptr, e, column, exists, R, stride_e, stride_o, stride_r,
+    BR: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of the rows' R inputs, u_NR, and one expert's factor."""
+    n64 = n.to(tl.int64)[:, None]
+    factor_e = factor_ptr + e.to(tl.int64) * stride_e
+    for r0 in range(0, R, BR):
+        r = r0 + tl.arange(0, BR)
+        present = (n < end)[:, None] & (r < R)[None, :]
+        u = tl.load(u_ptr + n64 * R + r[None, :], mask=present, other=0.0)
+        here = weight_pointers(factor_e, stride_o, stride_r, column, r)
+        factor = tl.load(here, mask=(r < R)[:, None] & exists[None, :], other=0.0)
+        acc = tl.dot(u, factor, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

@@ -6,6 +6,7 @@ that a recomputed in backward is the same bit for bit.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,11 +16,12 @@ from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
-    locate_tile,
+    multiply,
+    multiply_low_rank,
     pair_columns,
+    rows_of_tile,
     split_pair,
     weight_operand,
-    weight_pointers,
 )
 from moe_patch.types import Glu
 
@@ -68,7 +70,7 @@ def up(
         BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a,
         MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
-        GROUP=tile.group,
+        IN_RUNS=x_TD.dtype == torch.float32, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return h_NH, a_NF
@@ -83,7 +85,7 @@ def _up_kernel(
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     BIASED: tl.constexpr, LOW_RANK: tl.constexpr, SAVE_H: tl.constexpr, SAVE_A: tl.constexpr,
     MODE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP: tl.constexpr,
+    EVEN_K: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles x column tiles, or persistent. One tile: BM rows of h by BN columns."""
     BF: tl.constexpr = BN // 2 if GATED else BN
@@ -91,48 +93,24 @@ def _up_kernel(
     H = 2 * F if GATED else F
     row_tiles = tl.load(table_ptr)
     for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
-        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
-        e = tl.load(table_ptr + 1 + row_tile)
-        n = tl.load(table_ptr + 1 + M + row_tile) + tl.arange(0, BM)
-        end = tl.load(offsets_ptr + e + 1)
+        e, start, end, column_tile = rows_of_tile(
+            tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
+        )
+        n = start + tl.arange(0, BM)
         # Rows past the expert's end repeat its last row: no mask in the loop; none is stored.
         token = tl.load(row_ptr + tl.minimum(n, end - 1)) // K
         x_row = x_ptr + token.to(tl.int64)[:, None] * stride_x
         column, exists = pair_columns(column_tile, F, BN, GATED, INTERLEAVED)
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k0 in range(0, D, BK):
-            k = k0 + tl.arange(0, BK)
-            if EVEN_K:
-                x = tl.load(x_row + k[None, :])
-            else:
-                x = tl.load(x_row + k[None, :], mask=(k < D)[None, :], other=0.0)
-            if MODE == 0:
-                here = weight_pointers(
-                    w + e.to(tl.int64) * stride_we, stride_wo, stride_wi, column, k
-                )
-                weight = tl.load(here, mask=(k < D)[:, None] & exists[None, :], other=0.0)
-            elif MODE == 1:
-                weight = tl.reshape(
-                    w.load([e, 0, column_tile * (BF if SPLIT else BN), k0]), (BN, BK)
-                ).T
-            else:
-                weight = tl.reshape(
-                    w.load([e, k0, 0, column_tile * (BF if SPLIT else BN)]), (BK, BN)
-                )
-            acc = tl.dot(x, weight, acc, input_precision="ieee")
+        acc = multiply(
+            x_ptr, x_row, start, w, e, column_tile * (BF if SPLIT else BN), column, exists, D,
+            stride_we, stride_wo, stride_wi, False, MODE, EVEN_K, IN_RUNS, BM, BN, BK,
+        )  # fmt: skip
         n64 = n.to(tl.int64)[:, None]
         if LOW_RANK:
-            lb = lb_ptr + e.to(tl.int64) * stride_le
-            for r0 in range(0, R, BR):
-                r = r0 + tl.arange(0, BR)
-                u = tl.load(
-                    u_ptr + n64 * R + r[None, :],
-                    mask=(n < end)[:, None] & (r < R)[None, :],
-                    other=0.0,
-                )
-                here = weight_pointers(lb, stride_lo, stride_li, column, r)
-                factor = tl.load(here, mask=(r < R)[:, None] & exists[None, :], other=0.0)
-                acc = tl.dot(u, factor, acc, input_precision="ieee")
+            acc = multiply_low_rank(
+                acc, u_ptr, n, end, lb_ptr, e, column, exists, R, stride_le, stride_lo, stride_li,
+                BR,
+            )  # fmt: skip
         if BIASED:
             here = b_ptr + e.to(tl.int64) * stride_be + column * stride_bo
             acc += tl.load(here, mask=exists, other=0.0).to(tl.float32)[None, :]
