@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
@@ -24,37 +26,61 @@ import torch  # noqa: E402
 from bench_lib import child, rows, runner, table  # noqa: E402
 from bench_lib.measure import Settings  # noqa: E402
 from bench_lib.ops import OPS  # noqa: E402
+from bench_lib.presets import PRESETS  # noqa: E402
+from bench_lib.process import Timeout  # noqa: E402
 from bench_lib.rows import COMMIT, PASSES, Row, RowError  # noqa: E402
 from bench_lib.shapes import DTYPES, SHAPES  # noqa: E402
+from bench_lib.spec import Op  # noqa: E402
 
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def _rank(text: str) -> int | None:
     return None if text == "none" else int(text)
 
 
+def _add_common(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
+    sub.add_argument("--peers", type=Path, default=ROOT / ".peers" / "site", metavar="DIR")
+    sub.add_argument("--budget", type=float, default=180.0, help="seconds per impl and point")
+    sub.add_argument("--rep", type=float, metavar="MS", help="how long each timing measures")
+    sub.add_argument(
+        "--warm-jobs", type=int, default=0, metavar="N",
+        help="first compile everything in N processes at once; nothing is timed meanwhile",
+    )  # fmt: skip
+    sub.add_argument("--warm-limit", type=float, default=240.0, metavar="S", help="and no longer")
+    sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
+    sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
+
+
+def _add_op(commands: Any, op: Op) -> None:
+    sub = commands.add_parser(op.name, help=f"benchmark op {op.name}")
+    sub.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: the op's own")
+    sub.add_argument("--T", nargs="+", type=int, dest="tokens", help="tokens")
+    sub.add_argument("--passes", nargs="+", choices=PASSES)
+    sub.add_argument("--impls", nargs="+", choices=op.names())
+    sub.add_argument("--dtype", choices=DTYPES)
+    sub.add_argument("--R", nargs="+", type=_rank, dest="ranks", help="LoRA ranks, or none")
+    sub.add_argument("--out", type=Path, help=f"default: benchmarks/results/{op.name}.jsonl")
+    _add_common(sub)
+
+
 def parser() -> argparse.ArgumentParser:
-    """The command line: one sub-command per op, and ``table``."""
+    """The command line: one sub-command per op, ``all``, ``table``, ``chart`` and ``docs``."""
     top = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    commands = top.add_subparsers(dest="command", required=True, metavar="OP | table")
+    commands = top.add_subparsers(dest="command", required=True, metavar="OP | all | table")
     for op in OPS.values():
-        sub = commands.add_parser(op.name, help=f"benchmark op {op.name}")
-        sub.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: the op's own")
-        sub.add_argument("--T", nargs="+", type=int, dest="tokens", help="tokens")
-        sub.add_argument("--passes", nargs="+", choices=PASSES)
-        sub.add_argument("--impls", nargs="+", choices=op.names())
-        sub.add_argument("--dtype", choices=DTYPES)
-        sub.add_argument("--R", nargs="+", type=_rank, dest="ranks", help="LoRA ranks, or none")
-        sub.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if there is one")
-        sub.add_argument("--peers", type=Path, default=ROOT / ".peers" / "site", metavar="DIR")
-        sub.add_argument("--budget", type=float, default=180.0, help="seconds per impl and point")
-        sub.add_argument("--rep", type=float, metavar="MS", help="how long each timing measures")
-        sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
-        sub.add_argument("--out", type=Path, help=f"default: benchmarks/results/{op.name}.jsonl")
-        sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
+        _add_op(commands, op)
+    sub = commands.add_parser("all", help="a whole grid within one run")
+    sub.add_argument("--preset", choices=PRESETS, required=True)
+    sub.add_argument("--segments", nargs="+", metavar="NAME", help="only these parts of it")
+    sub.add_argument("--total", type=float, metavar="S", help="stop measuring after S seconds")
+    sub.add_argument("--warm-only", action="store_true", help="compile, measure nothing")
+    sub.add_argument("--out-dir", type=Path, default=RESULTS, help="one file per op goes here")
+    _add_common(sub)
     sub = commands.add_parser("table", help="rows of one run as a markdown table")
     sub.add_argument("file", type=Path)
     sub.add_argument("--run", help="default: the newest in the file")
@@ -79,41 +105,96 @@ def _describe(row: Row) -> str:
     where += "" if row["R"] is None else f" R={row['R']}"
     if "skipped" in row:
         return f"{where}: skipped, {row['skipped']}"
-    rate = "" if row["tflops"] is None else f" {row['tflops']:.1f} TFLOP/s"
-    return f"{where}: {row['median_ms']:.4g} ms{rate} rel_err {row['rel_err']:.1e}"
+    parts = [f"{row['median_ms']:.4g} ms"]
+    for name, unit in (
+        ("tflops", "TFLOP/s"),
+        ("moe_ms", "ms in MoE"),
+        ("tokens_per_s", "tokens/s"),
+    ):
+        if row.get(name) is not None:
+            parts.append(f"{row[name]:.1f} {unit}")
+    if row["rel_err"] is not None:
+        parts.append(f"rel_err {row['rel_err']:.1e}")
+    return f"{where}: {', '.join(parts)}"
 
 
-def bench(args: argparse.Namespace) -> None:
-    """Run one op and append its rows as they come.
-
-    Raises:
-        RowError: the commit is unknown or a row is not valid.
-    """
-    op = OPS[args.command]
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shapes, settings, out = args.shapes, Settings(), args.out
+def _device(args: argparse.Namespace) -> str:
     if args.dry_run:
-        device, shapes, settings = "cpu", ("tiny",), DRY_SETTINGS
-    elif out is None:
-        out = ROOT / "benchmarks" / "results" / f"{op.name}.jsonl"
+        return "cpu"
+    return args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
+    """The plan of one op; ``part`` has the grid's fields (a Segment, or the command line)."""
+    settings = DRY_SETTINGS if args.dry_run else Settings()
     if args.rep is not None:
         settings = dataclasses.replace(settings, rep_ms=args.rep)
-    plan = runner.Plan(
+    device, shapes, tokens = _device(args), part.shapes, part.tokens
+    if args.dry_run:
+        shapes, tokens = ("tiny",), SHAPES["tiny"].tokens
+    dtype = vars(args).get("dtype")
+    return runner.Plan(
         op=op,
-        impls=tuple(op.impl(name) for name in args.impls or op.names()),
-        points=runner.grid(op, device, shapes, args.tokens, args.passes, args.dtype, args.ranks),
+        impls=tuple(op.impl(name) for name in part.impls or op.names()),
+        points=runner.grid(op, device, shapes, tokens, part.passes, dtype, part.ranks),
         device=device,
         peers=args.peers.resolve(),
         budget_s=args.budget,
         settings=settings,
     )
+
+
+def _run(
+    args: argparse.Namespace, plans: list[runner.Plan], out: dict[str, Path], total_s: float | None
+) -> None:
+    """Warm up, measure, append every row as it comes to its op's file.
+
+    Raises:
+        RowError: the commit is unknown or a row is not valid.
+        Timeout: the time was over before the grid was.
+    """
+    started = time.monotonic()
+    deadline = None if total_s is None else started + total_s
     run, date = rows.new_run()
-    where = {"run": run, "date": date, "commit": _commit(args.commit), **rows.machine(device)}
-    for row in runner.execute(plan, where):
-        print(_describe(row), file=sys.stderr, flush=True)
-        if out is not None:
-            rows.append_rows(out, [row])
-    print(f"run {run}: {'nothing written (dry run)' if out is None else f'rows in {out}'}")
+    where = {"run": run, "date": date, "commit": _commit(args.commit)}
+    where |= rows.machine(plans[0].device)
+    if args.warm_jobs:
+        for line in runner.warm_up(run, plans, args.warm_jobs, args.warm_limit):
+            print(line, file=sys.stderr, flush=True)
+    if vars(args).get("warm_only"):
+        return
+    try:
+        for row in runner.execute(plans, where, deadline):
+            print(
+                f"{time.monotonic() - started:4.0f} s  {_describe(row)}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if row["op"] in out:
+                rows.append_rows(out[row["op"]], [row])
+    finally:
+        written = ", ".join(str(path) for path in dict.fromkeys(out.values()))
+        print(f"run {run}: {f'rows in {written}' if out else 'nothing written (dry run)'}")
+
+
+def bench(args: argparse.Namespace) -> None:
+    """Run one op. Raises as :func:`_run`."""
+    op = OPS[args.command]
+    out = args.out or (None if args.dry_run else RESULTS / f"{op.name}.jsonl")
+    _run(args, [_plan(args, op, args)], {} if out is None else {op.name: out}, None)
+
+
+def bench_all(args: argparse.Namespace) -> None:
+    """Run a preset. Raises as :func:`_run`, and RowError for an unknown segment."""
+    segments = PRESETS[args.preset]
+    unknown = set(args.segments or ()) - {segment.name for segment in segments}
+    if unknown:
+        known = ", ".join(segment.name for segment in segments)
+        raise RowError(f"no segment {min(unknown)!r} in {args.preset}; it has {known}")
+    chosen = [s for s in segments if args.segments is None or s.name in args.segments]
+    plans = [_plan(args, OPS[segment.op], segment) for segment in chosen]
+    out = {} if args.dry_run else {plan.op.name: plan.op.name for plan in plans}
+    _run(args, plans, {name: args.out_dir / f"{name}.jsonl" for name in out}, args.total)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,9 +206,11 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "table":
             chosen = table.of_run(rows.read_rows(args.file), args.run)
             print(table.markdown(chosen, args.over, args.show))
+        elif args.command == "all":
+            bench_all(args)
         else:
             bench(args)
-    except (RowError, OSError) as error:
+    except (RowError, Timeout, OSError) as error:
         print(f"bench.py: {error}", file=sys.stderr)
         return 1
     return 0

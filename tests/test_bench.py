@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from bench_lib import child, measure, moe_layer, rows, runner, table, timers  # noqa: E402
+from bench_lib import child, measure, moe_layer, process, rows, runner, table, timers  # noqa: E402
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.rows import RowError  # noqa: E402
 from bench_lib.shapes import Point  # noqa: E402
@@ -27,10 +27,16 @@ FIELDS = {
     "F", "E", "K", "T", "R", "dtype", "pass", "median_ms", "host_us", "tflops", "ceiling_tflops",
     "floor_ms", "saved_bytes", "peak_bytes", "rel_err", "bitwise",
 }  # fmt: skip
+MODEL_FIELDS = {"moe_ms", "tokens_per_s"}
 REQUIRED = {
+    "routing": {"torch", "torch_compile"},
+    "product_key": {"all_pairs_loop", "torch"},
+    "plan": set(),
     "experts": {"hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe"},
     "lora": {"peft", "axolotl_lora", "split_lora"},
     "decode": {"hf_batched_mm", "hf_grouped_mm"},
+    "model": {"peft"},
+    "signals": set(),
 }
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TINY = Point("tiny", 16, "fwd+bwd", "fp32")
@@ -42,11 +48,26 @@ def dry_run(op: str, out: Path | None, *more: str) -> int:
     return bench.main([op, "--dry-run", "--commit", COMMIT, *where, *more])
 
 
+class HereChild:
+    """What :class:`process.Child` does, in this process: starting one costs seconds."""
+
+    def __init__(self, run, op, device, tasks, settings, peers, warm):
+        self.op, self.tasks, self.settings = OPS[op], tasks, settings
+        self.device = torch.device(device)
+
+    def results(self, budget_s):
+        cache = child.Cache(self.op, self.device, self.settings)
+        for task in self.tasks:
+            yield child.perform(self.op, task, cache, self.settings)
+
+
 @pytest.fixture(scope="module")
 def dry_rows(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench")
-    for op in REQUIRED:
-        assert dry_run(op, out / f"{op}.jsonl") == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runner, "Child", HereChild)
+        for op in REQUIRED:
+            assert dry_run(op, out / f"{op}.jsonl") == 0
     return {
         op: [json.loads(line) for line in (out / f"{op}.jsonl").read_text().splitlines()]
         for op in REQUIRED
@@ -56,7 +77,7 @@ def dry_rows(tmp_path_factory):
 @pytest.mark.parametrize("op", REQUIRED)
 def test_dry_run_rows_hold_every_field(dry_rows, op):
     for row in dry_rows[op]:
-        assert set(row) - {"skipped"} == FIELDS
+        assert set(row) - {"skipped"} == FIELDS | (MODEL_FIELDS if op == "model" else set())
         assert rows.check_row(row) is row
         assert row["op"] == op
         assert row["commit"] == COMMIT
@@ -79,12 +100,22 @@ def test_required_peers_have_a_row_even_when_they_cannot_run(dry_rows, op):
             assert row["median_ms"] > 0
 
 
-@pytest.mark.parametrize("op", REQUIRED)
+@pytest.mark.parametrize("op", sorted(REQUIRED.keys() - {"model"}))
 def test_measured_rows_are_right_and_ours_repeat(dry_rows, op):
     for row in dry_rows[op]:
         if row["median_ms"] is not None:
-            assert 0 < row["rel_err"] < 1e-5
+            assert (0 if op == "plan" else 1e-9) <= row["rel_err"] < 1e-5
             assert row["bitwise"] is True
+
+
+def test_model_rows_are_of_one_model_and_share_its_loss(dry_rows):
+    unpatched, patched = dry_rows["model"]
+    assert (unpatched["impl"], patched["impl"]) == ("peft", "moe_patch")
+    assert unpatched["rel_err"] is None
+    assert patched["rel_err"] < 1e-5
+    for row in (unpatched, patched):
+        assert 0 < row["moe_ms"] < row["median_ms"]
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["T"] / row["median_ms"])
 
 
 def test_saved_bytes_of_our_experts_are_h_and_metadata(dry_rows):
@@ -224,7 +255,7 @@ def test_an_absent_peer_is_skipped_with_the_reason():
     op = OPS["experts"]
     absent = Impl("liger", lambda inputs, point: importlib.import_module("no_such_peer"))
     op = dataclasses.replace(op, impls=(absent,))
-    cache = child._Inputs(op, torch.device("cpu"))
+    cache = child.Cache(op, torch.device("cpu"), bench.DRY_SETTINGS)
     found = child.perform(op, child.Task("liger", TINY), cache, bench.DRY_SETTINGS)
     assert found == {"skipped": "not installed: No module named 'no_such_peer'"}
 
@@ -235,10 +266,11 @@ def fake_child(tmp_path, monkeypatch, code: str) -> runner.Plan:
         "import json, sys, time\n"
         "job = json.load(open(sys.argv[2]))\n"
         "out = open(job['results'], 'a')\n"
+        "sys.stdin.readline()\n"
         "def deliver(fields): print(json.dumps({'fields': fields}), file=out, flush=True)\n"
         f"names = [task['impl'] for task in job['tasks']]\n{code}\n"
     )
-    monkeypatch.setattr(runner, "SCRIPT", script)
+    monkeypatch.setattr(process, "SCRIPT", script)
     return runner.Plan(OPS["experts"], (), (TINY,), "cpu", None, 3.0, bench.DRY_SETTINGS)
 
 
@@ -253,7 +285,7 @@ def test_a_crash_costs_one_point_and_no_other(tmp_path, monkeypatch):
         "    if name == 'scattermoe': sys.exit('an illegal memory access')\n"
         "    deliver({'median_ms': 1.0, 'run': job['run']})",
     )
-    found = dict(runner.run_tasks(plan, "run-7", None, TASKS))
+    found = dict(runner.run_group("run-7", runner.Group(plan, None, tuple(TASKS))))
     assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0, "run": "run-7"}
     assert found[TASKS[1]] == {"skipped": "process ended with 1: an illegal memory access"}
 
@@ -267,7 +299,7 @@ def test_what_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch, peer):
         "    if name == 'scattermoe': time.sleep(60)\n"
         "    deliver({'median_ms': 1.0})",
     )
-    found = dict(runner.run_tasks(plan, "run-7", peer, TASKS))
+    found = dict(runner.run_group("run-7", runner.Group(plan, peer, tuple(TASKS))))
     assert found[TASKS[1]] == {"skipped": "took longer than 3 s"}
     assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0}
 
@@ -276,10 +308,10 @@ def test_peers_run_in_processes_of_their_own():
     op = OPS["experts"]
     plan = runner.Plan(op, op.impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
     shared, *alone = runner.groups(plan)
-    assert shared[0] is None
-    assert {task.impl for task in shared[1]} >= {child.BOUNDS, "moe_patch", "hf_grouped_mm"}
-    assert [impl.name for impl, _ in alone] == ["scattermoe", "sonicmoe", "liger"]
-    assert all({task.impl for task in tasks} == {impl.name} for impl, tasks in alone)
+    assert shared.peer is None
+    assert {task.impl for task in shared.tasks} >= {child.BOUNDS, "moe_patch", "hf_grouped_mm"}
+    assert [group.peer.name for group in alone] == ["scattermoe", "sonicmoe", "liger"]
+    assert all({task.impl for task in g.tasks} == {g.peer.name} for g in alone)
 
 
 def spoiled(leaf: str | None, factor: float):

@@ -1,14 +1,20 @@
 """The process that measures: reads a job, appends one JSON line per result, flushed at once.
 
+It imports what its job needs, then waits for its turn (a line on stdin) before it touches the
+device, so that the parent can start it while another process still measures.
+
 It stops at the first error that it does not expect (a crash of one implementation can leave the
 device unusable); the parent records it and starts another process with what is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,7 @@ import torch
 from bench_lib import measure
 from bench_lib.ops import OPS
 from bench_lib.shapes import Point
-from bench_lib.spec import Op
+from bench_lib.spec import Impl, Op, Program
 
 BOUNDS = "bounds"
 
@@ -32,7 +38,14 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a child is told. ``run`` is the id of the whole invocation, for messages and caches."""
+    """What a child is told.
+
+    Attributes:
+        run: the id of the whole invocation, for messages and caches.
+        op, device, tasks, settings: what to measure, where and how.
+        results: the file that takes a line per task.
+        warm: only run every task once, so that kernels are compiled and cached on disk.
+    """
 
     run: str
     op: str
@@ -40,6 +53,7 @@ class Job:
     tasks: tuple[Task, ...]
     settings: measure.Settings
     results: str
+    warm: bool = False
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -51,56 +65,105 @@ class Job:
         return cls(tasks=tasks, settings=measure.Settings(**raw.pop("settings")), **raw)
 
 
-class _Inputs:
-    """Inputs and reference of the newest sizes; both passes of a size share them."""
+class Cache:
+    """What neighbouring tasks share: inputs and reference of a size, the built program of both."""
 
-    def __init__(self, op: Op, device: torch.device) -> None:
+    def __init__(self, op: Op, device: torch.device, settings: measure.Settings) -> None:
         self.op, self.device = op, device
-        self.key: tuple | None = None
-        self.values: tuple[Any, Any] | None = None
+        self.bounds = measure.Bounds(op, device, settings)
+        self.size: tuple | None = None
+        self.inputs: Any = None
+        self.expected: Any = None
+        self.built: tuple[str, Program] | None = None
 
-    def at(self, point: Point) -> tuple[Any, Any]:
-        key = (point.shape, point.T, point.dtype, point.R)
-        if key != self.key or self.values is None:
-            self.values = None
-            _release(self.device)
-            inputs = self.op.make_inputs(point, self.device)
-            self.key, self.values = key, (inputs, self.op.reference(point, inputs))
-            _release(self.device)
-        return self.values
+    def load(self, point: Point, with_reference: bool = True) -> tuple[Any, Any]:
+        """(inputs, expected) of the point's size."""
+        size = (point.shape, point.T, point.dtype, point.R)
+        if size != self.size:
+            self.built = self.inputs = self.expected = None
+            release(self.device)
+            self.size, self.inputs = size, self.op.make_inputs(point, self.device)
+        if with_reference and self.expected is None:
+            self.expected = self.op.reference(point, self.inputs)
+            release(self.device)
+        return self.inputs, self.expected
+
+    def program(self, impl: Impl, point: Point) -> Program:
+        """The implementation on the inputs that are loaded."""
+        if self.built is None or self.built[0] != impl.name:
+            self.built = None
+            release(self.device)
+            self.built = impl.name, impl.build(self.inputs, point)
+        return self.built[1]
 
 
-def _release(device: torch.device) -> None:
+def release(device: torch.device) -> None:
+    """Memory that nothing refers to goes back to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def perform(op: Op, task: Task, cache: _Inputs, settings: measure.Settings) -> dict[str, Any]:
+def perform(op: Op, task: Task, cache: Cache, settings: measure.Settings) -> dict[str, Any]:
     """The fields that one task yields; ``skipped`` where a reason is known."""
     if task.impl == BOUNDS:
-        return measure.bounds(op, task.point, cache.device, settings)
+        return cache.bounds.at(task.point)
     impl = op.impl(task.impl)
     obstacle = impl.obstacle(task.point, cache.device)
     if obstacle is not None:
         return {"skipped": obstacle}
     try:
-        return measure.measure(op, impl, task.point, *cache.at(task.point), settings)
+        if op.measure is not None:
+            return op.measure(impl, task.point, cache.device, settings)
+        inputs, expected = cache.load(task.point)
+        program = cache.program(impl, task.point)
+        return measure.measure(op, impl, task.point, program, inputs, expected, settings)
     except ImportError as error:
         return {"skipped": f"not installed: {error}"}
     except torch.OutOfMemoryError as error:
+        cache.built = None
         return {"skipped": f"out of memory: {str(error).splitlines()[0]}"}
     except measure.WrongResultError as error:
         return {"skipped": f"wrong result: {error}"}
+
+
+def warm(op: Op, tasks: tuple[Task, ...], cache: Cache) -> None:
+    """Every task once. Where other processes leave too little memory, that task is not warmed."""
+    for task in tasks:
+        impl = op.impl(task.impl)
+        if impl.obstacle(task.point, cache.device) is not None:
+            continue
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if op.warm is not None:
+                op.warm(impl, task.point, cache.device)
+                continue
+            inputs, _ = cache.load(task.point, with_reference=False)
+            measure.run_pass(op, task.point, cache.program(impl, task.point), inputs.dout_TD)
+        cache.built = None
+    if cache.device.type == "cuda":
+        torch.cuda.synchronize(cache.device)
+
+
+def preload(op: Op, tasks: tuple[Task, ...]) -> None:
+    """Import ahead of the turn; what is absent is said when its task comes."""
+    for name in {task.impl for task in tasks} - {BOUNDS}:
+        for module in op.impl(name).modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
 
 
 def main(job_file: Path) -> None:
     """Do every task of a job in order."""
     job = Job.from_json(job_file.read_text(encoding="utf-8"))
     op, device = OPS[job.op], torch.device(job.device)
-    cache = _Inputs(op, device)
+    preload(op, job.tasks)
+    if not sys.stdin.readline():
+        return
+    cache = Cache(op, device, job.settings)
+    if job.warm:
+        warm(op, job.tasks, cache)
+        return
     with Path(job.results).open("a", encoding="utf-8") as results:
         for index, task in enumerate(job.tasks):
             fields = perform(op, task, cache, job.settings)
             print(json.dumps({"task": index, "fields": fields}), file=results, flush=True)
-            _release(device)

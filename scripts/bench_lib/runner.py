@@ -1,39 +1,30 @@
 """The parent: plans the grid, hands it to child processes, turns what they found into rows.
 
 It measures nothing itself. Everything that needs no third-party code shares one child, so that its
-rows are taken side by side; each peer gets a child of its own. Every implementation has a time
-budget per point. A child that dies or hangs costs the point it was at, which is recorded with the
-reason, and no other.
+rows are taken side by side; each peer gets a child of its own. One child measures at a time; the
+next one starts meanwhile, but only imports. Every implementation has a time budget per point. A
+child that dies or hangs costs the point it was at, which is recorded with the reason, and no other.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_lib.child import BOUNDS, Job, Task
+from bench_lib.child import BOUNDS, Task
 from bench_lib.measure import Settings
+from bench_lib.process import Child, Timeout
 from bench_lib.rows import Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
 
-SCRIPT = Path(__file__).resolve().parent.parent / "bench.py"
-POLL_S = 0.1
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one invocation runs.
+    """What one invocation runs of one op.
 
     Attributes:
         op: the op.
@@ -54,22 +45,38 @@ class Plan:
     settings: Settings
 
 
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tasks that share a process: of one peer, or (None) of everyone who is not a peer."""
+
+    plan: Plan
+    peer: Impl | None
+    tasks: tuple[Task, ...]
+
+    def start(self, run: str, tasks: Sequence[Task], *, warm: bool = False) -> Child:
+        """A process for some of the tasks."""
+        plan = self.plan
+        peers = plan.peers if self.peer else None
+        return Child(run, plan.op.name, plan.device, tuple(tasks), plan.settings, peers, warm)
+
+
 def grid(
     op: Op,
     device: str,
-    shapes: tuple[str, ...] | None,
-    tokens: tuple[int, ...] | None,
-    passes: tuple[str, ...] | None,
+    shapes: Sequence[str] | None,
+    tokens: Sequence[int] | None,
+    passes: Sequence[str] | None,
     dtype: str | None,
-    ranks: tuple[int | None, ...] | None,
+    ranks: Sequence[int | None] | None,
 ) -> tuple[Point, ...]:
     """The points of a run; None takes the op's or the shape's own default."""
     names = shapes or (("cpu_e64",) if device == "cpu" else op.shapes)
     return tuple(
-        Point(name, T, one_pass, dtype or SHAPES[name].dtype or op.dtype, R)
+        Point(name, T, one_pass, one_dtype, R)
         for name in names
         for T in tokens or SHAPES[name].tokens or op.tokens
         for R in ranks or op.ranks
+        for one_dtype in ([dtype] if dtype else op.dtypes_of(SHAPES[name]))
         for one_pass in passes or op.passes
     )
 
@@ -81,83 +88,42 @@ def known_obstacle(impl: Impl, device: str) -> str | None:
     return None
 
 
-def groups(plan: Plan) -> Iterator[tuple[Impl | None, list[Task]]]:
-    """Tasks that share a process: first all that is not a peer (None), then one group per peer."""
-    home = [impl for impl in plan.impls if not impl.peer]
-    shared = []
-    for point in plan.points:
-        shared.append(Task(BOUNDS, point))
-        shared += [Task(impl.name, point) for impl in home if impl.covers(point)]
-    yield None, shared
-    for impl in plan.impls:
-        if impl.peer and known_obstacle(impl, plan.device) is None:
-            yield impl, [Task(impl.name, point) for point in plan.points if impl.covers(point)]
+def groups(plan: Plan) -> Iterator[Group]:
+    """First all that is not a peer (with the bounds), then one group per peer.
+
+    Both passes of an implementation at a size come one after the other, since they share what they
+    are built from.
+    """
+    runnable = [impl for impl in plan.impls if known_obstacle(impl, plan.device) is None]
+    home = [impl for impl in runnable if not impl.peer]
+    shared: list[Task] = []
+    for size in dict.fromkeys(dataclasses.replace(point, passes="") for point in plan.points):
+        points = [p for p in plan.points if dataclasses.replace(p, passes="") == size]
+        shared += [Task(BOUNDS, point) for point in points]
+        shared += [Task(i.name, point) for i in home for point in points if i.covers(point)]
+    yield Group(plan, None, tuple(shared))
+    for impl in runnable:
+        tasks = tuple(Task(impl.name, point) for point in plan.points if impl.covers(point))
+        if impl.peer and tasks:
+            yield Group(plan, impl, tasks)
 
 
-def _environment(peers: Path | None) -> dict[str, str]:
-    env = dict(os.environ)
-    if peers is not None:
-        paths = [peers, peers / "nvidia_cutlass_dsl" / "python_packages"]
-        inherited = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
-        env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
-    return env
-
-
-def _read_results(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line)["fields"] for line in lines if line.endswith("\n")]
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no message"
-
-
-def _run_child(
-    plan: Plan, run: str, peer: Impl | None, tasks: list[Task], folder: Path
-) -> Iterator[dict[str, Any]]:
-    """Results of one process as they come; on a crash or a hang the last one says why."""
-    job_file, found_file, log_file = (folder / name for name in ("job", "found", "log"))
-    job = Job(run, plan.op.name, plan.device, tuple(tasks), plan.settings, str(found_file))
-    job_file.write_text(job.to_json(), encoding="utf-8")
-    with log_file.open("w", encoding="utf-8") as log:
-        child = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "child", str(job_file)],
-            stdout=log, stderr=subprocess.STDOUT, env=_environment(plan.peers if peer else None),
-            start_new_session=True,
-        )  # fmt: skip
-    done, since, alive = 0, time.monotonic(), True
-    try:
-        while alive:
-            alive = child.poll() is None
-            for fields in _read_results(found_file)[done:]:
-                done, since = done + 1, time.monotonic()
-                yield fields
-            if alive and time.monotonic() - since > plan.budget_s:
-                yield {"skipped": f"took longer than {plan.budget_s:.0f} s"}
-                return
-            time.sleep(POLL_S if alive else 0)
-    finally:
-        # The whole session: some peers compile in processes of their own.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    if done < len(tasks):
-        reason = _last_line(log_file.read_text(encoding="utf-8", errors="replace"))
-        yield {"skipped": f"process ended with {child.returncode}: {reason}"}
-
-
-def run_tasks(
-    plan: Plan, run: str, peer: Impl | None, tasks: list[Task]
+def run_group(
+    run: str, group: Group, child: Child | None = None
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
-    """Every task with what it yields, however many processes that takes."""
-    pending = list(tasks)
+    """Every task with what it yields, however many processes that takes.
+
+    Args:
+        run: the id of the invocation.
+        group: what to run.
+        child: a process started for the whole group already.
+    """
+    pending = list(group.tasks)
     while pending:
-        with tempfile.TemporaryDirectory(prefix=f"bench-{run}-") as folder:
-            for fields in _run_child(plan, run, peer, pending.copy(), Path(folder)):
-                yield pending.pop(0), fields
+        child = child or group.start(run, pending)
+        for fields in child.results(group.plan.budget_s):
+            yield pending.pop(0), fields
+        child = None
 
 
 def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, bounds: dict) -> Row:
@@ -179,29 +145,98 @@ def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, boun
         "peak_bytes": found.get("peak_bytes"), "rel_err": found.get("rel_err"),
         "bitwise": found.get("bitwise"),
     }  # fmt: skip
+    if plan.op.name == "model":
+        row |= {"moe_ms": found.get("moe_ms"), "tokens_per_s": found.get("tokens_per_s")}
     return check_row(row if skipped is None else row | {"skipped": skipped})
 
 
-def execute(plan: Plan, where: Row) -> Iterator[Row]:
-    """Run a plan.
+def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) -> Iterator[Row]:
+    """Run plans one after the other, within one run.
 
     Args:
-        plan: what to run.
+        plans: what to run, the most important first.
         where: the fields that all rows share (run, date, commit, card, versions).
+        deadline: ``time.monotonic()`` after which nothing more is measured.
 
     Yields:
         Every row as soon as it is known, skipped ones included.
+
+    Raises:
+        Timeout: the deadline passed; what was left is named, and has no rows.
     """
-    bounds: dict[Point, dict[str, Any]] = {}
-    for peer, tasks in groups(plan):
-        for task, found in run_tasks(plan, where["run"], peer, tasks):
-            if task.impl == BOUNDS:
-                bounds[task.point] = found
-            else:
-                impl = plan.op.impl(task.impl)
-                yield make_row(plan, where, impl, task.point, found, bounds[task.point])
+    run = where["run"]
+    todo = [group for plan in plans for group in groups(plan)]
+    child: Child | None = todo[0].start(run, todo[0].tasks) if todo else None
+    bounds: dict[tuple[str, Point], dict[str, Any]] = {}
+    try:
+        for index, group in enumerate(todo):
+            current, child = child, None
+            if index + 1 < len(todo):
+                child = todo[index + 1].start(run, todo[index + 1].tasks)
+            op = group.plan.op
+            for task, found in run_group(run, group, current):
+                if task.impl == BOUNDS:
+                    bounds[op.name, task.point] = found
+                else:
+                    known = bounds[op.name, task.point]
+                    yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
+                if deadline is not None and time.monotonic() > deadline:
+                    left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]
+                    raise Timeout(f"out of time; not finished: {', '.join(left)}")
+    finally:
+        if child is not None:
+            child.stop()
+    for plan in plans:
+        yield from obstructed(plan, where, bounds)
+
+
+def obstructed(
+    plan: Plan, where: Row, bounds: dict[tuple[str, Point], dict[str, Any]]
+) -> Iterator[Row]:
+    """Rows of what was not even started."""
     for impl in plan.impls:
         obstacle = known_obstacle(impl, plan.device)
         for point in plan.points if obstacle else ():
             if impl.covers(point):
-                yield make_row(plan, where, impl, point, {"skipped": obstacle}, bounds[point])
+                known = bounds[plan.op.name, point]
+                yield make_row(plan, where, impl, point, {"skipped": obstacle}, known)
+
+
+def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Iterator[str]:
+    """Compile ahead: each (op, implementation, shape) in a process of its own, ``jobs`` at once.
+
+    Kernel caches on disk are shared, so that the processes that measure find everything compiled.
+    Nothing is measured here; a process that fails or takes too long fails again where it is seen.
+
+    Yields:
+        A line of progress as each process ends.
+    """
+    waiting = [
+        Group(plan, impl if impl.peer else None, tuple(Task(impl.name, p) for p in points))
+        for plan in plans
+        for impl in plan.impls
+        if impl.compiles and known_obstacle(impl, plan.device) is None
+        for shape in dict.fromkeys(point.shape for point in plan.points)
+        if (points := [p for p in plan.points if p.shape == shape and impl.covers(p)])
+    ]
+    deadline = time.monotonic() + limit_s
+    running: list[tuple[Group, Child, float]] = []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            group = waiting.pop(0)
+            child = group.start(run, group.tasks, warm=True)
+            child.go()
+            running.append((group, child, time.monotonic()))
+        time.sleep(0.1)
+        late = time.monotonic() > deadline
+        for entry in [e for e in running if late or not e[1].alive()]:
+            running.remove(entry)
+            group, child, since = entry
+            status = child.stop()
+            first = group.tasks[0]
+            yield (
+                f"warm {group.plan.op.name} {first.impl} {first.point.shape}: "
+                f"{time.monotonic() - since:.0f} s, {status}"
+            )
+        if late:
+            return

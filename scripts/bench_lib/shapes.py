@@ -10,6 +10,9 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
+    # How weights are stored; everything else is in bf16.
+    "nf4": torch.bfloat16,
+    "fp8": torch.bfloat16,
 }
 
 
@@ -19,20 +22,39 @@ class Shape:
 
     Attributes:
         name: as it appears in rows.
-        D, F, E, K: hidden size, expert width, experts, top-k.
+        D, F, E, K: hidden size, expert width (both None where an op has none), experts, top-k.
         tokens, dtype: override the op's defaults where the shape is meant for one machine only.
     """
 
     name: str
-    D: int
-    F: int
+    D: int | None
+    F: int | None
     E: int
     K: int
     tokens: tuple[int, ...] | None = None
     dtype: str | None = None
 
 
+_ROUTING_SHAPES = (
+    Shape("E64_K8", None, None, 64, 8),
+    Shape("E128_K8", None, None, 128, 8),
+    Shape("E512_K10", None, None, 512, 10),
+    # DeepSeek-V3's groups; its router computes in fp32.
+    Shape("E256_K8_G8", None, None, 256, 8, dtype="fp32"),
+)
+_PRODUCT_KEY_SHAPES = tuple(
+    Shape(f"P{P}_K{K}", None, None, P * P, K) for P in (64, 128, 256) for K in (16, 32)
+)
+# Twelve layers of Qwen3-30B-A3B: sequences per step x their length, gradient checkpointing or not.
+_MODEL_SHAPES = tuple(
+    Shape(f"qwen3_30b_12L_{batch}{ckpt}", 2048, 768, 128, 8, tokens=(16384,))
+    for batch in ("4x4096", "1x16384")
+    for ckpt in ("", "_ckpt")
+)
 _SHAPES = (
+    *_ROUTING_SHAPES,
+    *_PRODUCT_KEY_SHAPES,
+    *_MODEL_SHAPES,
     Shape("qwen3_30b", 2048, 768, 128, 8),
     Shape("olmoe", 2048, 1024, 64, 8),
     Shape("mixtral", 4096, 14336, 8, 2),

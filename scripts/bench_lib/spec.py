@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_lib.shapes import Point
+from bench_lib.shapes import Point, Shape
 
 Grads = dict[str, Tensor]
 
@@ -41,6 +41,8 @@ class Impl:
         ours: repeated more often in the bitwise check.
         peer: third-party code from the peers folder, run in a process of its own.
         needs_cuda: not even tried elsewhere.
+        compiles: has kernels of its own that a warm-up compiles ahead.
+        modules: what its process imports before its turn on the device.
         obstacle: why it cannot run a point on a device, or None; known before it is tried.
         covers: whether a row for this point makes sense at all.
     """
@@ -50,6 +52,8 @@ class Impl:
     ours: bool = False
     peer: bool = False
     needs_cuda: bool = False
+    compiles: bool = False
+    modules: tuple[str, ...] = ()
     obstacle: Callable[[Point, torch.device], str | None] = lambda point, device: None
     covers: Callable[[Point], bool] = lambda point: True
 
@@ -69,13 +73,17 @@ class Work:
     matmuls: tuple[tuple[int, int, int, int], ...] = ()
 
 
+def _unused(*arguments: Any) -> Any:
+    raise NotImplementedError("an op without a measure of its own defines this")
+
+
 @dataclass(frozen=True)
 class Op:
     """One operation under test.
 
     Attributes:
         name: the sub-command and the file of the rows.
-        shapes, tokens, ranks, passes, dtype: the default grid.
+        shapes, tokens, ranks, passes, dtypes: the default grid.
         timer: "do_bench" (L2 flushed before each call) or "cudagraph" (small ops).
         grad: whether the forward pass records for backward. Training ops do, inference ops do not.
         impls: every contestant, in the order of the rows.
@@ -86,6 +94,9 @@ class Op:
         limits: highest relative error accepted, by dtype name.
         work: the least the op must do.
         input_bytes: bytes of the inputs, which every implementation holds.
+        measure: measures a whole row in the op's own way; the fields from make_inputs to limits
+            and input_bytes are unused then.
+        warm: compiles ahead what such a measure needs.
     """
 
     name: str
@@ -93,17 +104,23 @@ class Op:
     tokens: tuple[int, ...]
     ranks: tuple[int | None, ...]
     passes: tuple[str, ...]
-    dtype: str
+    dtypes: tuple[str, ...]
     timer: str
     grad: bool
     impls: tuple[Impl, ...]
     required: tuple[str, ...]
-    make_inputs: Callable[[Point, torch.device], Any]
-    reference: Callable[[Point, Any], Any]
-    compare: Callable[[Point, Any, Tensor, Grads], float]
-    limits: Mapping[str, float]
     work: Callable[[Point], Work]
-    input_bytes: Callable[[Point], int]
+    make_inputs: Callable[[Point, torch.device], Any] = _unused
+    reference: Callable[[Point, Any], Any] = _unused
+    compare: Callable[[Point, Any, Tensor, Grads], float] = _unused
+    limits: Mapping[str, float] = field(default_factory=dict)
+    input_bytes: Callable[[Point], int] = _unused
+    measure: Callable[[Impl, Point, torch.device, Any], dict[str, Any]] | None = None
+    warm: Callable[[Impl, Point, torch.device], None] | None = None
+
+    def dtypes_of(self, shape: Shape) -> tuple[str, ...]:
+        """The dtypes of a shape: its own, unless the dtype is what the op compares."""
+        return (shape.dtype,) if shape.dtype and len(self.dtypes) == 1 else self.dtypes
 
     def impl(self, name: str) -> Impl:
         """The contestant of that name.

@@ -12,7 +12,10 @@ from torch import Tensor
 
 Run = Callable[[], object]
 
+# Calls behind a median, whatever one costs.
+MIN_SAMPLES = 5
 HOST_REPEATS = 30
+HOST_LIMIT_S = 0.1
 CPU_WARMUP_S = 0.3
 CPU_MIN_RUNS = 5
 # The timer unrolls every call of the measured time into one graph.
@@ -23,7 +26,7 @@ def _cpu_median_ms(run: Run, rep_ms: float) -> float:
     """Median wall time; runs until ``rep_ms`` of measured time has passed, at least a few times."""
     started = time.perf_counter()
     run()
-    while time.perf_counter() - started < CPU_WARMUP_S:
+    while time.perf_counter() - started < min(CPU_WARMUP_S, rep_ms / 1e3):
         run()
     times: list[float] = []
     while len(times) < CPU_MIN_RUNS or sum(times) < rep_ms:
@@ -31,6 +34,14 @@ def _cpu_median_ms(run: Run, rep_ms: float) -> float:
         run()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def _one_ms(run: Run, device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - start)
 
 
 def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
@@ -50,22 +61,35 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
     if timer == "cudagraph":
         return testing.do_bench_cudagraph(run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median")
     if timer == "do_bench":
+        rep_ms = max(rep_ms, MIN_SAMPLES * _one_ms(run, device))
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
     raise ValueError(f"timer is {timer!r}; accepted: do_bench, cudagraph")
 
 
-def host_us(run: Run, device: torch.device) -> float | None:
-    """Median time until one eager call returns, in microseconds; None on a CPU (it is the time)."""
+def host_us_and_peak(
+    run: Run, input_bytes: int, device: torch.device
+) -> tuple[float | None, int | None]:
+    """(microseconds until one eager call returns, highest allocation during a call).
+
+    The time is the median of a few calls on an idle device. The allocation is counted as if only
+    the inputs had been there before. Both are None on a CPU, where the time is the call's own.
+    """
     if device.type == "cpu":
-        return None
-    times = []
-    for _ in range(HOST_REPEATS):
-        torch.cuda.synchronize(device)
+        return None, None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    returned: list[float] = []
+    started = time.perf_counter()
+    while len(returned) < MIN_SAMPLES or (
+        len(returned) < HOST_REPEATS and time.perf_counter() - started < HOST_LIMIT_S
+    ):
         start = time.perf_counter()
         run()
-        times.append(1e6 * (time.perf_counter() - start))
-    torch.cuda.synchronize(device)
-    return statistics.median(times)
+        returned.append(1e6 * (time.perf_counter() - start))
+        torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - allocated + input_bytes
+    return statistics.median(returned), peak
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: torch.device) -> int:
@@ -94,45 +118,24 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: tor
     return saved
 
 
-def peak_bytes(run: Run, input_bytes: int, device: torch.device) -> int | None:
-    """Highest allocation during one call, as if only the inputs had been there before it."""
-    if device.type == "cpu":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    run()
-    torch.cuda.synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before + input_bytes
-
-
-def copy_floor_ms(
-    moved_bytes: int, timer: str, device: torch.device, rep_ms: float
-) -> float | None:
+def copy_floor_ms(moved_bytes: int, timer: str, device: torch.device, rep_ms: float) -> float:
     """Time of one device copy that moves ``moved_bytes`` in all (half read, half written)."""
-    if device.type == "cpu":
-        return None
     source = torch.empty(max(1, moved_bytes // 2), dtype=torch.uint8, device=device)
     source.random_()
     target = torch.empty_like(source)
     return median_ms(lambda: target.copy_(source), timer, device, rep_ms)
 
 
-def matmul_ceiling_ms(
-    matmuls: tuple[tuple[int, int, int, int], ...],
+def matmul_ms(
+    product: tuple[int, int, int, int],
     dtype: torch.dtype,
     timer: str,
     device: torch.device,
     rep_ms: float,
-) -> float | None:
-    """Summed times of dense batched products (batch, m, k, n), each on its own random data."""
-    if device.type == "cpu" or not matmuls:
-        return None
-    total = 0.0
-    for batch, m, k, n in matmuls:
-        left = torch.randn(batch, m, k, device=device, dtype=dtype)
-        right = torch.randn(batch, k, n, device=device, dtype=dtype)
-        out = torch.empty(batch, m, n, device=device, dtype=dtype)
-        product = partial(torch.bmm, left, right, out=out)
-        total += median_ms(product, timer, device, rep_ms)
-    return total
+) -> float:
+    """Time of one dense batched product (batch, m, k, n) on random data."""
+    batch, m, k, n = product
+    left = torch.randn(batch, m, k, device=device, dtype=dtype)
+    right = torch.randn(batch, k, n, device=device, dtype=dtype)
+    out = torch.empty(batch, m, n, device=device, dtype=dtype)
+    return median_ms(partial(torch.bmm, left, right, out=out), timer, device, rep_ms)

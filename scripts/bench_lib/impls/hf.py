@@ -62,9 +62,13 @@ def batched_mm_obstacle(point: Point, device: torch.device) -> str | None:
     )
 
 
-HF_EAGER = Impl("hf_eager", partial(build, implementation="eager"))
-HF_GROUPED_MM = Impl("hf_grouped_mm", partial(build, implementation="grouped_mm"))
+MODULES = ("transformers.models.qwen3_moe.modeling_qwen3_moe",)
+HF_EAGER = Impl("hf_eager", partial(build, implementation="eager"), modules=MODULES)
+HF_GROUPED_MM = Impl("hf_grouped_mm", partial(build, implementation="grouped_mm"), modules=MODULES)
 HF_BATCHED_MM = Impl(
-    "hf_batched_mm", partial(build, implementation="batched_mm"), obstacle=batched_mm_obstacle
+    "hf_batched_mm",
+    partial(build, implementation="batched_mm"),
+    obstacle=batched_mm_obstacle,
+    modules=MODULES,
 )
 HF_IMPLS = (HF_EAGER, HF_GROUPED_MM, HF_BATCHED_MM)

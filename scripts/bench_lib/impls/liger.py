@@ -26,4 +26,7 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     return Program(partial(layer, inputs, LigerFusedMoEFunction.apply), inputs.leaves())
 
 
-LIGER = Impl("liger", build, peer=True, needs_cuda=True)
+LIGER = Impl(
+    "liger", build, peer=True, needs_cuda=True, compiles=True,
+    modules=("liger_kernel.ops.fused_moe",),
+)  # fmt: skip

@@ -8,6 +8,8 @@ from bench_lib.moe_layer import GLU, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
+MODULES = ("moe_patch.ops", "moe_patch.kernels.experts")
+
 
 def build(
     inputs: LayerInputs, point: Point, *, backend: str = "auto", recompute: bool = False
@@ -29,7 +31,7 @@ def _covers_adapters(point: Point) -> bool:
 
 
 EXPERTS_IMPLS = (
-    Impl("moe_patch", build, ours=True),
+    Impl("moe_patch", build, ours=True, compiles=True, modules=MODULES),
     Impl("moe_patch:torch", partial(build, backend="torch"), ours=True),
     Impl("moe_patch:recompute", partial(build, recompute=True), ours=True),
 )

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from bench_lib.impls.hf import experts_module
+from bench_lib.impls.hf import MODULES, experts_module
 from bench_lib.moe_layer import LORA_SCALING, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
@@ -69,4 +69,4 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     return Program(forward, {name: leaves[name] for name in inputs.trained}, canonical)
 
 
-PEFT = Impl("peft", build, covers=lambda point: point.R is not None)
+PEFT = Impl("peft", build, covers=lambda point: point.R is not None, modules=(*MODULES, "peft"))

@@ -37,4 +37,7 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     return Program(partial(layer, inputs, flatten_sort_count, parallel_linear), inputs.leaves())
 
 
-SCATTERMOE = Impl("scattermoe", build, peer=True, needs_cuda=True)
+SCATTERMOE = Impl(
+    "scattermoe", build, peer=True, needs_cuda=True, compiles=True,
+    modules=("axolotl.integrations.kernels.libs.scattermoe_lora.parallel_experts",),
+)  # fmt: skip

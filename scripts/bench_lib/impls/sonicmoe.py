@@ -51,4 +51,7 @@ def obstacle(point: Point, device: torch.device) -> str | None:
     return None if major >= 9 else f"needs compute capability 9.0, the device has {major}.{minor}"
 
 
-SONICMOE = Impl("sonicmoe", build, peer=True, needs_cuda=True, obstacle=obstacle)
+SONICMOE = Impl(
+    "sonicmoe", build, peer=True, needs_cuda=True, compiles=True, modules=("sonicmoe",),
+    obstacle=obstacle,
+)  # fmt: skip

@@ -3,5 +3,10 @@
 from bench_lib.ops.decode import DECODE
 from bench_lib.ops.experts import EXPERTS
 from bench_lib.ops.lora import LORA
+from bench_lib.ops.model import MODEL
+from bench_lib.ops.plan import PLAN
+from bench_lib.ops.product_key import PRODUCT_KEY
+from bench_lib.ops.routing import ROUTING
+from bench_lib.ops.signals import SIGNALS
 
-OPS = {op.name: op for op in (EXPERTS, LORA, DECODE)}
+OPS = {op.name: op for op in (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, DECODE, MODEL, SIGNALS)}

@@ -74,14 +74,16 @@ PRODUCT_KEY = Op(
     tokens=(1024, 32768),
     ranks=(None,),
     passes=("fwd", "fwd+bwd"),
-    dtype="bf16",
+    dtypes=("bf16",),
     timer="cudagraph",
     grad=True,
     impls=(
-        Impl("moe_patch", partial(build, triton=True), ours=True, needs_cuda=True),
+        Impl(
+            "moe_patch", partial(build, triton=True), ours=True, needs_cuda=True, compiles=True,
+        ),
         Impl("torch", partial(build, triton=False)),
         Impl(
-            "all_pairs_loop", build_all_pairs, needs_cuda=True,
+            "all_pairs_loop", build_all_pairs, needs_cuda=True, compiles=True,
             covers=lambda point: not point.backward,
         ),
     ),

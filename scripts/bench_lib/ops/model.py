@@ -1,0 +1,127 @@
+"""Op ``model``: one LoRA training step of twelve layers of Qwen3-30B-A3B, HF Trainer around it.
+
+Unpatched with PEFT (``peft``) and patched stand side by side on the very same model object. A row's
+``rel_err`` is the distance of the first loss from the unpatched model's.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from bench_lib.measure import Settings, WrongResultError
+from bench_lib.shapes import SHAPES, Point
+from bench_lib.spec import Impl, Op, Program, Work
+
+LIMITS = {"bf16": 2e-2, "fp32": 1e-5}
+PATCHED = "moe_patch"
+MODULES = (
+    "transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft", "moe_patch",
+    "accelerate",
+)  # fmt: skip
+
+
+def layout(shape: str) -> tuple[int, int, bool]:
+    """(sequences, their length, gradient checkpointing) from a shape's name."""
+    if shape == "tiny":
+        return 2, 8, False
+    *_, batch, last = shape.removesuffix("_ckpt").replace("x", "_").split("_")
+    return int(batch), int(last), shape.endswith("_ckpt")
+
+
+class _State:
+    """The model and the unpatched losses: built once, shared by every row of the process."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.first_loss: dict[str, float] = {}
+
+    def model_on(self, point: Point, device: torch.device) -> Any:
+        from bench_lib import training
+
+        if self.model is None:
+            layers = 2 if point.shape == "tiny" else training.LAYERS
+            self.model = training.build_model(point.sizes, device, layers)
+        return self.model
+
+
+_STATE = _State()
+
+
+def _train(impl: Impl, point: Point, device: torch.device) -> Any:
+    from bench_lib import training
+    from moe_patch import patch_model, unpatch_model
+
+    model = _STATE.model_on(point, device)
+    training.reset_adapters(model)
+    batch, length, checkpointing = layout(point.shape)
+    if impl.name != PATCHED:
+        return training.train(model, batch, length, checkpointing, device)
+    patch_model(model)
+    try:
+        return training.train(model, batch, length, checkpointing, device)
+    finally:
+        unpatch_model(model)
+
+
+def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) -> dict[str, Any]:
+    """One row.
+
+    Raises:
+        WrongResultError: the patched model's first loss is another one.
+    """
+    # A training that ran out of memory leaves cycles.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    steps = _train(impl, point, device)
+    error = None
+    if impl.name != PATCHED:
+        _STATE.first_loss[point.shape] = steps.first_loss
+    elif point.shape in _STATE.first_loss:
+        expected = _STATE.first_loss[point.shape]
+        error = abs(steps.first_loss - expected) / abs(expected)
+        if not error <= LIMITS[point.dtype]:
+            raise WrongResultError(f"loss {steps.first_loss} patched, {expected} unpatched")
+    return {**steps.fields(point.T), "rel_err": error}
+
+
+def warm(impl: Impl, point: Point, device: torch.device) -> None:
+    """One layer with a small vocabulary: the kernels are those of the slice."""
+    from bench_lib import training
+    from moe_patch import patch_model
+
+    batch, length, _ = layout(point.shape)
+    model = training.build_model(SHAPES[point.shape], device, layers=1, vocab=64)
+    patch_model(model)
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+def _not_a_layer(inputs: Any, point: Point) -> Program:
+    raise NotImplementedError("op model measures whole trainings")
+
+
+MODEL = Op(
+    name="model",
+    shapes=tuple(
+        f"qwen3_30b_12L_{batch}{ckpt}" for batch in ("4x4096", "1x16384") for ckpt in ("", "_ckpt")
+    ),
+    tokens=(16384,),
+    ranks=(16,),
+    passes=("fwd+bwd",),
+    dtypes=("bf16",),
+    timer="steps",
+    grad=True,
+    impls=(
+        Impl("peft", _not_a_layer, modules=MODULES),
+        Impl(PATCHED, _not_a_layer, ours=True, compiles=True, modules=MODULES),
+    ),
+    required=("peft",),
+    work=lambda point: Work(None, 0),
+    measure=measure,
+    warm=warm,
+)

@@ -1,0 +1,52 @@
+"""Grids by name: what ``bench.py all --preset NAME`` runs, the most important first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of an op's grid; None takes the op's own. Rows of one segment stand side by side.
+
+    Attributes:
+        name: what ``--segments`` calls it.
+        op: the op.
+        impls, shapes, tokens, passes, ranks: the part of the grid.
+    """
+
+    name: str
+    op: str
+    impls: tuple[str, ...] | None = None
+    shapes: tuple[str, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    passes: tuple[str, ...] | None = None
+    ranks: tuple[int | None, ...] | None = None
+
+
+_EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe")
+_LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
+_SMALL, _LARGE = ("qwen3_30b", "olmoe"), ("mixtral", "glm45_air", "dsv3_e64")
+
+PRESETS = {
+    "quick": (
+        Segment("experts", "experts", _EXPERTS, ("qwen3_30b",), (4096, 32768)),
+        Segment("lora", "lora", _LORA, ("qwen3_30b",), (16384,), ranks=(16,)),
+        Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 8, 64)),
+    ),
+    "h100": (
+        Segment("experts", "experts", _EXPERTS, _SMALL),
+        Segment("lora", "lora", _LORA, _SMALL),
+        Segment("experts_large", "experts", _EXPERTS, _LARGE),
+        Segment("lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,)),
+        Segment("model", "model"),
+        Segment("decode", "decode", shapes=("qwen3_30b",)),
+        Segment("signals", "signals", passes=("fwd+bwd",)),
+        Segment("routing", "routing", tokens=(1, 64, 32768)),
+        Segment("product_key", "product_key"),
+        Segment("plan", "plan"),
+        Segment(
+            "recompute", "experts", ("moe_patch", "moe_patch:recompute"), ("qwen3_30b",), (16384,)
+        ),
+    ),
+}

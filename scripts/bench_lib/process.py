@@ -1,0 +1,123 @@
+"""One child process: start, hand it the device, read what it finds, stop it with all it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench_lib.child import Job, Task
+from bench_lib.measure import Settings
+
+SCRIPT = Path(__file__).resolve().parent.parent / "bench.py"
+POLL_S = 0.1
+
+
+class Timeout(RuntimeError):
+    """The time for the whole run is over."""
+
+
+def _environment(peers: Path | None) -> dict[str, str]:
+    env = dict(os.environ)
+    if peers is not None:
+        paths = [peers, peers / "nvidia_cutlass_dsl" / "python_packages"]
+        inherited = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
+        env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
+    return env
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no message"
+
+
+class Child:
+    """A process for a list of tasks. It imports at once and measures after :meth:`go`."""
+
+    def __init__(
+        self,
+        run: str,
+        op: str,
+        device: str,
+        tasks: tuple[Task, ...],
+        settings: Settings,
+        peers: Path | None,
+        warm: bool = False,
+    ) -> None:
+        self.tasks = tasks
+        self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{run}-")
+        job_file, self._found, self._log = (
+            Path(self._folder.name) / name for name in ("job", "found", "log")
+        )
+        job = Job(run, op, device, tasks, settings, str(self._found), warm)
+        job_file.write_text(job.to_json(), encoding="utf-8")
+        with self._log.open("w", encoding="utf-8") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(SCRIPT), "child", str(job_file)],
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+                env=_environment(peers), start_new_session=True, text=True,
+            )  # fmt: skip
+
+    def go(self) -> None:
+        """Hand over the device."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("go\n")
+            self._process.stdin.close()
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def _new_results(self, done: int) -> list[dict[str, Any]]:
+        if not self._found.exists():
+            return []
+        lines = self._found.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line)["fields"] for line in lines[done:] if line.endswith("\n")]
+
+    def results(self, budget_s: float) -> Iterator[dict[str, Any]]:
+        """Results as they come; after a crash or a hang the last one says why."""
+        self.go()
+        done, since, alive = 0, time.monotonic(), True
+        try:
+            while alive:
+                alive = self.alive()
+                for fields in self._new_results(done):
+                    done, since = done + 1, time.monotonic()
+                    yield fields
+                if alive and time.monotonic() - since > budget_s:
+                    yield {"skipped": f"took longer than {budget_s:.0f} s"}
+                    return
+                time.sleep(POLL_S if alive else 0)
+            if done < len(self.tasks):
+                status = self._process.returncode
+                yield {"skipped": f"process ended with {status}: {self.last_line()}"}
+        finally:
+            self.stop()
+
+    def last_line(self) -> str:
+        """The end of what it printed."""
+        return _last_line(self._log.read_text(encoding="utf-8", errors="replace"))
+
+    def stop(self) -> str:
+        """End it, with the processes that it started (some peers compile in their own).
+
+        Returns:
+            "done", or how it ended.
+        """
+        status = self._process.poll()
+        ended = "stopped" if status is None else "done" if status == 0 else self.last_line()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if not self._process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        self._folder.cleanup()
+        return ended

@@ -1,0 +1,170 @@
+"""A slice of Qwen3-30B-A3B with PEFT adapters, trained by HF Trainer: what op ``model`` times."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench_lib.meter import Meter
+from bench_lib.shapes import Shape
+
+LAYERS = 12
+RANK = 16
+WARM_STEPS = 2
+STEPS = 4
+SEED = 2026
+INIT_STD = 0.02
+# What the small sizes of a dry run change.
+TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+
+
+def build_model(shape: Shape, device: torch.device, layers: int, vocab: int | None = None) -> Any:
+    """The model with adapters on attention and experts, random weights, made where it runs."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers.initialization import no_init_weights
+
+    from moe_patch import lora_targets
+
+    tiny = shape.name == "tiny"
+    sizes: dict[str, Any] = TINY if tiny else {
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(
+        hidden_size=shape.D, moe_intermediate_size=shape.F, num_experts=shape.E,
+        num_experts_per_tok=shape.K, num_hidden_layers=layers, norm_topk_prob=True,
+        intermediate_size=3 * shape.D, max_position_embeddings=40960, use_cache=False,
+        **(sizes | ({} if vocab is None else {"vocab_size": vocab})),
+    )  # fmt: skip
+    dtype = torch.float32 if tiny else torch.bfloat16
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    generator = torch.Generator(device).manual_seed(SEED)
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.data.fill_(1.0)
+        else:
+            weight.data.normal_(std=INIT_STD, generator=generator)
+    targets = lora_targets(model, router=False, shared=False)
+    return get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, **targets))
+
+
+def reset_adapters(model: nn.Module) -> None:
+    """Both factors random and the same every time: a zero B would hide an adapter that is lost."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            generator = torch.Generator(parameter.device).manual_seed(SEED)
+            parameter.data.normal_(std=INIT_STD, generator=generator)
+            parameter.grad = None
+
+
+class RandomTokens(torch.utils.data.Dataset):
+    """Sequences of random tokens; the same for everyone."""
+
+    def __init__(self, count: int, length: int, vocab: int) -> None:
+        generator = torch.Generator().manual_seed(SEED)
+        self.ids = torch.randint(vocab, (count, length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+@dataclass
+class Steps:
+    """What a training measured.
+
+    Attributes:
+        step_ms, moe_ms: per measured step.
+        first_loss: the loss before the first update.
+        peak_bytes: highest allocation of the measured steps, or None.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    moe_ms: list[float] = field(default_factory=list)
+    first_loss: float = float("nan")
+    peak_bytes: int | None = None
+
+    def fields(self, tokens: int) -> dict[str, Any]:
+        """As a row has them."""
+        step_ms = statistics.median(self.step_ms)
+        return {
+            "median_ms": step_ms,
+            "moe_ms": statistics.median(self.moe_ms),
+            "tokens_per_s": 1e3 * tokens / step_ms,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def blocks_and_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The MoE blocks of the slice and the decoder layers around them."""
+    layers = list(model.get_base_model().model.layers)
+    return [layer.mlp for layer in layers], layers
+
+
+def train(model: Any, batch: int, length: int, checkpointing: bool, device: torch.device) -> Steps:
+    """A few Trainer steps: forward, backward, clipping and AdamW, timed from outside."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    found = Steps()
+    on_cuda = device.type == "cuda"
+    meter = Meter(*blocks_and_layers(model), device)
+
+    def synchronize() -> float:
+        if on_cuda:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    class Clock(TrainerCallback):
+        started = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == WARM_STEPS and on_cuda:
+                torch.cuda.reset_peak_memory_stats(device)
+            self.started = synchronize()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            step_ms, moe_ms = 1e3 * (synchronize() - self.started), meter.take_ms()
+            if state.global_step > WARM_STEPS:
+                found.step_ms.append(step_ms)
+                found.moe_ms.append(moe_ms)
+
+    class FirstLoss(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            loss = super().training_step(*args, **kwargs)
+            if self.state.global_step == 0:
+                found.first_loss = loss.item()
+            return loss
+
+    steps = WARM_STEPS + STEPS
+    vocab = model.config.vocab_size
+    with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=steps, per_device_train_batch_size=batch,
+            gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            bf16=on_cuda, use_cpu=not on_cuda, seed=SEED, report_to="none", save_strategy="no",
+            logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=on_cuda,
+        )  # fmt: skip
+        trainer = FirstLoss(
+            model, arguments, train_dataset=RandomTokens(steps * batch, length, vocab),
+            callbacks=[Clock()],
+        )  # fmt: skip
+        try:
+            trainer.train()
+        finally:
+            meter.remove()
+            model.zero_grad(set_to_none=True)
+            model.gradient_checkpointing_disable()
+            trainer.accelerator.free_memory()
+    if on_cuda:
+        found.peak_bytes = torch.cuda.max_memory_allocated(device)
+    return found
