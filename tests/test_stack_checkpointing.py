@@ -70,6 +70,15 @@ def train(model, batch, steps=STEPS):
     return calls, torch.stack(losses), gradients
 
 
+def recomputed_ids(calls):
+    """Of each router in one step: its ids in the forward and in the recompute."""
+    ids = {}
+    for router, ids_TK in calls:
+        ids.setdefault(id(router), []).append(ids_TK)
+    assert [len(each) for each in ids.values()] == [2, 2], "nothing was recomputed"
+    return ids.values()
+
+
 def assert_ties(ids_TK):
     """The four-fold ties decide: the two lowest of the experts with the best score."""
     assert (ids_TK.sort(-1).values % 2 == ids_TK.sort(-1).values[:, :1] % 2).all()
@@ -87,11 +96,7 @@ def test_twenty_steps_with_exact_ties_change_no_bit(name, reentrant):
     ours.enable_input_require_grads()
     calls, found, ours_gradients = train(ours, batch)
     for step in calls:
-        ids = {}
-        for router, ids_TK in step:
-            ids.setdefault(id(router), []).append(ids_TK)
-        assert [len(each) for each in ids.values()] == [2, 2], "nothing was recomputed"
-        for forward, recompute in ids.values():
+        for forward, recompute in recomputed_ids(step):
             assert torch.equal(forward, recompute)
     if name != "deepseek_v3":
         assert_ties(calls[0][0][1])

@@ -1,0 +1,184 @@
+"""On a CUDA device: inductor, generate with and without compiled decoding, CUDA graphs.
+
+The same on CPU is in test_stack_compile.py and test_stack_generate.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.generation import CompileConfig
+
+from moe_patch import patch_model, patch_report, unpatch_model
+from tests import tiny_models
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.test_gpu_stacks import assert_ours, batch_for, build
+from tests.test_stack_compile import step
+from tests.test_stack_generate import NEW, WAYS
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
+OURS = ("_up_kernel", "_combine_kernel")
+DECODE = {
+    "do_sample": False,
+    "cache_implementation": "static",
+    "compile_config": CompileConfig(fullgraph=True, mode="reduce-overhead"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_waiting():
+    """Whatever makes the host wait for the device is an error, from ``with no_waiting():`` on."""
+
+    class Watch:
+        def __enter__(self):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
+
+    return Watch()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_block_under_inductor(name, no_waiting):
+    """One graph, forward and backward; two compilations for six T; then no host sync."""
+    block = tiny_models.blocks(patch_model(build(name)))[0][1]
+    parameters = [p for p in block.parameters() if p.requires_grad]
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(block, backend=counter, fullgraph=True)
+    for tokens in (7, 12, 3, 31, 16, 5):
+        x = tiny_models.hidden(block, 1, tokens)
+        pairs = zip(step(compiled, x, parameters), step(block, x, parameters), strict=True)
+        for found, wanted in pairs:
+            assert_close(found, wanted, FP32)
+    assert counter.frame_count <= 2
+    for each in (compiled, block):
+        with no_waiting:
+            step(each, x, parameters)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("qwen3_moe", "patch first"),
+        ("qwen3_moe", "compile first"),
+        ("gpt_oss", "patch first"),
+    ],
+)
+def test_a_whole_model_under_inductor(name, order):
+    over = {"output_router_logits": False, "num_hidden_layers": 1}
+    if name == "gpt_oss":
+        over["layer_types"] = ["full_attention"]
+    model = build(name, **over)
+    batch = batch_for(model)
+    if order == "patch first":
+        patch_model(model)
+    compiled = torch.compile(model, fullgraph=True)
+    if order == "compile first":
+        patch_model(compiled)
+    assert_ours(compiled)
+    runs = []
+    for each in (compiled, model):
+        model.zero_grad(set_to_none=True)
+        loss = each(**batch).loss
+        loss.backward()
+        runs.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for found, wanted in zip(*runs, strict=True):
+        assert_close(found, wanted, FP32)
+
+
+def decoder(name, dtype=torch.float32):
+    over = {} if name == "deepseek_v3" else {"output_router_logits": False}
+    model = build(name, dtype, **over).eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    return model
+
+
+def generate(model, **options):
+    torch.manual_seed(7)
+    ids = batch_for(model)["input_ids"]
+    return model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **options)
+
+
+def kernels(call):
+    """How often each kernel ran on the device during a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key: event.count for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tokens_equal_the_unpatched_models(name, way):
+    """fp32; every step of every layer runs our kernels, and the setting stays."""
+    model = decoder(name)
+    options = WAYS[way] | {"disable_compile": True}
+    expected, setting = generate(model, **options), model.get_experts_implementation()
+    patch_model(model)
+    assert_ours(model)
+    assert torch.equal(generate(model, **options), expected)
+    ran = kernels(lambda: generate(model, **options))
+    assert {key: ran.get(key) for key in OURS} == dict.fromkeys(OURS, 2 * NEW)
+    assert not [key for key in ran if "grouped" in key.lower()]
+    assert model.get_experts_implementation() == setting
+    unpatch_model(model)
+    assert torch.equal(generate(model, **options), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_decoding(name):
+    """generate compiles its decode step into CUDA graphs; our kernels are inside."""
+    model = decoder(name)
+    expected = generate(model, **WAYS["static cache"], disable_compile=True)
+    setting = model.get_experts_implementation()
+    patch_model(model)
+    for _ in range(3):
+        assert torch.equal(generate(model, **DECODE), expected)
+    ran = kernels(lambda: generate(model, **DECODE))
+    assert {key: ran.get(key) for key in OURS} == dict.fromkeys(OURS, 2 * NEW)
+    assert model.get_experts_implementation() == setting
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_captured_block_routes_anew(name, dtype, tokens):
+    """Parameters need gradients; every replay equals the eager call on its own input."""
+    model = patch_model(build(name, dtype))
+    block = tiny_models.blocks(model)[0][1]
+    assert all(p.requires_grad for p in block.parameters())
+    static = torch.randn(1, tokens, tiny_models.SIZES["hidden_size"], device=DEVICE, dtype=dtype)
+    first = lambda out: out[0] if isinstance(out, tuple) else out  # noqa: E731
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                block(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = first(block(static))
+        for _ in range(6):
+            fresh = torch.randn_like(static)
+            static.copy_(fresh)
+            graph.replay()
+            assert_bits(out, first(block(fresh)))
+
+
+def test_a_report_of_a_compiled_model_names_what_runs():
+    model = torch.compile(patch_model(build("qwen3_moe")))
+    assert {row.experts_backend for row in patch_report(model)} == {"triton"}
