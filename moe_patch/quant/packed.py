@@ -82,31 +82,44 @@ class PackedWeight:
         return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
 
 
-def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> PackedWeight:
-    """Quantise a weight [E, rows, columns], as stored, onto a device.
+def check_packable(weight: Tensor, storage: str, where: str) -> None:
+    """Refuse what cannot be stored so.
+
+    Args:
+        weight: [E, rows, columns], as stored.
+        storage: one of :data:`STORAGES`.
+        where: names the parameter in errors.
 
     Raises:
-        UnsupportedModelError: the storage is unknown or the weight's shape or dtype is not for it;
-            ``where`` names the parameter.
+        UnsupportedModelError: the storage is unknown or the weight's shape or dtype is not for it.
     """
+    if storage not in STORAGES:
+        raise UnsupportedModelError(
+            f"{where}: unknown storage {storage!r}; accepted: {', '.join(STORAGES)}"
+        )
     if weight.dim() != 3 or not weight.is_floating_point() or weight.dtype.itemsize < 2:
         raise UnsupportedModelError(
             f"{where}: cannot be quantised: {weight.dim()}-D {weight.dtype}; accepted: 3-D bf16, "
             "fp16 or fp32 expert weights"
         )
+    if storage == "nf4" and weight.shape[-1] % nf4.BLOCK:
+        raise UnsupportedModelError(
+            f"{where}: nf4 needs rows of a multiple of {nf4.BLOCK} values, found "
+            f"{weight.shape[-1]}; use fp8 or leave the experts as they are"
+        )
+
+
+def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> PackedWeight:
+    """Quantise a weight [E, rows, columns], as stored, onto a device.
+
+    Raises:
+        UnsupportedModelError: as :func:`check_packable`.
+    """
+    check_packable(weight, storage, where)
     scales: tuple[Tensor, ...]
     if storage == "nf4":
-        if weight.shape[-1] % nf4.BLOCK:
-            raise UnsupportedModelError(
-                f"{where}: nf4 needs rows of a multiple of {nf4.BLOCK} values, found "
-                f"{weight.shape[-1]}; use fp8 or leave the experts as they are"
-            )
         packed, scales = nf4.quantize(weight, device)
-    elif storage == "fp8":
+    else:
         packed, scale_inv = fp8.quantize(weight, device)
         scales = (scale_inv,)
-    else:
-        raise UnsupportedModelError(
-            f"{where}: unknown storage {storage!r}; accepted: {', '.join(STORAGES)}"
-        )
     return PackedWeight(storage, packed, tuple(scales), weight.dtype)

@@ -71,7 +71,7 @@ class QuantTensor(Tensor):
         return QuantTensor(PackedWeight(context[0], inner["packed"], scales, context[1]))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         handler = _HANDLERS.get(func)

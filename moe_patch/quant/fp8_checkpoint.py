@@ -1,0 +1,67 @@
+"""The experts of FP8 checkpoints, as transformers loads them: taken over without a conversion."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.experts_module import layout_of
+from moe_patch.quant import fp8, state
+from moe_patch.quant.packed import PackedWeight
+from moe_patch.quant.tensor import QuantTensor, parameter
+
+
+def adopt(model: nn.Module) -> int:
+    """Put the family's own experts module in the place of each of transformers' FP8Experts.
+
+    The new module's parameters hold the old one's bytes and scales. Returns how many there were.
+
+    Raises:
+        UnsupportedModelError: an FP8Experts module whose scales are not those of 128 x 128 blocks,
+            or whose family reads weights in another layout.
+    """
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    todo = [
+        (block, block.block, found)
+        for block in discover(model)
+        if block.block is not None
+        and type(found := block.block._modules.get("experts")) is FP8Experts
+    ]
+    made = [_own_experts(*one) for one in todo]
+    for (_, holder, _), experts in zip(todo, made, strict=True):
+        holder.experts = experts
+    return len(made)
+
+
+def _own_experts(block: FoundBlock, holder: nn.Module, found: Any) -> nn.Module:
+    where = f"{block.path}.experts ({type(found).__name__})"
+    module = importlib.import_module(type(holder).__module__)
+    with torch.device("meta"):
+        experts = getattr(module, str(block.spec.experts))(found.config)
+    layout = layout_of(experts, block.spec)
+    if layout.is_transposed or layout.has_bias or not layout.is_concatenated:
+        raise UnsupportedModelError(
+            f"{where}: its family reads weights in another layout than FP8Experts stores; leave "
+            "such a model to transformers"
+        )
+    dtype = found.config.dtype or torch.get_default_dtype()
+    for name in (layout.up_name, "down_proj"):
+        values, scales = getattr(found, name).data, getattr(found, f"{name}_scale_inv").data
+        E, rows, columns = values.shape
+        expected = (E, -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
+        if values.dtype != fp8.DTYPE or scales.dtype != torch.float32 or scales.shape != expected:
+            raise UnsupportedModelError(
+                f"{where}: {name} is stored in {values.dtype} with scales {scales.dtype} "
+                f"{tuple(scales.shape)}; accepted: {fp8.DTYPE} with fp32 scales {expected}, one "
+                "per 128 x 128 block"
+            )
+        weight = PackedWeight("fp8", values.contiguous(), (scales.contiguous(),), dtype)
+        setattr(experts, name, parameter(QuantTensor(weight)))
+    state.watch(experts)
+    return experts.train(found.training)

@@ -1,0 +1,94 @@
+"""State dicts of quantised experts: plain tensors under the names that others use.
+
+For a parameter ``P``: nf4 has the keys of bitsandbytes, ``P`` (uint8), ``P.absmax``,
+``P.nested_absmax``, ``P.nested_quant_map``, ``P.quant_map`` and
+``P.quant_state.bitsandbytes__nf4`` (JSON as bytes); fp8 those of FP8 checkpoints, ``P`` (e4m3) and
+``P_scale_inv``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.quant import nf4
+from moe_patch.quant.packed import PackedWeight
+from moe_patch.quant.tensor import QuantTensor
+
+_WATCHED = "_moe_patch_quant_state"
+_QUANT_STATE = "quant_state.bitsandbytes__nf4"
+
+
+def watch(module: nn.Module) -> None:
+    """Have a module's state dict written and read in the form above.
+
+    The hooks look at each parameter's class at the time, so they may stay when the experts are
+    dequantised.
+    """
+    if _WATCHED not in module.__dict__:
+        module.__dict__[_WATCHED] = True
+        module.register_state_dict_post_hook(_save)
+        module.register_load_state_dict_pre_hook(_load)
+
+
+def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name, value in module._parameters.items():
+        key = prefix + name
+        if isinstance(value, QuantTensor) and isinstance(state_dict.get(key), QuantTensor):
+            state_dict.update(to_tensors(state_dict[key].weight, key))
+
+
+def _load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, value in module._parameters.items():
+        key = prefix + name
+        if isinstance(value, QuantTensor) and key in state_dict:
+            found = from_tensors(state_dict, key, value.weight)
+            if found is not None:
+                state_dict[key] = QuantTensor(found)
+
+
+def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
+    """The entries of one parameter."""
+    if weight.storage == "fp8":
+        return {key: weight.packed, f"{key}_scale_inv": weight.scales[0]}
+    scales = nf4.Nf4Scales(*weight.scales)
+    described = {
+        "quant_type": "nf4",
+        "blocksize": nf4.BLOCK,
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "shape": weight.stored_shape,
+        "nested_blocksize": nf4.NESTED_BLOCK,
+        "nested_dtype": "float32",
+        "nested_offset": float(scales.offset),
+    }
+    return {
+        key: weight.packed,
+        f"{key}.absmax": scales.absmax,
+        f"{key}.nested_absmax": scales.nested_absmax,
+        f"{key}.nested_quant_map": scales.code,
+        f"{key}.quant_map": nf4.levels(weight.device).clone(),
+        f"{key}.{_QUANT_STATE}": torch.tensor(
+            list(json.dumps(described).encode()), dtype=torch.uint8
+        ),
+    }
+
+
+def from_tensors(state_dict: dict[str, Any], key: str, like: PackedWeight) -> PackedWeight | None:
+    """Take one parameter's entries out of a state dict; None when they are not all there."""
+    if like.storage == "fp8":
+        if f"{key}_scale_inv" not in state_dict:
+            return None
+        return replace(like, packed=state_dict[key], scales=(state_dict.pop(f"{key}_scale_inv"),))
+    names = ("absmax", "nested_absmax", "nested_quant_map", _QUANT_STATE)
+    if any(f"{key}.{name}" not in state_dict for name in names):
+        return None
+    absmax, nested, code, described = (state_dict.pop(f"{key}.{name}") for name in names)
+    state_dict.pop(f"{key}.quant_map", None)
+    offset = json.loads(bytes(described.tolist()))["nested_offset"]
+    offset = torch.tensor(offset, dtype=torch.float32, device=absmax.device)
+    packed = state_dict[key].view(like.packed.shape)
+    return replace(like, packed=packed, scales=(absmax, nested, code, offset))

@@ -1,0 +1,179 @@
+"""quantize_experts and its undo: the experts' parameters of a model, in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.discover import FoundBlock, discover, selected
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.experts_module import layout_of, read_glu
+from moe_patch.families.spec import FamilySpec
+from moe_patch.quant import state
+from moe_patch.quant.fp8_checkpoint import adopt
+from moe_patch.quant.packed import STORAGES, check_packable, pack
+from moe_patch.quant.tensor import QuantTensor, parameter
+
+logger = logging.getLogger("moe_patch")
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Projection(NamedTuple):
+    """One expert parameter of a model."""
+
+    path: str
+    module: Any
+    name: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}.{self.name}"
+
+    @property
+    def stored(self) -> Tensor:
+        return self.module._parameters[self.name]
+
+
+def quantize_experts(
+    model: Model,
+    storage: str,
+    *,
+    device: torch.device | str | None = None,
+    include: tuple[str, ...] = (),
+    exclude: tuple[str, ...] = (),
+) -> Model:
+    """Store the experts of a model in 4 or 8 bits, in place; they are frozen from then on.
+
+    Everything is checked before anything is changed. One projection is worked on at a time and its
+    16-bit weight freed before the next, so with a model on the CPU and ``device="cuda"`` the GPU
+    never holds more of them than a piece of one. Before or after :func:`patch_model`, and before or
+    after PEFT adapters; experts that are stored so already are left alone, and the experts of an
+    FP8 checkpoint are taken as they are.
+
+    Args:
+        model: a transformers model, bare or inside PEFT.
+        storage: "nf4" (double quantisation, as bitsandbytes stores it) or "fp8" (e4m3, one scale
+            per 128 x 128 block).
+        device: where the packed experts go; None: where each weight lies.
+        include, exclude: glob patterns on block paths, as in :class:`PatchConfig`.
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedOptionError: unknown storage.
+        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name.
+    """
+    if storage not in STORAGES:
+        raise UnsupportedOptionError(
+            f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
+        )
+    if storage == "fp8":
+        adopt(model)
+    todo = []
+    for one in _projections(model, include, exclude):
+        _check(one, storage)
+        if not isinstance(one.stored, QuantTensor):
+            todo.append(one)
+    for module, name, where in ((one.module, one.name, one.where) for one in todo):
+        weight = module._parameters[name]
+        target = weight.device if device is None else torch.device(device)
+        packed = pack(weight, storage, target, where)
+        del weight
+        setattr(module, name, parameter(QuantTensor(packed)))
+        state.watch(module)
+    logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
+    return model
+
+
+def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
+    """Undo :func:`quantize_experts`: plain parameters holding the dequantised weights, frozen.
+
+    Args:
+        model: a model with quantised experts.
+        dtype: of the weights; None: what they had before.
+
+    Raises:
+        UnsupportedModelError: no quantised experts.
+    """
+    todo = [
+        (module, name)
+        for module in model.modules()
+        for name, value in module._parameters.items()
+        if isinstance(value, QuantTensor)
+    ]
+    if not todo:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no quantised experts; call quantize_experts first"
+        )
+    for module, name in todo:
+        weight = module._parameters[name].weight  # type: ignore[union-attr]
+        plain = weight.to(dtype or weight.dtype).stored_experts(0, weight.shape[0])
+        setattr(module, name, nn.Parameter(plain, requires_grad=False))
+    return model
+
+
+def _projections(
+    model: nn.Module, include: tuple[str, ...], exclude: tuple[str, ...]
+) -> Iterator[Projection]:
+    blocks = [b for b in discover(model) if selected(b.path, include, exclude)]
+    if not blocks:
+        raise UnsupportedModelError(
+            f"{type(model).__module__}.{type(model).__name__}: no MoE block to quantise; "
+            "moe_patch.supported_model_types() lists the accepted ones"
+        )
+    for block in blocks:
+        if block.refused:
+            raise UnsupportedModelError(f"{block.path}: {block.reason}; use exclude to leave it")
+        if not block.experts:
+            raise UnsupportedModelError(
+                f"{block.path}: no experts module of its own to quantise; use exclude to leave it"
+            )
+        yield from _projections_of(block)
+
+
+def _projections_of(block: FoundBlock) -> Iterator[Projection]:
+    for path, experts in block.experts:
+        if (why := _obstacle(experts, block.spec)) is not None:
+            raise UnsupportedModelError(
+                f"{path} ({type(experts).__name__}): cannot be quantised: {why}; use exclude to "
+                "leave it"
+            )
+        for name in (layout_of(experts, block.spec).up_name, "down_proj"):
+            yield Projection(path, experts, name)
+
+
+def _obstacle(experts: nn.Module, spec: FamilySpec) -> str | None:
+    layout = layout_of(experts, spec)
+    if experts._modules.get("parametrizations") is not None:
+        return "its parameters carry a parametrization"
+    for name in (layout.up_name, "down_proj"):
+        if experts._parameters.get(name) is None:
+            return f"it has no parameter {name} of its own"
+    if read_glu(experts, spec, layout) is None:
+        return "its activation is none that the fused experts know"
+    if experts._parameters[layout.up_name].shape[0] != experts._parameters["down_proj"].shape[0]:  # type: ignore[union-attr]
+        return "its projections differ in their number of experts"
+    return None
+
+
+def _check(one: Projection, storage: str) -> None:
+    """Refuse what :func:`pack` would refuse, or what is stored in another way already."""
+    weight = one.stored
+    if isinstance(weight, QuantTensor):
+        if weight.weight.storage != storage:
+            raise UnsupportedModelError(
+                f"{one.where} is stored in {weight.weight.storage} already; accepted: {storage}, "
+                "or dequantize_experts first"
+            )
+        return
+    if type(weight.data).__name__ == "DTensor" or weight.is_meta or hasattr(weight, "ds_id"):
+        raise UnsupportedModelError(
+            f"{one.where}: {type(weight.data).__name__} on {weight.device} cannot be quantised; "
+            "accepted: whole weights that lie on a device (quantise before sharding)"
+        )
+    check_packable(weight, storage, one.where)
