@@ -78,20 +78,23 @@ class PatchReport(list[BlockReport]):
         return f"<table>{line(head, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
-def patch_report(model: nn.Module) -> PatchReport:
+def patch_report(model: nn.Module, device: torch.device | None = None) -> PatchReport:
     """The state of every MoE block that a patch touched or refused, as it is now.
 
     Args:
         model: a model, wrapped or not; an unpatched one gives an empty report.
+        device: name the backends for weights that are to be there, as of a model on the meta
+            device; None means where they are.
     """
-    report = PatchReport(row for found in discover(model) if (row := _row(found)) is not None)
+    rows = (_row(found, device) for found in discover(model))
+    report = PatchReport(row for row in rows if row is not None)
     root = record_of(model)
     if not report and root is not None and root.role == "refused":
         report.append(refusal_row(FoundBlock(WHOLE_MODEL, root.spec, block=model), root.reason))
     return report
 
 
-def _row(found: FoundBlock) -> BlockReport | None:
+def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     record = _main_record(found)
     if record is None:
         return None
@@ -103,16 +106,17 @@ def _row(found: FoundBlock) -> BlockReport | None:
     routed = bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
     if spec.block_forward is not None:
         routed = found.block is not None and record_of(found.block) is not None
-    weight = _a_weight(found)
-    choice = choose_backend(record.config.backend, weight.device, weight.dtype)
+    dtype = _a_weight(found).dtype
+    device = _a_weight(found).device if device is None else device
+    choice = choose_backend(record.config.backend, device, dtype)
     router_backend, why = _router_backend(found, choice.name) if routed else ("transformers", "")
     if any(wrapped_by_parallelism(m) for _, m in found.routers):
         why = "transformers' expert parallelism wraps the router, which stays its own"
-    reason = choice.reason if choice.name == "torch" and weight.is_cuda else ""
+    reason = choice.reason if choice.name == "torch" and device.type == "cuda" else ""
     if not found.experts:
-        choice = choose_backend("torch", weight.device, weight.dtype)
+        choice = choose_backend("torch", device, dtype)
     elif read_glu(found.experts[0][1], spec) is None:
-        choice = choose_backend("torch", weight.device, weight.dtype)
+        choice = choose_backend("torch", device, dtype)
         reason = "the experts' own activation, norm or layout runs between grouped products"
     return BlockReport(
         path=found.path,

@@ -199,6 +199,12 @@ class FamilySpec:
         more = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
         return self.shared is not None or any(function is not None for function in more)
 
+    @property
+    def decided_by(self) -> str:
+        """The name of the function that chooses experts; "transformers" where none of ours does."""
+        decides = self.routing or self.block_forward or self.router_forward
+        return "transformers" if decides is None else decides.__name__
+
     def route(
         self,
         router: nn.Module,

@@ -60,8 +60,8 @@ def _wrappers() -> dict[str, list[str]]:
 
 
 def _router(spec: FamilySpec) -> str:
-    decides = spec.routing or spec.block_forward or spec.router_forward
-    return "transformers" if decides is None else f"`{decides.__name__}`"
+    name = spec.decided_by
+    return name if name == "transformers" else f"`{name}`"
 
 
 def _bias(spec: FamilySpec) -> str:

@@ -1,0 +1,66 @@
+"""The command line: ``moe-patch`` and ``python -m moe_patch``.
+
+Exit status:
+    0    done
+    1    the command finished, but a check failed or a model is refused (its results are kept)
+    2    the command line, the configuration, a file, the data or the model cannot be used;
+         one line on stderr says what, nothing was trained and nothing is left on the disk
+    130  interrupted
+A subcommand is one module of this package: ``add`` adds its parser, whose default ``command`` is
+the function that runs it. With ``--json`` stdout holds one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from moe_patch._version import __version__
+from moe_patch.cli import bench, families, inspect, train, verify
+from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, UNUSABLE
+from moe_patch.errors import MoePatchError
+
+__all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
+
+SUBCOMMANDS = (families, inspect, verify, bench, train)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand; each sets ``command``, a function of the arguments."""
+    parser = argparse.ArgumentParser(
+        prog="moe_patch",
+        description="Patch the MoE blocks of Hugging Face models in place.",
+        epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 something asked for "
+        "cannot be used (one line on stderr says what to do); 130 interrupted.",
+    )
+    parser.add_argument("--version", action="version", version=f"moe_patch {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND")
+    for command in SUBCOMMANDS:
+        command.add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = make_parser()
+    try:
+        status = bench.forward_to_script(sys.argv[1:] if argv is None else argv)
+        if status is not None:
+            return status
+        args = parser.parse_args(argv)
+        if "command" not in args:
+            parser.print_help()
+            return 0
+        return args.command(args)
+    except MoePatchError as error:
+        print(f"moe_patch: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNUSABLE
+    except KeyboardInterrupt:
+        print("moe_patch: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has all it wanted; what is left must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

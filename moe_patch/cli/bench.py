@@ -1,0 +1,205 @@
+"""``bench``: one MoE block of a model, patched and unpatched; or the grid of scripts/bench.py."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moe_patch
+from moe_patch.cli import models
+from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
+from moe_patch.config import PatchConfig
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+
+SCRIPT = Path("scripts") / "bench.py"
+# The first argument of scripts/bench.py; a folder of such a name is given as ./experts.
+GRID = (
+    "routing", "product_key", "plan", "experts", "lora", "decode", "model", "quantised", "signals",
+    "table",
+)  # fmt: skip
+MIN_SECONDS = 1.0
+
+
+def add(subparsers: Any) -> None:
+    """Add the parser."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="time one MoE block of a model on this machine, patched and unpatched",
+        description="Time one MoE block of MODEL with random weights at the model's own sizes, "
+        "unpatched (transformers' default) and patched: forward, and forward with backward.",
+        epilog=f"In a checkout, `bench OP ...` runs {SCRIPT} OP ... with its peers (liger, "
+        f"scattermoe, ...) and rows; OP: {', '.join(GRID)}.",
+    )
+    models.add_model(parser)
+    parser.add_argument("--tokens", type=int, metavar="T", help="default 4096, on a CPU 512")
+    parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
+    parser.add_argument("--recompute", action="store_true", help="patch with recompute: true")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def forward_to_script(argv: Sequence[str]) -> int | None:
+    """Run scripts/bench.py where the arguments are meant for it; its exit status, else None.
+
+    Raises:
+        UnsupportedOptionError: they are, but this installation is no checkout.
+    """
+    if len(argv) < 2 or argv[0] != "bench" or argv[1] not in GRID:
+        return None
+    for root in (Path.cwd(), Path(moe_patch.__file__).parents[1]):
+        if (root / SCRIPT).is_file():
+            return subprocess.call([sys.executable, str(root / SCRIPT), *argv[1:]])
+    raise UnsupportedOptionError(
+        f"bench {argv[1]}: {SCRIPT} is part of a source checkout, not of the wheel; run it there, "
+        "or time one block of a model here: moe-patch bench MODEL"
+    )
+
+
+def command(args: argparse.Namespace) -> int:
+    """Time it and print the rows."""
+    device = models.device_of(args)
+    tokens = (512 if device.type == "cpu" else 4096) if args.tokens is None else args.tokens
+    if tokens < 1:
+        raise UnsupportedOptionError(f"--tokens {tokens}: at least 1")
+    name = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    config = models.load_config(args.model)
+    options = PatchConfig(backend=args.backend, recompute=args.recompute)
+    with progress(5, "building the block") as steps:
+        found = _one_block(models.build(config, models.DTYPES[name], "meta"))
+        block = _fill(found, device)
+        rows = _measure(found, block, tokens, options, steps.step)
+    result = {
+        "model": args.model,
+        "block": f"{type(block).__module__}.{type(block).__name__}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": name,
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "rows": rows,
+    }
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    return 0
+
+
+def _one_block(model: nn.Module) -> FoundBlock:
+    """The last MoE block (the first may be a special kind)."""
+    blocks = [b for b in discover(model) if b.block is not None and not b.refused]
+    if not blocks:
+        raise UnsupportedModelError(f"{type(model).__name__}: no MoE block with a class of its own")
+    return blocks[-1]
+
+
+def _fill(found: FoundBlock, device: torch.device) -> nn.Module:
+    """The block with random weights on the device."""
+    block = found.block
+    assert block is not None
+    block.to_empty(device=device)
+    with torch.no_grad():
+        for tensor in [*block.parameters(), *block.buffers()]:
+            tensor.zero_()
+            if tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.normal_(std=tensor.shape[-1] ** -0.5)
+    models.stir(block, seed=0)
+    return block.train()
+
+
+def _measure(
+    found: FoundBlock,
+    block: Any,
+    tokens: int,
+    options: PatchConfig,
+    step: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    from moe_patch.patch import patch_model
+    from moe_patch.report import patch_report
+
+    weight = next(p for p in block.parameters() if p.dim() > 1)
+    hidden = next(m.weight.shape[-1] for _, m in found.routers)
+    x = torch.randn(1, tokens, hidden, device=weight.device, dtype=weight.dtype, requires_grad=True)
+    call = found.spec.check_call or (lambda module, states: module(states))
+
+    def forward() -> Tensor:
+        out = call(block, x)
+        return out[0] if isinstance(out, tuple) else out
+
+    inputs = [x, *block.parameters()]
+    rows = []
+    for name in ("unpatched", "patched"):
+        backend = "transformers"
+        if name == "patched":
+            patch_model(block, options)
+            backend = patch_report(block)[0].experts_backend
+        try:
+            kept = _saved_bytes(forward, inputs)
+        except models.ERRORS as error:
+            raise UnsupportedModelError(
+                f"{type(block).__name__} does not run on hidden states alone: {error}"
+            ) from error
+        for which, function in (("fwd", forward), ("fwd+bwd", lambda: _both(forward, inputs))):
+            step(f"{name}, {which}")
+            ms = _median_ms(function)
+            rows.append(
+                {"what": name, "backend": backend, "pass": which, "ms": ms, "saved_bytes": kept}
+            )
+    return rows
+
+
+def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> None:
+    out = forward()
+    torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+
+
+def _saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor]) -> int:
+    """Bytes of distinct storages that autograd keeps beyond the inputs and the weights."""
+    known = {t.untyped_storage().data_ptr() for t in inputs}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    del out
+    return sum(t.untyped_storage().nbytes() for place, t in kept.items() if place not in known)
+
+
+def _median_ms(function: Callable[[], Any]) -> float:
+    from torch.utils.benchmark import Timer
+
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    timer.timeit(3)  # compiles what is compiled at first use
+    return timer.blocked_autorange(min_run_time=MIN_SECONDS).median * 1e3
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(
+        f"{result['block'].rpartition('.')[2]} of {result['model']}: {result['tokens']} tokens, "
+        f"{result['dtype']}, {result['device']}"
+    )
+    times = {(row["what"], row["pass"]): row["ms"] for row in result["rows"]}
+    print_table(
+        ("block", "experts", "pass", "median ms", "faster", "kept for backward"),
+        [
+            (
+                row["what"],
+                row["backend"],
+                row["pass"],
+                f"{row['ms']:.3f}",
+                f"{times['unpatched', row['pass']] / row['ms']:.2f}x",
+                bytes_text(row["saved_bytes"]),
+            )
+            for row in result["rows"]
+        ],
+    )

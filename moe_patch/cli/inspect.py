@@ -1,0 +1,159 @@
+"""``inspect MODEL``: what a patch would do for a model, from its config alone."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_patch.cli import models
+from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
+from moe_patch.cli.status import CHECK_FAILED
+from moe_patch.config import PatchConfig
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.experts_module import layout_of, read_glu, stored_weight
+from moe_patch.families.spec import read
+
+# Kept per row beside h: row_of_N and slot_of_TK of the plan, int32 each.
+PLAN_BYTES = 8
+
+
+def add(subparsers: Any) -> None:
+    """Add the parser."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="what a patch would do for a model, without loading its weights",
+        description="Tier, router, backends and memory of each MoE block, from the config alone. "
+        "Status 1 if a block is refused.",
+    )
+    models.add_model(parser)
+    parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the blocks; status 1 if one is refused."""
+    device = models.device_of(args)
+    with progress(2, "reading the config") as steps:
+        config = models.load_config(args.model)
+        dtype = models.DTYPES[args.dtype] if args.dtype else _dtype_of(config)
+        steps.step("building on the meta device")
+        found = examine(models.build(config, dtype, "meta"), device, args.backend)
+    result = {
+        "model": args.model,
+        "model_type": config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        **found,
+    }
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    refused = any(block["tier"] == "refused" for block in result["blocks"])
+    return CHECK_FAILED if refused else 0
+
+
+def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> dict[str, Any]:
+    """What a patch would do for a model that is built on the meta device.
+
+    Args:
+        model: patched by this call.
+        device: where the weights are to be.
+        backend: as in :class:`moe_patch.PatchConfig`.
+
+    Returns:
+        Numbers of parameters and bytes, and one entry per MoE block: the report's row, its sizes,
+        and the bytes that the experts keep per token from forward to backward (None where a
+        family's experts are not the operator's).
+    """
+    from moe_patch.patch import patch_model
+    from moe_patch.report import patch_report
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say of refused blocks is in the rows
+        patch_model(model, PatchConfig(strict=False, backend=backend))
+    sizes = {found.path: _sizes(found) for found in discover(model)}
+    rows = [{**asdict(row), **sizes.get(row.path, {})} for row in patch_report(model, device)]
+    parameters = dict(model.named_parameters())
+    experts = [p for found in discover(model) for _, m in found.experts for p in m.parameters()]
+    saved = [row["saved_bytes_per_token"] for row in rows if row.get("saved_bytes_per_token")]
+    again = [row["saved_with_recompute"] for row in rows if row.get("saved_with_recompute")]
+    return {
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "expert_parameters": sum(p.numel() for p in experts),
+        "weight_bytes": sum(p.nbytes for p in parameters.values()),
+        "expert_bytes": sum(p.nbytes for p in experts),
+        "saved_bytes_per_token": sum(saved),
+        "saved_with_recompute": sum(again),
+        "blocks": rows,
+    }
+
+
+def _sizes(found: FoundBlock) -> dict[str, Any]:
+    """E, K, D, F of a block and what its experts keep per token, in bytes."""
+    if found.refused or not found.experts:
+        return {}
+    experts, spec = found.experts[0][1], found.spec
+    layout, weight = layout_of(experts, spec), stored_weight(experts, spec)
+    if weight.dim() != 3:
+        return {}  # DBRX folds the experts into the rows
+    E, H, D = weight.shape
+    if layout.is_transposed:
+        H, D = D, H
+    sizes = {"experts": E, "hidden": D, "width": H // 2 if layout.has_gate else H}
+    top_k = _top_k(found)
+    if top_k is None or spec.experts_forward is not None or read_glu(experts, spec) is None:
+        return sizes  # other code than the operator keeps what it likes
+    plan = top_k * PLAN_BYTES + top_k * weight.itemsize  # and the routing weights
+    return {
+        **sizes,
+        "top_k": top_k,
+        "saved_bytes_per_token": top_k * H * weight.itemsize + plan,
+        "saved_with_recompute": plan,
+    }
+
+
+def _top_k(found: FoundBlock) -> int | None:
+    for _, router in found.routers:
+        source = found.spec_of(router).params.get("top_k")
+        if source is not None:
+            return int(read(router, source))
+    return None
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    """The checkpoint's own dtype, bfloat16 where the config names none."""
+    text = config.get_text_config()
+    return config.dtype or text.dtype or torch.bfloat16
+
+
+def _print(result: dict[str, Any]) -> None:
+    share = result["expert_parameters"] / max(result["parameters"], 1)
+    print(
+        f"{result['model']}: {result['model_type']}, {result['parameters'] / 1e9:.3f} B parameters "
+        f"({share:.0%} in experts), {bytes_text(result['weight_bytes'])} in {result['dtype']}"
+    )
+    print(f"on {result['device']}, kept from forward to backward by all experts, per token:")
+    print(
+        f"  {bytes_text(result['saved_bytes_per_token'])}, "
+        f"with recompute: true {bytes_text(result['saved_with_recompute'])}\n"
+    )
+    names = ("tier", "router", "router_backend", "experts_backend", "experts", "top_k", "shared")
+    kinds: dict[tuple, list[str]] = {}
+    for row in result["blocks"]:
+        cells = (*(row.get(name) for name in names), row.get("saved_bytes_per_token"))
+        kinds.setdefault((*cells, row["reason"]), []).append(row["path"])
+    print_table(
+        ("blocks", *(name.replace("_", " ") for name in names), "B/token", "reason"),
+        [(_paths(paths), *cells) for cells, paths in kinds.items()],
+    )
+
+
+def _paths(paths: list[str]) -> str:
+    return paths[0] if len(paths) == 1 else f"{len(paths)} x, {paths[0]} ... {paths[-1]}"

@@ -1,0 +1,175 @@
+"""Making a model from what a command line names: a hub id, a folder, or a folder with a config."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_patch.cli.output import quiet_libraries
+from moe_patch.discover import discover
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.families.spec import read
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+# What transformers and huggingface_hub raise for names, files and values that do not fit.
+ERRORS = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
+)  # fmt: skip
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The argument MODEL and the options that say how to make it."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="hub id, folder, or a folder that holds only config.json"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """The device asked for.
+
+    Raises:
+        UnsupportedOptionError: there is no such device here.
+    """
+    if args.device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(args.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UnsupportedOptionError(
+            f"--device {args.device}: {_one_line(error)}; without the option: cuda where there is "
+            "one, else cpu"
+        ) from error
+    return device
+
+
+@quiet_libraries()
+def load_config(name: str) -> Any:
+    """The config of a hub id or folder; no weights are touched.
+
+    Raises:
+        UnsupportedOptionError: no config can be had under that name.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except ERRORS as error:
+        raise UnsupportedOptionError(
+            f"MODEL {name!r} is no folder with a config.json that transformers knows, and no hub "
+            f"id that can be reached: {_one_line(error)}"
+        ) from error
+
+
+def has_weights(name: str) -> bool:
+    """Whether there are weights to load: a folder's own files, or those of a hub id."""
+    folder = Path(name)
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
+
+
+def model_class(config: Any) -> Any:
+    """The class that the config's architectures name, else the auto class that knows the config."""
+    import transformers
+
+    for architecture in config.architectures or ():
+        if hasattr(transformers, architecture):
+            return getattr(transformers, architecture)
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise UnsupportedModelError(
+        f"{type(config).__name__}: transformers {transformers.__version__} has no model for it"
+    )
+
+
+@quiet_libraries()
+def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options: Any) -> Any:
+    """The config's model with new weights, in eval mode; on "meta" without any.
+
+    Raises:
+        UnsupportedOptionError: the config's values do not make a model.
+    """
+    cls = model_class(config)
+    cls = cls[0] if isinstance(cls, (list, tuple)) else cls
+    try:
+        with torch.device(device):
+            return cls._from_config(config, dtype=dtype, **options).eval()
+    except ERRORS as error:
+        raise UnsupportedOptionError(
+            f"MODEL: cannot make {cls.__name__}: {_one_line(error)}"
+        ) from (error)
+
+
+@quiet_libraries()
+def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
+    """The model with its weights, in eval mode.
+
+    Raises:
+        UnsupportedOptionError: the weights cannot be loaded.
+    """
+    cls = model_class(config)
+    try:
+        model = cls.from_pretrained(name, config=config, dtype=dtype, **options)
+        return model.to(device).eval()
+    except ERRORS as error:
+        raise UnsupportedOptionError(f"MODEL: cannot load {name!r}: {_one_line(error)}") from error
+
+
+def shorten(config: Any, layers: int) -> None:
+    """Keep the first ``layers`` layers, in the config; values listed by layer are cut with it.
+
+    Raises:
+        UnsupportedOptionError: the config has no such number of layers.
+    """
+    text = config.get_text_config()
+    there = getattr(text, "num_hidden_layers", None)
+    if there is None or not 1 <= layers <= there:
+        raise UnsupportedOptionError(f"--layers {layers}: the model has {there}")
+    for key, value in vars(text).items():
+        if isinstance(value, list) and len(value) == there:
+            setattr(text, key, value[:layers])
+    text.num_hidden_layers = layers
+
+
+def stir(model: nn.Module, seed: int) -> None:
+    """Values of size about one for new routers and experts, so that a difference can be seen.
+
+    As transformers makes them, experts hardly change the residual stream, routers are near ties,
+    correction biases are zero, and a table of experts by token names expert 0 throughout.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(tensor: torch.Tensor, std: float) -> None:
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
+
+    with torch.no_grad():
+        for block in discover(model):
+            for _, module in [*block.routers, *block.experts]:
+                for tensor in module.parameters():
+                    fill(tensor, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.1)
+            for _, router in block.routers:
+                bias = block.spec_of(router).bias
+                if isinstance(bias, str):
+                    fill(read(router, bias), 0.1)
+                for table in router.buffers():
+                    if not table.is_floating_point() and table.dim() == 2:
+                        scores = torch.rand(len(table), len(router.weight), generator=generator)
+                        table.copy_(scores.argsort(-1)[:, : table.shape[1]])
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

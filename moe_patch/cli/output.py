@@ -1,0 +1,100 @@
+"""What every subcommand prints with: JSON, tables, progress.
+
+rich draws the tables where it is installed and stdout is a terminal, tqdm the progress where it is
+installed and stderr is one; both come along with transformers. Otherwise the text is plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """The option that every subcommand has."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document, nothing else")
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """A table on stdout; empty cells for None."""
+    cells = [["" if value is None else str(value) for value in row] for row in rows]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        _rich_table(head, cells)
+        return
+    lines = [list(head), *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+
+
+def _rich_table(head: Sequence[str], cells: list[list[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*head, box=SIMPLE_HEAD, pad_edge=False)
+    for row in cells:
+        # Text: a path such as layers[0] is no markup.
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)
+
+
+class Progress:
+    """Named steps of a command, shown on a terminal while they run."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def step(self, what: str) -> None:
+        """The next step begins."""
+        if self._bar is not None:
+            self._bar.set_description_str(what)
+            self._bar.update()
+
+
+@contextmanager
+def progress(steps: int, what: str) -> Iterator[Progress]:
+    """A bar of ``steps`` on stderr where that is a terminal and tqdm is installed, else nothing."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield Progress(None)
+        return
+    from tqdm.auto import tqdm
+
+    form = "{desc}: {n_fmt}/{total_fmt} [{elapsed}]"
+    with tqdm(total=steps, desc=what, bar_format=form, leave=False, file=sys.stderr) as bar:
+        yield Progress(bar)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Errors only from transformers and the hub: retries and advice are not a command's answer."""
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in a unit that leaves one to four digits before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 10_000 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError("the last unit takes any number")
