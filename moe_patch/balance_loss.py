@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative
+from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
 from moe_patch.routing import stable_topk
 
 
@@ -75,6 +75,7 @@ def router_losses(
     probabilities_E, z = torch.zeros_like(tokens_E), torch.zeros((), device=device)
     for logits_TE in layers:
         logits_TE = logits_TE.to(device)
+        refuse_forward_mode(logits_TE, what="router losses")
         more_tokens_E, more_probabilities_E, more_z = torch.ops.moe_patch.router_sums(
             logits_TE, mask_T, top_k
         )

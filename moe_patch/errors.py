@@ -37,8 +37,12 @@ def no_second_derivative(ctx: Any, *_: Any) -> Any:
     )
 
 
-def refuse_forward_mode(*inputs: Tensor | None) -> None:
+def refuse_forward_mode(*inputs: Tensor | None, what: str = "experts") -> None:
     """An operator without a forward-mode rule would return a tangent of zero in silence.
+
+    Args:
+        inputs: the operator's differentiable inputs.
+        what: the operator, for the message.
 
     Raises:
         UnsupportedOptionError: an input carries a tangent (torch.func.jvp, dual numbers).
@@ -47,7 +51,7 @@ def refuse_forward_mode(*inputs: Tensor | None) -> None:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
         raise UnsupportedOptionError(
-            "moe_patch experts: a forward-mode derivative was asked for (torch.func.jvp); "
+            f"moe_patch {what}: a forward-mode derivative was asked for (torch.func.jvp); "
             "accepted: reverse mode (backward, torch.autograd.grad); unpatch_model gives "
-            "transformers' own experts, which have it"
+            "transformers' own modules, which have it"
         )

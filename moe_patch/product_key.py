@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative
+from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
 from moe_patch.routing import stable_topk
 from moe_patch.types import Routing
 
@@ -97,7 +97,8 @@ def product_key_topk(
         differentiable in both logits. ``logits_TE`` is empty, [T, 0]: the E logits do not exist.
 
     Raises:
-        UnsupportedOptionError: shapes, dtypes or options are not the above.
+        UnsupportedOptionError: shapes, dtypes or options are not the above, or a forward-mode
+            derivative is asked of the Triton kernels.
     """
     _check(logits_x_TP, logits_y_TP, top_k, score)
     if choose_backend(backend, logits_x_TP.device, logits_x_TP.dtype).name == "torch":
@@ -116,6 +117,7 @@ def product_key_triton(
     renormalize: bool = False,
 ) -> Routing:
     """:func:`product_key_topk` on the Triton kernels, arguments unchecked."""
+    refuse_forward_mode(logits_x_TP, logits_y_TP, what="product_key_topk")
     ids_TK, weights_TK = torch.ops.moe_patch.product_key_forward(
         logits_x_TP, logits_y_TP, top_k, score, renormalize
     )

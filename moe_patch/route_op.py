@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative
+from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
@@ -65,7 +65,8 @@ def route(
         logits. The gradient is evaluated in fp32 and rounded once; it is the same bits every time.
 
     Raises:
-        UnsupportedOptionError: the kernels do not cover this spec, dtype, size or device.
+        UnsupportedOptionError: the kernels do not cover this spec, dtype, size or device, or a
+            forward-mode derivative.
     """
     ids_TK, weights_TK, _, _ = _call(logits_TE, spec, bias_E, ids_dtype, False)
     return Routing(ids_TK, weights_TK, logits_TE)
@@ -91,6 +92,7 @@ def _call(
         raise UnsupportedOptionError(
             f"moe_patch.route_op.route: {obstacle}; use moe_patch.routing.route (backend='torch')"
         )
+    refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
     result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe_patch.route_forward(

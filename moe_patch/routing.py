@@ -76,8 +76,13 @@ def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor,
     if ties == "torch":
         values, ids = torch.topk(scores_TE, k, dim=-1)
         return values, ids
-    values, ids = torch.sort(scores_TE, dim=-1, descending=True, stable=True)
-    return values[:, :k], ids[:, :k]
+    order_TE = scores_TE.detach()
+    if order_TE.is_cuda:
+        # Its sort puts a NaN whose sign bit is set below every number
+        # (https://github.com/pytorch/pytorch/issues/190781).
+        order_TE = order_TE.masked_fill(order_TE.isnan(), float("nan"))
+    ids = torch.sort(order_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+    return scores_TE.gather(-1, ids), ids
 
 
 def score(logits: Tensor, name: str) -> Tensor:

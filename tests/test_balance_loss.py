@@ -199,5 +199,26 @@ def test_gpu_losses(E: int, K: int, dtype: torch.dtype, poisoned_memory: None) -
     assert abs(first[0].item() / on_cpu.item() - 1) < 1e-3
 
 
+@pytest.mark.gpu
+def test_gpu_losses_hold_and_allocate_one_gradient_per_layer() -> None:
+    """transformers' own function would hold [L * T, K, E] int64: 1.6 GB here."""
+    L, T, E, K = 6, 32768, 128, 8
+    layers = [torch.randn(T, E, device="cuda", dtype=BF16).requires_grad_() for _ in range(L)]
+    for mask in (None, torch.ones(2, T // 2, device="cuda")):
+        torch.autograd.grad(
+            sum(router_losses(layers[:1], K, None if mask is None else mask)), layers[:1]
+        )
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        loss = sum(router_losses(layers, K, mask))
+        held = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(loss, layers)
+        peak = torch.cuda.max_memory_allocated() - before
+        # The partial sums of 2048 programs, 2E + 1 fp32 each, and for the mask T fp32.
+        assert held <= 2**20, held
+        assert peak <= L * T * E * 2 + 2048 * (2 * E + 1) * 4 + 2**20, peak
+
+
 if __name__ == "__main__":
     interpreted.report(CASES)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
-from moe_patch import balance_loss, product_key  # noqa: F401 - they define the operators
+from moe_patch.balance_loss import router_losses
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.product_key import product_key_triton
 from moe_patch.route_op import _SPEC_FIELDS, route_with_stats
 from moe_patch.route_op import route as triton_route
 from moe_patch.routing import RouteSpec
@@ -39,6 +41,49 @@ def test_what_the_kernels_do_not_cover_is_refused(
     with pytest.raises(UnsupportedOptionError, match=word) as error:
         triton_route(logits, spec)
     assert "backend='torch'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("run", "word"),
+    [
+        (lambda t: triton_route(t, RouteSpec(2)).weights_TK, "routing"),
+        (lambda t: product_key_triton(t, torch.zeros(2, 8), 2).weights_TK, "product_key_topk"),
+        (lambda t: product_key_triton(torch.zeros(2, 8), t, 2).weights_TK, "product_key_topk"),
+        (lambda t: router_losses([t], 2)[0], "router losses"),
+    ],
+    ids=["route", "product key x", "product key y", "losses"],
+)
+def test_a_forward_mode_derivative_is_a_named_error(run, word: str) -> None:
+    """The operators have no rule for it, and torch would take the tangent for zero."""
+    logits = torch.zeros(2, 8)
+    with pytest.raises(UnsupportedOptionError, match=f"{word}: a forward-mode derivative"):
+        torch.func.jvp(run, (logits,), (torch.ones_like(logits),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss", "widest"])
+def test_gpu_few_tokens_take_one_launch(name: str) -> None:
+    from tests.test_kernels_routing import inputs
+
+    for T in (1, 7, 64):
+        logits_TE, spec, bias_E = inputs(name, T, BF16, "cuda")
+        logits_TE.requires_grad_()
+        weights_TK = triton_route(logits_TE, spec, bias_E).weights_TK
+        gradient_TK = torch.ones_like(weights_TK)
+        torch.autograd.grad(weights_TK, logits_TE, gradient_TK, retain_graph=True)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as forward:
+            triton_route(logits_TE, spec, bias_E)
+            torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as backward:
+            torch.autograd.grad(weights_TK, logits_TE, gradient_TK, retain_graph=True)
+            torch.cuda.synchronize()
+        assert on_device(forward) == ["forward_kernel"], T
+        assert on_device(backward) == ["backward_kernel"], T
+
+
+def on_device(profiled: profile) -> list[str]:
+    return [e.name for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
 @pytest.mark.gpu

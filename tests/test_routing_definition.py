@@ -130,6 +130,19 @@ def test_bad_rows_stay_visible_and_alone(impl, name) -> None:
     assert mine.weights_TK[5].isnan().any()
 
 
+@pytest.mark.parametrize("E", [12, 40, 200])
+def test_signs_of_nan_and_of_zero_order_nothing(impl, E: int) -> None:
+    logits = torch.randint(-2, 3, (8, E), generator=torch.Generator().manual_seed(4)).float()
+    logits[1, 5], logits[2, [3, 7]], logits[3] = float("nan"), float("nan"), float("nan")
+    negated = torch.where((logits == 0) | logits.isnan(), -logits, logits)
+    for spec in (RouteSpec(top_k=10), RouteSpec(top_k=10, order="topk_score")):
+        mine, ref = impl(negated, spec), impl(logits, spec)
+        assert torch.equal(mine.ids_TK, ref.ids_TK)
+        assert torch.equal(mine.weights_TK.isnan(), ref.weights_TK.isnan())
+        if spec.order == "topk_score":
+            assert mine.ids_TK[2, :2].tolist() == [3, 7]
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_repeats_are_bit_identical_and_the_input_is_not_written(impl, name) -> None:
     logits, bias = random_logits(), some_bias()
