@@ -131,7 +131,7 @@ def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
         settings = dataclasses.replace(settings, rep_ms=args.rep)
     device, shapes, tokens = _device(args), part.shapes, part.tokens
     if args.dry_run:
-        shapes, tokens = ("tiny",), SHAPES["tiny"].tokens
+        shapes, tokens = (op.dry_shape,), SHAPES[op.dry_shape].tokens
     dtype = vars(args).get("dtype")
     return runner.Plan(
         op=op,

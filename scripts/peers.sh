@@ -23,6 +23,9 @@ readonly WHEELS=(
 )
 # Its wheel alone is 78 MB. xz with the x86 filter and a dictionary as large as the files makes it 44.
 readonly CUTLASS_LIBS=nvidia-cutlass-dsl-libs-cu13==4.4.2
+# Its wheel carries a library per CUDA version, 43 MB in all.
+readonly BITSANDBYTES=bitsandbytes==0.50.2
+readonly BITSANDBYTES_LIBS=cuda130
 readonly AXOLOTL=axolotl==0.19.0
 # The files of axolotl that hold scattermoe and its LoRA kernels, all marked Apache-2.0. Without the
 # packages' own __init__ files, so that importing them does not import axolotl.
@@ -54,6 +57,13 @@ download() { # DIR
   fetch_wheel "$CUTLASS_LIBS" "$work"
   "$PYTHON" -m zipfile -e "$work"/nvidia_cutlass_dsl_libs*.whl "$work/libs"
   tar -C "$work/libs" -c . | xz --x86 --lzma2=preset=9,dict=256MiB >"$packed/cutlass_libs.tar.xz"
+  echo "peers: $BITSANDBYTES with its $BITSANDBYTES_LIBS library"
+  fetch_wheel "$BITSANDBYTES" "$work"
+  mkdir "$work/bnb"
+  "$PYTHON" -m zipfile -e "$work"/bitsandbytes-*.whl "$work/bnb"
+  find "$work/bnb" -name 'libbitsandbytes_*.so' ! -name "*_$BITSANDBYTES_LIBS.so" ! -name '*_cpu.so' \
+    -delete
+  tar -C "$work/bnb" -cJf "$packed/bitsandbytes.tar.xz" .
   echo "peers: the scattermoe files of $AXOLOTL"
   "$PYTHON" -m pip download --quiet --no-deps --no-binary=:all: --no-build-isolation \
     --dest "$work" "$AXOLOTL"

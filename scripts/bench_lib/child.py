@@ -99,8 +99,8 @@ class Cache:
 
 def release(device: torch.device) -> None:
     """Memory that nothing refers to goes back to the device."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -159,6 +159,8 @@ def main(job_file: Path) -> None:
     preload(op, job.tasks)
     if not sys.stdin.readline():
         return
+    # What is imported stays: collections between implementations need not look at it.
+    gc.freeze()
     cache = Cache(op, device, job.settings)
     if job.warm:
         warm(op, job.tasks, cache)

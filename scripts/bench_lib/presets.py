@@ -41,6 +41,7 @@ PRESETS = {
         Segment("lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,)),
         Segment("model", "model"),
         Segment("decode", "decode", shapes=("qwen3_30b",)),
+        Segment("quantised", "quantised"),
         Segment("signals", "signals", passes=("fwd+bwd",)),
         Segment("routing", "routing", tokens=(1, 64, 32768)),
         Segment("product_key", "product_key"),

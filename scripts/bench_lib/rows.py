@@ -27,7 +27,7 @@ IMPLS = (
     "split_lora", "all_pairs_loop", "dequant_grouped_mm", "te_router",
 )  # fmt: skip
 SHAPE_NAME = re.compile(
-    r"(qwen3_30b|olmoe|mixtral|glm45_air|dsv3_e64|cpu_e64|tiny"
+    r"(qwen3_30b|olmoe|mixtral|glm45_air|dsv3_e64|cpu_e64|tiny|tiny128"
     r"|qwen3_30b_12L_(4x4096|1x16384)(_ckpt)?|E\d+_K\d+(_G\d+)?|P\d+_K\d+)"
 )
 DTYPES = ("bf16", "fp16", "fp32", "nf4", "fp8")

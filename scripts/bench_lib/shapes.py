@@ -62,8 +62,9 @@ _SHAPES = (
     Shape("dsv3_e64", 7168, 2048, 64, 8),
     # Small enough for a laptop: the shape on which the torch backend is held against HF's default.
     Shape("cpu_e64", 256, 128, 64, 8, tokens=(2048,), dtype="fp32"),
-    # What --dry-run runs.
+    # What --dry-run runs: the second where weights are stored in blocks.
     Shape("tiny", 32, 16, 4, 2, tokens=(16,), dtype="fp32"),
+    Shape("tiny128", 128, 128, 4, 2, tokens=(16,), dtype="fp32"),
 )
 SHAPES = {shape.name: shape for shape in _SHAPES}
 

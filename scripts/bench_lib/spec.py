@@ -96,6 +96,7 @@ class Op:
         input_bytes: bytes of the inputs, which every implementation holds.
         measure: measures a whole row in the op's own way; the fields from make_inputs to limits
             and input_bytes are unused then.
+        dry_shape: the shape of a dry run.
         warm: compiles ahead what such a measure needs.
     """
 
@@ -117,6 +118,7 @@ class Op:
     input_bytes: Callable[[Point], int] = _unused
     measure: Callable[[Impl, Point, torch.device, Any], dict[str, Any]] | None = None
     warm: Callable[[Impl, Point, torch.device], None] | None = None
+    dry_shape: str = "tiny"
 
     def dtypes_of(self, shape: Shape) -> tuple[str, ...]:
         """The dtypes of a shape: its own, unless the dtype is what the op compares."""

@@ -6,7 +6,9 @@ from bench_lib.ops.lora import LORA
 from bench_lib.ops.model import MODEL
 from bench_lib.ops.plan import PLAN
 from bench_lib.ops.product_key import PRODUCT_KEY
+from bench_lib.ops.quantised import QUANTISED
 from bench_lib.ops.routing import ROUTING
 from bench_lib.ops.signals import SIGNALS
 
-OPS = {op.name: op for op in (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, DECODE, MODEL, SIGNALS)}
+_ALL = (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, DECODE, MODEL, SIGNALS, QUANTISED)
+OPS = {op.name: op for op in _ALL}
