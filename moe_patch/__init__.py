@@ -15,6 +15,8 @@ from moe_patch.families import register_family, supported_model_types
 from moe_patch.families.spec import FamilySpec
 from moe_patch.lora_targets import lora_targets
 from moe_patch.patch import patch_model, patched, unpatch_model
+from moe_patch.quant.loading import load_quantized
+from moe_patch.quant.surgery import dequantize_experts, quantize_experts
 from moe_patch.report import BlockReport, patch_report
 from moe_patch.signals.balance import update_expert_bias
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
@@ -30,11 +32,14 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOptionError",
     "delta_sc",
+    "dequantize_experts",
     "gate_accuracy",
+    "load_quantized",
     "lora_targets",
     "patch_model",
     "patch_report",
     "patched",
+    "quantize_experts",
     "record",
     "record_routing",
     "register_family",

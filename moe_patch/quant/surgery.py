@@ -75,7 +75,7 @@ def quantize_experts(
     if storage == "fp8":
         adopt(model)
     todo = []
-    for one in _projections(model, include, exclude):
+    for one in expert_projections(model, include, exclude):
         _check(one, storage)
         if not isinstance(one.stored, QuantTensor):
             todo.append(one)
@@ -117,9 +117,14 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
     return model
 
 
-def _projections(
-    model: nn.Module, include: tuple[str, ...], exclude: tuple[str, ...]
+def expert_projections(
+    model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
 ) -> Iterator[Projection]:
+    """The expert parameters of a model that can be quantised, in module order.
+
+    Raises:
+        UnsupportedModelError: no MoE block among the selected, or one whose experts cannot be.
+    """
     blocks = [b for b in discover(model) if selected(b.path, include, exclude)]
     if not blocks:
         raise UnsupportedModelError(

@@ -1,0 +1,135 @@
+"""Loading a checkpoint with its experts quantised one projection at a time, as they are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.quant import memory, state
+from moe_patch.quant.packed import STORAGES, check_packable, pack
+from moe_patch.quant.surgery import expert_projections, quantize_experts
+from moe_patch.quant.tensor import QuantTensor, parameter
+
+_METHOD = "moe_patch_experts"
+
+
+def load_quantized(
+    path: str,
+    storage: str,
+    *,
+    device: torch.device | str = "cpu",
+    model_class: Any = None,
+    **options: Any,
+) -> Any:
+    """``from_pretrained`` with the experts in 4 or 8 bits from the start.
+
+    transformers reads, merges and hands over one projection at a time; it is quantised and freed
+    before the next, so no device ever holds more than one layer's experts in 16 bits. A checkpoint
+    that is FP8 already is loaded as it is and its experts taken over (storage "fp8").
+
+    Args:
+        path: a local folder or hub id.
+        storage: "nf4" or "fp8".
+        device: where the model goes.
+        model_class: what to call ``from_pretrained`` on; None: ``AutoModelForCausalLM``.
+        options: further arguments of ``from_pretrained`` (``dtype``, ``attn_implementation``, ..).
+
+    Raises:
+        UnsupportedOptionError: unknown storage.
+        UnsupportedModelError: as :func:`quantize_experts`; or a checkpoint that is quantised in
+            another way.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if storage not in STORAGES:
+        raise UnsupportedOptionError(
+            f"load_quantized: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
+        )
+    load = (model_class or AutoModelForCausalLM).from_pretrained
+    stored = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
+    if stored is not None:
+        method = stored["quant_method"]
+        if method != "fp8" or storage != "fp8":
+            raise UnsupportedModelError(
+                f"{path}: the checkpoint is quantised with {method}, asked for {storage}; "
+                "accepted: an FP8 checkpoint with storage 'fp8', or a checkpoint in 16 bits"
+            )
+        return quantize_experts(load(path, device_map=str(device), **options), storage)
+    return load(path, quantization_config=_config(storage), device_map=str(device), **options)
+
+
+def _config(storage: str) -> Any:
+    """What from_pretrained takes; makes the quantizer known to transformers (idempotent)."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    if _METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        _register()
+    return AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD](storage)
+
+
+def _register() -> None:
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(_METHOD)
+    class ExpertsQuantConfig(QuantizationConfigMixin):
+        """How the experts are to be stored."""
+
+        def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
+            self.storage, self.quant_method = storage, quant_method
+
+    class QuantizeExperts(ConversionOps):
+        """One merged projection -> its packed parameter."""
+
+        def __init__(self, storage: str) -> None:
+            self.storage = storage
+
+        def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Tensor]:
+            packed = {}
+            for name, value in input_dict.items():
+                weight = value[0] if isinstance(value, list) else value
+                own = pack(weight, self.storage, weight.device, name)
+                packed[name] = parameter(QuantTensor(own))
+                state.watch(model.get_submodule(name.rpartition(".")[0]))
+            return packed
+
+    @register_quantizer(_METHOD)
+    class ExpertsQuantizer(HfQuantizer):
+        """Tells transformers' loader which parameters are packed as they are read."""
+
+        names: frozenset[str] = frozenset()
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            projections = list(expert_projections(model))
+            for one in projections:
+                check_packable(one.stored, self.quantization_config.storage, one.where)
+            self.names = frozenset(one.where for one in projections)
+            return model
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            # To others the model is an ordinary one whose experts happen to be frozen.
+            self.remove_quantization_config(model)
+            return model
+
+        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+            return param_name in self.names
+
+        def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
+            if param_name not in self.names:
+                return param.element_size()
+            return memory.bits_per_value(self.quantization_config.storage) / 8
+
+        def get_quantize_ops(self) -> QuantizeExperts:
+            return QuantizeExperts(self.quantization_config.storage)
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return True

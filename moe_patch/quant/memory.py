@@ -1,0 +1,63 @@
+"""What the experts of a model take in memory, and would take in 4 or 8 bits."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import nn
+
+from moe_patch.quant import fp8, nf4
+from moe_patch.quant.surgery import expert_projections
+from moe_patch.quant.tensor import QuantTensor
+
+
+class ExpertsMemory(NamedTuple):
+    """Bytes of all expert projections of a model.
+
+    Attributes:
+        stored: as they are now.
+        quantised: by storage, as they would be; a storage that some expert cannot have is left out.
+    """
+
+    stored: int
+    quantised: dict[str, int]
+
+
+def bits_per_value(storage: str) -> float:
+    """What a large weight takes per value, scales included."""
+    if storage == "nf4":
+        return 4 + 8 / nf4.BLOCK + 32 / (nf4.BLOCK * nf4.NESTED_BLOCK)
+    return 8 + 32 / fp8.BLOCK**2
+
+
+def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
+    """What a weight [E, rows, columns], as stored, takes in "nf4" or "fp8", scales included."""
+    E, rows, columns = shape
+    values = math.prod(shape)
+    if storage == "fp8":
+        return values + 4 * E * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
+    scales = values // nf4.BLOCK
+    return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * 256 + 4
+
+
+def experts_memory(model: nn.Module) -> ExpertsMemory:
+    """How much the experts of a model take, on any device, meta included; nothing is allocated.
+
+    Raises:
+        UnsupportedModelError: no MoE block, or experts that cannot be quantised, by name.
+    """
+    stored = 0
+    quantised = {"nf4": 0, "fp8": 0}
+    for one in expert_projections(model):
+        weight = one.stored
+        if isinstance(weight, QuantTensor):
+            stored += weight.weight.nbytes()
+        else:
+            stored += weight.numel() * weight.element_size()
+        E, rows, columns = weight.shape
+        if columns % nf4.BLOCK:
+            quantised.pop("nf4", None)
+        for storage in quantised:
+            quantised[storage] += packed_bytes((E, rows, columns), storage)
+    return ExpertsMemory(stored, quantised)
