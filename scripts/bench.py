@@ -4,7 +4,10 @@
     python scripts/bench.py experts                      # every shape, T, pass and peer
     python scripts/bench.py experts --shapes qwen3_30b --T 4096 --impls moe_patch hf_grouped_mm
     python scripts/bench.py experts --dry-run            # tiny, on the CPU, writes nothing
+    python scripts/bench.py all --preset h100 --warm-jobs 12   # the whole grid within one run
     python scripts/bench.py table benchmarks/results/experts.jsonl --over hf_grouped_mm
+    python scripts/bench.py docs                         # the tables of README and docs
+    python scripts/bench.py chart                        # docs/images/bench_*.svg
 
 docs/performance.md says what is measured and how; benchmarks/README.md what a row means.
 """
@@ -23,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 import torch  # noqa: E402
-from bench_lib import child, rows, runner, table  # noqa: E402
+from bench_lib import blocks, charts, child, rows, runner, table  # noqa: E402
 from bench_lib.measure import Settings  # noqa: E402
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.presets import PRESETS  # noqa: E402
@@ -34,6 +37,7 @@ from bench_lib.spec import Op  # noqa: E402
 
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
 RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
 def _rank(text: str) -> int | None:
@@ -86,6 +90,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--run", help="default: the newest in the file")
     sub.add_argument("--over", help="the implementation that ratios are taken over")
     sub.add_argument("--show", choices=table.CELLS, default="time")
+    sub = commands.add_parser("chart", help="the newest rows as SVG (needs matplotlib)")
+    sub.add_argument("--out", type=Path, default=ROOT / "docs" / "images", metavar="DIR")
+    sub = commands.add_parser("docs", help="rewrite the marked tables of README and docs")
+    sub.add_argument("--check", action="store_true", help="write nothing; fail if one is stale")
     sub = commands.add_parser("child", help="(internal) measure what a job file says")
     sub.add_argument("job", type=Path)
     return top
@@ -197,6 +205,23 @@ def bench_all(args: argparse.Namespace) -> None:
     _run(args, plans, {name: args.out_dir / f"{name}.jsonl" for name in out}, args.total)
 
 
+def write_docs(check: bool) -> None:
+    """Make the marked tables anew.
+
+    Raises:
+        RowError: with ``check``, a document differs from its rows; or a marker is unknown.
+    """
+    for path in DOCUMENTS:
+        old = path.read_text(encoding="utf-8")
+        new = blocks.rewrite(old, RESULTS)
+        if new == old:
+            continue
+        if check:
+            raise RowError(f"{path} is older than its rows; run scripts/bench.py docs")
+        path.write_text(new, encoding="utf-8")
+        print(f"rewrote {path}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit status 0, or 1 with one line on stderr."""
     args = parser().parse_args(argv)
@@ -206,6 +231,11 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "table":
             chosen = table.of_run(rows.read_rows(args.file), args.run)
             print(table.markdown(chosen, args.over, args.show))
+        elif args.command == "chart":
+            for path in charts.draw(RESULTS, args.out):
+                print(f"drew {path}")
+        elif args.command == "docs":
+            write_docs(args.check)
         elif args.command == "all":
             bench_all(args)
         else:

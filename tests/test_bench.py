@@ -15,7 +15,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "scripts"))
 
 import bench  # noqa: E402
-from bench_lib import child, measure, moe_layer, process, rows, runner, table, timers  # noqa: E402
+from bench_lib import (  # noqa: E402
+    blocks,
+    charts,
+    child,
+    measure,
+    moe_layer,
+    newest,
+    process,
+    rows,
+    runner,
+    table,
+    timers,
+)
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.rows import RowError  # noqa: E402
 from bench_lib.shapes import Point  # noqa: E402
@@ -251,6 +263,55 @@ def test_table_shows_ratios_and_reasons():
     )
     assert "| 2 ms, 300 TF, 2.50x | 5 ms, 300 TF | skipped |" in text
     assert "- skipped sonicmoe: not installed: sonicmoe" in text
+
+
+def test_a_document_shows_the_newest_run_that_has_the_peers():
+    def rows_of(run, day, peers, **changes):
+        when = {"run": run, "date": f"2026-11-{day}T00:00:00Z", "impl": "moe_patch"}
+        return [good_row(**when | {"impl": impl}, **changes) for impl in ("moe_patch", *peers)]
+
+    required = OPS["experts"].required
+    full = rows_of("full", 20, required)
+    newer = rows_of("newer", 22, required, shape="mixtral")
+    alone = rows_of("alone", 25, ())
+    on_cpu = rows_of("laptop", 26, required, card="CPU: some")
+    lines = newest.newest_lines([*full, *newer, *alone, *on_cpu], OPS["experts"])
+    assert [(line.shape, line.ours["run"]) for line in lines] == [
+        ("olmoe", "full"),
+        ("mixtral", "newer"),
+    ]
+    assert newest.newest_lines(alone, OPS["experts"])[0].ours["run"] == "alone"
+
+
+def test_blocks_are_made_from_rows_alone(tmp_path):
+    timed = [good_row(impl="moe_patch"), good_row(impl="hf_grouped_mm", median_ms=5.0)]
+    skipped = good_row(impl="sonicmoe", median_ms=None, skipped="needs another card")
+    rows.append_rows(tmp_path / "experts.jsonl", [*timed, skipped])
+    text = "before\n<!-- bench: experts -->\nold\n<!-- end of bench -->\nafter\n"
+    new = blocks.rewrite(text, tmp_path)
+    assert "| olmoe | 4096 | fwd | 2 | 5 (2.50x) | skipped | 300 (0.50) |" in new
+    assert "- sonicmoe skipped at olmoe T=4096 fwd: needs another card" in new
+    assert "Run r1 (2026-11-27 23:00 UTC, commit 0123456789)." in new
+    assert "old" not in new
+    assert blocks.rewrite(new, tmp_path) == new
+    with pytest.raises(RowError, match="no block 'expert'; there are headline, experts"):
+        blocks.rewrite(text.replace("experts", "expert"), tmp_path)
+    assert all(block(tmp_path / "nothing") == blocks.NOTHING for block in blocks.BLOCKS.values())
+
+
+def test_documents_are_not_older_than_their_rows():
+    bench.write_docs(check=True)
+
+
+def test_charts_are_drawn_and_repeat(tmp_path):
+    pytest.importorskip("matplotlib", reason="charts need the extra plots")
+    impls = ("moe_patch", "hf_grouped_mm")
+    timed = [good_row(impl=impl, **{"pass": "fwd+bwd"}) for impl in impls]
+    rows.append_rows(tmp_path / "experts.jsonl", timed)
+    (first,) = charts.draw(tmp_path, tmp_path / "a")
+    (second,) = charts.draw(tmp_path, tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+    assert "hf_grouped_mm" in first.read_text()
 
 
 def test_an_absent_peer_is_skipped_with_the_reason():

@@ -1,0 +1,208 @@
+"""The blocks of numbers in README and docs: each a function of the result files, no hand between.
+
+A document holds ``<!-- bench: NAME -->`` and ``<!-- end of bench -->``; ``bench.py docs`` rewrites
+what is between them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from bench_lib.newest import OURS, Line, lines_of, provenance
+from bench_lib.ops import OPS
+from bench_lib.rows import RowError
+
+GIB = 2**30
+MARKED = re.compile(r"(<!-- bench: (\w+) -->\n)(.*?)(<!-- end of bench -->)", re.DOTALL)
+NOTHING = "No row from a GPU yet.\n"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _time(line: Line, impl: str, scale: float) -> str:
+    row = line.by_impl.get(impl)
+    if row is None:
+        return ""
+    if row["median_ms"] is None:
+        return "skipped"
+    cell = _number(row["median_ms"] * scale)
+    faster = line.faster(impl)
+    return cell if impl == OURS or faster is None else f"{cell} ({faster:.2f}x)"
+
+
+def _share(line: Line) -> str:
+    row = line.ours
+    if row["tflops"] is None:
+        return ""
+    if row["ceiling_tflops"] is None:
+        return f"{row['tflops']:.0f}"
+    return f"{row['tflops']:.0f} ({row['tflops'] / row['ceiling_tflops']:.2f})"
+
+
+def _floors(line: Line) -> str:
+    row = line.ours
+    if row["floor_ms"] is None or row["median_ms"] is None:
+        return ""
+    return f"{row['median_ms'] / row['floor_ms']:.1f}"
+
+
+def _impls(lines: Sequence[Line], op_name: str) -> list[str]:
+    present = {impl for line in lines for impl in line.by_impl}
+    return [impl for impl in OPS[op_name].names() if impl in present]
+
+
+def _point(line: Line, names: Sequence[str]) -> list[str]:
+    values = {
+        "shape": line.shape, "T": line.T, "R": line.R, "dtype": line.dtype, "pass": line.passes,
+    }  # fmt: skip
+    return ["–" if values[name] is None else str(values[name]) for name in names]
+
+
+def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    rows = [header, ["---"] * len(header), *body]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _skips(lines: Sequence[Line]) -> str:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for line in lines:
+        for impl, row in line.by_impl.items():
+            if "skipped" in row:
+                where = f"{line.shape} T={line.T} {line.passes}"
+                reasons.setdefault((impl, row["skipped"]), []).append(where)
+    listed = "".join(
+        f"- {impl} skipped at {', '.join(places)}: {reason}\n"
+        for (impl, reason), places in reasons.items()
+    )
+    return listed and f"{listed}\n"
+
+
+def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = False) -> Callable:
+    """A table of one op's times: ours, its rate, every peer and how many times faster ours is."""
+    scale = {"ms": 1.0, "µs": 1e3}[unit]
+
+    def block(results: Path) -> str:
+        lines = lines_of(op_name, results)
+        if not lines:
+            return NOTHING
+        impls = _impls(lines, op_name)
+        rate = any(line.ours["tflops"] is not None for line in lines)
+        header = [*point, *(f"{impl}, {unit}" for impl in impls)]
+        header += ["TFLOP/s (of bmm)"] if rate else []
+        header += ["copy floors"] if floors else []
+        body = [
+            [
+                *_point(line, point),
+                *(_time(line, impl, scale) for impl in impls),
+                *([_share(line)] if rate else []),
+                *([_floors(line)] if floors else []),
+            ]
+            for line in lines
+        ]
+        return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
+
+    return block
+
+
+def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
+    """What is held from forward to backward, and the peak of both, in GiB."""
+
+    def block(results: Path) -> str:
+        lines = [line for line in lines_of(op_name, results) if line.passes == "fwd+bwd"]
+        if not lines:
+            return NOTHING
+        impls = _impls(lines, op_name)
+
+        def cell(line: Line, impl: str) -> str:
+            row = line.by_impl.get(impl)
+            if row is None or row["peak_bytes"] is None:
+                return ""
+            return f"{row['saved_bytes'] / GIB:.2f} / {row['peak_bytes'] / GIB:.2f}"
+
+        body = [[*_point(line, point), *(cell(line, impl) for impl in impls)] for line in lines]
+        return f"{_markdown([*point, *impls], body)}\n{provenance(lines)}\n"
+
+    return block
+
+
+def model(results: Path) -> str:
+    """Step time, tokens per second, time in MoE blocks and peak, unpatched and patched."""
+    lines = lines_of("model", results)
+    if not lines:
+        return NOTHING
+    body = []
+    for line in lines:
+        for impl, row in sorted(line.by_impl.items(), reverse=True):
+            if "skipped" in row:
+                body.append([line.shape, impl, "skipped", "", "", "", ""])
+                continue
+            faster = line.faster("peft") if impl == OURS else None
+            body.append(
+                [
+                    line.shape, impl, _number(row["median_ms"]),
+                    "" if faster is None else f"{faster:.2f}x", f"{row['tokens_per_s']:.0f}",
+                    f"{_number(row['moe_ms'])} ({row['moe_ms'] / row['median_ms']:.0%})",
+                    "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f}",
+                ]
+            )  # fmt: skip
+    header = ["shape", "impl", "step, ms", "faster", "tokens/s", "in MoE blocks, ms", "peak, GiB"]
+    return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
+
+
+def headline(results: Path) -> str:
+    """The README's table: forward and backward of the largest T of each shape."""
+    body, used = [], []
+    for op_name, what in (("experts", "full fine-tuning"), ("lora", "LoRA r = 16")):
+        lines = [
+            line
+            for line in lines_of(op_name, results)
+            if line.passes == "fwd+bwd" and (op_name == "experts" or line.R)
+        ]
+        largest = {line.shape: line for line in lines}.values()
+        for line in largest:
+            peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
+            cells = ", ".join(f"{line.faster(impl):.2f}x {impl}" for impl in peers)
+            body.append([what, line.shape, str(line.T), _time(line, OURS, 1.0), cells])
+            used.append(line)
+    if not body:
+        return NOTHING
+    header = ["experts, forward + backward", "shape", "tokens", "ms", "times faster than"]
+    return f"{_markdown(header, body)}\n{provenance(used)}\n"
+
+
+POINT = ("shape", "T", "pass")
+BLOCKS: dict[str, Callable[[Path], str]] = {
+    "headline": headline,
+    "experts": times("experts", POINT),
+    "experts_memory": memory("experts", ("shape", "T")),
+    "lora": times("lora", ("shape", "T", "R", "pass")),
+    "lora_memory": memory("lora", ("shape", "T", "R")),
+    "decode": times("decode", ("shape", "T"), "µs"),
+    "model": model,
+    "quantised": times("quantised", ("shape", "T", "dtype")),
+    "quantised_memory": memory("quantised", ("shape", "T", "dtype")),
+    "signals": times("signals", POINT),
+    "routing": times("routing", ("shape", "T", "dtype", "pass"), "µs", floors=True),
+    "product_key": times("product_key", POINT, "µs"),
+    "plan": times("plan", ("shape", "T"), "µs", floors=True),
+}
+
+
+def rewrite(text: str, results: Path) -> str:
+    """A document with every marked block made anew.
+
+    Raises:
+        RowError: a marker names no block.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        if name not in BLOCKS:
+            raise RowError(f"no block {name!r}; there are {', '.join(BLOCKS)}")
+        return f"{match[1]}\n{BLOCKS[name](results)}\n{match[4]}"
+
+    return MARKED.sub(fill, text)
