@@ -17,6 +17,12 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test that asks for it runs: on the CPU, and again with ``-m gpu`` on the GPU."""
+    return request.param
+
+
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Uninitialised memory is NaN: what a kernel forgets to write shows up in its result."""

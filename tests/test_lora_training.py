@@ -45,17 +45,17 @@ def train(model, batch, steps, lr, only=""):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_five_steps_on_expert_factors_reduce_the_loss(model_type):
-    pair = adapted_pair(model_type, EXPERTS, init_lora_weights=True, r=8)
+def test_five_steps_on_expert_factors_reduce_the_loss(model_type, device):
+    pair = adapted_pair(model_type, EXPERTS, init_lora_weights=True, r=8, device=device)
     losses = train(pair.ours, pair.batch, steps=6, lr=0.1, only="experts")
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(torch.tensor(losses)))
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
-def test_thirty_steps_follow_peft(model_type):
+def test_thirty_steps_follow_peft(model_type, device):
     pair = adapted_pair(
-        model_type, recipe(model_type), attention(model_type), init_lora_weights=True
+        model_type, recipe(model_type), attention(model_type), init_lora_weights=True, device=device
     )
     curves = [
         torch.tensor(train(m, pair.batch, steps=30, lr=0.05)) for m in (pair.reference, pair.ours)
@@ -70,8 +70,8 @@ class Boom(Exception):
 
 
 @pytest.mark.parametrize("order", ["peft first", "patch first, again after"])
-def test_an_exception_leaves_no_factors_behind(order, monkeypatch):
-    pair = adapted_pair("qwen3_moe", EXPERTS, order=order)
+def test_an_exception_leaves_no_factors_behind(order, monkeypatch, device):
+    pair = adapted_pair("qwen3_moe", EXPERTS, order=order, device=device)
     expected = logits(pair.ours, pair.batch)
     seen = []
 
@@ -92,11 +92,13 @@ def test_an_exception_leaves_no_factors_behind(order, monkeypatch):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
-def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order):
+def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order, device):
     """Without the auxiliary loss: transformers loses its gradient under reentrant recompute."""
     overrides = {"output_router_logits": False}
     targets = [recipe(model_type), attention(model_type)]
-    ours, batch = adapted_pair(model_type, *targets, order=order, overrides=overrides)[1:]
+    ours, batch = adapted_pair(
+        model_type, *targets, order=order, overrides=overrides, device=device
+    )[1:]
     ours.enable_input_require_grads()
     plain = step(ours, batch)
     expected = {name: g.clone() for name, g in adapter_gradients(ours).items()}
@@ -113,8 +115,8 @@ def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing_with_the_auxiliary_loss_equals_peft(reentrant):
-    pair = adapted_pair("qwen3_moe", recipe("qwen3_moe"))
+def test_gradient_checkpointing_with_the_auxiliary_loss_equals_peft(reentrant, device):
+    pair = adapted_pair("qwen3_moe", recipe("qwen3_moe"), device=device)
     for model in pair[:2]:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
@@ -167,9 +169,9 @@ def test_a_closure_on_the_experts_forward_still_runs(model_type, when):
 
 
 @pytest.mark.parametrize("trainable", [False, True])
-def test_adapter_and_unfrozen_experts_train_together(trainable):
+def test_adapter_and_unfrozen_experts_train_together(trainable, device):
     """A trainable base under an adapter gets PEFT's own dense gradient, and only then."""
-    pair = adapted_pair("qwen3_moe", [UP])
+    pair = adapted_pair("qwen3_moe", [UP], device=device)
     for model in (pair.reference, pair.ours):
         for experts in expert_modules(model):
             experts.gate_up_proj.requires_grad_(trainable)
@@ -180,19 +182,19 @@ def test_adapter_and_unfrozen_experts_train_together(trainable):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast(dtype):
+def test_autocast(dtype, device):
     """Under autocast to bf16 on equal ids; gradients keep the factors' own dtype."""
-    pair = adapted_pair("qwen3_moe", EXPERTS, dtype=dtype)
+    pair = adapted_pair("qwen3_moe", EXPERTS, dtype=dtype, device=device)
     exact = copy.deepcopy(pair.reference).double()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.rand(40, 8, generator=generator).argsort(-1)[:, :2]
-    x, probe = torch.randn(2, 40, 32, generator=generator).bfloat16().float()
-    weights = torch.rand(40, 2, generator=generator).bfloat16().float()
+    ids = torch.rand(40, 8, generator=generator).argsort(-1)[:, :2].to(device)
+    x, probe = torch.randn(2, 40, 32, generator=generator).bfloat16().float().to(device)
+    weights = torch.rand(40, 2, generator=generator).bfloat16().float().to(device)
     results = []
     for model in (pair.reference, pair.ours, exact):
         wrapper = next(m for name, m in model.named_modules() if name.endswith("mlp.experts"))
         factors = [p for p in wrapper.parameters() if p.requires_grad]
-        with torch.autocast("cpu", torch.bfloat16, enabled=model is not exact):
+        with torch.autocast(device, torch.bfloat16, enabled=model is not exact):
             wide = torch.float64 if model is exact else torch.float32
             out = wrapper(x.to(wide), ids, weights.to(wide))
         gradients = torch.autograd.grad(out, factors, probe.to(out.dtype))
@@ -203,8 +205,8 @@ def test_autocast(dtype):
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
-def test_a_compiled_block_with_adapters_is_one_graph(model_type):
-    ours = adapted_pair(model_type, EXPERTS).ours
+def test_a_compiled_block_with_adapters_is_one_graph(model_type, device):
+    ours = adapted_pair(model_type, EXPERTS, device=device).ours
     block = next(m for name, m in ours.named_modules() if name.endswith(".mlp"))
     x = tiny_models.hidden(block, 2, 5)
     factors = [p for p in block.parameters() if p.requires_grad]
@@ -220,9 +222,9 @@ def test_a_compiled_block_with_adapters_is_one_graph(model_type):
         assert_close(found, wanted, 1e-6)
 
 
-def test_factors_that_do_not_fit_the_local_weight_are_a_named_error():
+def test_factors_that_do_not_fit_the_local_weight_are_a_named_error(device):
     """As under expert parallelism: the module holds a slice of what the adapter is for."""
-    pair = adapted_pair("qwen3_moe", [UP])
+    pair = adapted_pair("qwen3_moe", [UP], device=device)
     experts = expert_modules(pair.ours)[0]
     experts.gate_up_proj.data = experts.gate_up_proj.data[:4]
     with pytest.raises(
