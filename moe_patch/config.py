@@ -16,7 +16,7 @@ _CHOICES = {
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
 }
-_FLAGS = ("strict", "self_check", "recompute", "batch_invariant")
+_FLAGS = ("strict", "self_check", "recompute", "batch_invariant", "debug_nan")
 _PATTERNS = ("include", "exclude")
 
 
@@ -36,6 +36,12 @@ class PatchConfig:
             any neighbours; needs the Triton backend. Covers what this library computes, from router
             logits to the experts' sum: the router's own linear and the rest of the model are torch.
         ties: "lower" gives equal scores to the lower expert id, "torch" whatever torch.topk picks.
+        shadow_check: every so many training forwards, one block's live call is compared with
+            transformers and the errors are logged; 0 never. The step is not changed; the one that
+            is compared waits for the device and for both paths of that block.
+        debug_nan: the call of the first block with a non-finite output is written to a file that
+            ``python -m moe_patch replay`` runs. Waits for the device once per block and forward.
+        debug_dir: the folder of that file.
         include, exclude: glob pattern or patterns on block paths, kept as a tuple; an empty
             ``include`` means every block.
     """
@@ -47,6 +53,9 @@ class PatchConfig:
     recompute: bool = False
     batch_invariant: bool = False
     ties: str = "lower"
+    shadow_check: int = 0
+    debug_nan: bool = False
+    debug_dir: str = "."
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
@@ -65,6 +74,15 @@ class PatchConfig:
             raise UnsupportedOptionError(
                 "moe_patch: batch_invariant=True needs ties='lower': torch.topk's choice among "
                 "equal scores may change with the number of rows"
+            )
+        if type(self.shadow_check) is not int or self.shadow_check < 0:
+            raise UnsupportedOptionError(
+                f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
+                "or 0 for never"
+            )
+        if not isinstance(self.debug_dir, str):
+            raise UnsupportedOptionError(
+                f"moe_patch: debug_dir is {self.debug_dir!r}; accepted: the path of a folder"
             )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))

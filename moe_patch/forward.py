@@ -11,6 +11,7 @@ class's own forward does.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -63,7 +64,17 @@ def experts_forward(
     record = record_of(experts)
     if record is None:
         return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
-    args = (experts, record.spec, hidden_states, top_k_index, top_k_weights)
+    args = (hidden_states, top_k_index, top_k_weights)
+    # A bound forward (it has slots) was looked at when it was called.
+    if record.probe is not None and not record.slots:
+        return record.probe.run(functools.partial(_experts, experts, record), experts, args, {})
+    return _experts(experts, record, *args)
+
+
+def _experts(
+    experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    args = (experts, record.spec, hidden_TD, ids_TK, weights_TK)
     options: dict[str, Any] = {
         "backend": record.config.backend,
         "recompute": record.config.recompute,

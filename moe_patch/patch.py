@@ -19,6 +19,7 @@ from moe_patch import forward, selfcheck
 from moe_patch.bindings import bindings_of
 from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
+from moe_patch.debug import probe
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.lora_targets import missed_experts
@@ -64,6 +65,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
             _mark_refused(block, parsed, refused[block.path])
         else:
             bound += _bind_block(block, parsed, checks.get(block.path, "off"))
+    probe.attach(model, [b for b in blocks if b.path not in refused], parsed)
     if again:
         logger.info(
             "moe_patch: already patched with an equal config; %d modules bound that were new", bound

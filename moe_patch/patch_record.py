@@ -39,6 +39,7 @@ class ModulePatch:
         reason: why a module is refused or served differently from the rule.
         taps: what records or replays this module just now (signals/slot.py), or None. An attribute
             here, because compiled code notices when it changes.
+        probe: what looks at this module's calls (debug/probe.py), or None.
     """
 
     role: str
@@ -50,6 +51,7 @@ class ModulePatch:
     self_check: str = ""
     reason: str = ""
     taps: Any = None
+    probe: Any = None
 
 
 def record_of(module: nn.Module) -> ModulePatch | None:
@@ -76,6 +78,9 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             record = record_of(module)
             if record is None:
                 return getattr(type(module), name)(module, *args, **kwargs)
+            if record.probe is not None:
+                call = functools.partial(function, module, record)
+                return record.probe.run(call, module, args, kwargs)
             return function(module, record, *args, **kwargs)
 
         setattr(run, _MARK, True)

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -33,6 +33,7 @@ from transformers import __version__ as transformers_version  # noqa: E402
 from moe_patch import gate_accuracy, patch_model, record, smk_loss  # noqa: E402
 from moe_patch.signals.balance import balance  # noqa: E402
 from moe_patch.signals.losses import GRADIENTS, TARGETS  # noqa: E402
+from moe_patch.signals.slot import LayerSignals  # noqa: E402
 from moe_patch.train import build  # noqa: E402
 from moe_patch.train.config import TrainConfig, load_config  # noqa: E402
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts  # noqa: E402
@@ -42,38 +43,43 @@ from moe_patch.train.smk import SmkConfig  # noqa: E402
 
 HELD_OUT_EVERY = 64
 LOAD_BALANCE = 0.01
-# name -> (target, norm) of smk_loss or None, and whether the load-balance loss is on.
-VARIANTS: dict[str, tuple[tuple[str, str] | None, bool]] = {
-    "none": (None, False),
-    "load_balance": (None, True),
-    "delta_sc": (("delta_sc", "params"), False),
-    "surprise": (("surprise", "params"), False),
-    "delta_sc_output": (("delta_sc", "output"), False),
-    "surprise_output": (("surprise", "output"), False),
-    "delta_sc_expert": (("delta_sc", "expert"), False),
-    "surprise_expert": (("surprise", "expert"), False),
-    "delta_sc+load_balance": (("delta_sc", "params"), True),
-    "surprise+load_balance": (("surprise", "params"), True),
+
+
+class Variant(NamedTuple):
+    """What is added to the language loss: smk_loss's words and factor, the load-balance loss."""
+
+    target: str = "delta_sc"
+    gradient: str = "params"
+    weight: float = 1.0
+    load_balance: bool = False
+
+
+# Without smk_loss (weight 0) the default target is measured all the same.
+VARIANTS = {
+    "none": Variant(weight=0.0),
+    "load_balance": Variant(weight=0.0, load_balance=True),
+    "delta_sc": Variant("delta_sc"),
+    "surprise": Variant("surprise"),
+    "delta_sc_output": Variant("delta_sc", "output"),
+    "surprise_output": Variant("surprise", "output"),
+    "delta_sc_expert": Variant("delta_sc", "expert"),
+    "surprise_expert": Variant("surprise", "expert"),
+    "delta_sc_0.1": Variant("delta_sc", weight=0.1),
+    "surprise_0.1": Variant("surprise", weight=0.1),
+    "delta_sc+load_balance": Variant("delta_sc", load_balance=True),
+    "surprise+load_balance": Variant("surprise", load_balance=True),
 }
 
 
-def smk_of(variant: str, base: SmkConfig) -> SmkConfig:
-    """The variant's options; a variant without smk_loss measures the default target."""
-    words, _ = VARIANTS[variant]
-    if words is None:
-        return dataclasses.replace(base, weight=0.0)
-    return dataclasses.replace(base, target=words[0], gradient=words[1])
-
-
-def run(config: TrainConfig, variant: str, seed: int, steps: int | None) -> dict[str, Any]:
+def run(config: TrainConfig, name: str, seed: int, steps: int | None) -> dict[str, Any]:
     """Train one variant from one seed; its row."""
-    assert config.smk is not None
+    variant = VARIANTS[name]
     config = dataclasses.replace(config, seed=seed)
     texts = read_texts(config.data)
     tokenizer = build.build_tokenizer(config.tokenizer, texts)
     ids_NL = make_blocks(texts, tokenizer, config.data.block_size).ids_NL
     held_out = torch.arange(len(ids_NL)) % HELD_OUT_EVERY == 0
-    smk = smk_of(variant, SmkConfig(**config.smk))
+    smk = SmkConfig(variant.target, variant.gradient, weight=variant.weight)
     model = patch_model(build.build_base(config.model, tokenizer, seed), config.moe_patch)
     with tempfile.TemporaryDirectory() as folder:
         overrides = {} if steps is None else {"max_steps": steps}
@@ -81,15 +87,15 @@ def run(config: TrainConfig, variant: str, seed: int, steps: int | None) -> dict
             model,
             build.training_arguments(config, Path(folder), disable_tqdm=True, **overrides),
             TokenBlocks(ids_NL[~held_out]),
-            name=variant,
-            router_losses=RouterLossConfig(LOAD_BALANCE) if VARIANTS[variant][1] else None,
+            name=name,
+            router_losses=RouterLossConfig(LOAD_BALANCE) if variant.load_balance else None,
             smk=smk,
         )
     ids_NL = ids_NL[held_out]
     return {
-        "variant": variant,
+        "variant": name,
+        **variant._asdict(),
         "seed": seed,
-        "weight": smk.weight,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": bench_rows.commit_of(ROOT),
         "torch": torch.__version__,
@@ -131,6 +137,9 @@ def measures(model: Any, ids: torch.Tensor) -> dict[str, float]:
         with torch.no_grad():
             found[f"kl/{gradient}"] = smk_loss(recorder, model, ce=0.0, gradient=gradient).item()
     layers = list(recorder.layers.values())
+    for gradient in ("params", "output"):
+        last = [_least_weighted(x, getattr(x, f"grad_norm_{gradient}")) for x in layers]
+        found[f"least_weighted/{gradient}"] = statistics.fmean(last)
     loads = [balance(layer.tokens_per_expert) for layer in layers]
     weights = [layer.weights / layer.weights.sum(-1, keepdim=True) for layer in layers]
     found["entropy"] = statistics.fmean(load.entropy for load in loads)
@@ -139,6 +148,13 @@ def measures(model: Any, ids: torch.Tensor) -> dict[str, float]:
     found["confidence"] = statistics.fmean(w.amax(-1).mean().item() for w in weights)
     found["last_weight"] = statistics.fmean(w.amin(-1).mean().item() for w in weights)
     return found
+
+
+def _least_weighted(layer: LayerSignals, surprise_TK: torch.Tensor) -> float:
+    """How often the smallest surprise is that of the router's own last choice."""
+    kept_T = (surprise_TK > 0).any(-1)
+    last_T = surprise_TK.argmin(-1) == layer.weights.argmin(-1)
+    return (last_T & kept_T).sum().item() / kept_T.sum().item()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -150,26 +166,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="in place of the file's max_steps")
-    parser.add_argument("--weight", type=float, help="in place of the file's smk.weight")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmarks" / "results" / "smk_tiny.jsonl"
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    overrides = {} if args.weight is None else {"smk.weight": args.weight}
-    config = load_config(args.config, overrides)
+    config = load_config(args.config)
     for seed in args.seeds:
-        for variant in args.variants:
-            row = run(config, variant, seed, args.steps)
+        for name in args.variants:
+            row = run(config, name, seed, args.steps)
             with args.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            print(
-                variant,
-                seed,
-                row["seconds"],
-                {k: round(v, 3) for k, v in row["held_out"].items()},
-                flush=True,
-            )
+            found = ", ".join(f"{key} {value:.3f}" for key, value in row["held_out"].items())
+            print(f"{name} seed {seed} ({row['seconds']} s): {found}", flush=True)
 
 
 if __name__ == "__main__":

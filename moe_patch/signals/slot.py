@@ -28,7 +28,8 @@ SIGNALS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")
 
 
 @functools.cache
-def _eagerly() -> Callable[..., Any]:
+def eagerly() -> Callable[..., Any]:
+    """The function that calls ``function(*args)`` outside compiled code (one graph break)."""
     # Not at import: it loads the compiler.
     return torch.compiler.disable(_call)
 
@@ -51,7 +52,7 @@ class Taps:
     path: str
     layer: LayerSignals | None = None
     replay: Any = None
-    eagerly: Callable[..., Any] = field(default_factory=_eagerly)
+    eagerly: Callable[..., Any] = field(default_factory=eagerly)
 
     def __reduce__(self) -> tuple:
         """A copied or pickled model is not recorded: its taps are None."""
@@ -167,7 +168,7 @@ class LayerSignals:
             return None
         if has_lora and not fused:
             self.missing["grad_norm_lora"] = "the experts' own code runs between grouped products"
-        first = not _inside_backward()
+        first = not inside_backward()
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         self.graph, self.has_lora = torch.is_grad_enabled(), has_lora
         shape = (3, *ids_TK.shape) if self.graph else (0,)
@@ -183,7 +184,7 @@ class LayerSignals:
         return self.signals
 
     def _is_recompute(self) -> bool:
-        return self.graph and _inside_backward()
+        return self.graph and inside_backward()
 
     def _shaped(self, values: Tensor | None) -> Tensor | None:
         return None if values is None or self.ids is None else values.reshape(self.ids.shape)
@@ -211,5 +212,6 @@ def _written(signals: Signals | None) -> bool:
     return signals.grads_3TK.dim() == 3 and signals.grads_3TK._version > 0
 
 
-def _inside_backward() -> bool:
+def inside_backward() -> bool:
+    """Whether a backward pass runs: a forward inside it is a checkpoint's recompute."""
     return torch._C._current_graph_task_id() != -1

@@ -122,7 +122,7 @@ def train_once(
 def _trainer_class(
     router_losses: RouterLossConfig | None, smk: SmkConfig | None, recorder: Recorder | None
 ) -> Any:
-    if smk is None:
+    if smk is None or recorder is None:
         if router_losses is None:
             return Trainer
         return partial(RouterLossTrainer, router_losses=router_losses)

@@ -1,0 +1,158 @@
+"""The call of the first block whose output is not finite, in a safetensors file.
+
+    input, ids, weights      the experts' arguments: [T, D], [T, K], [T, K]; or a block's one input
+    parameters.NAME          the module's own parameters and buffers
+    lhs.I.NAME, rhs.I.NAME   low-rank factors handed down with the call, by adapter and parameter
+and in the metadata the block's path, the class, its config, the factors' scalings and versions.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.lora import HANDED_DOWN, Factors
+from moe_patch.patch_record import record_of
+
+FORMAT = "moe_patch nan 1"
+ARGUMENTS = ("input", "ids", "weights")
+
+
+@dataclass(frozen=True)
+class NanCall:
+    """What such a file holds.
+
+    Attributes:
+        path, role: the block, and what of it was called: "experts" or "block" (as a whole).
+        module, cls: the class's module and name.
+        config_module, config_cls, config: the config's class and its values.
+        backend: what the patch was asked for.
+        args: the call's arguments.
+        parameters: the module's parameters and buffers by name.
+        factors: parameter -> low-rank factors.
+        versions: library -> version that wrote the file.
+    """
+
+    path: str
+    role: str
+    module: str
+    cls: str
+    config_module: str
+    config_cls: str
+    config: dict[str, Any]
+    backend: str
+    args: tuple[Tensor, ...]
+    parameters: dict[str, Tensor]
+    factors: dict[str, list[Factors]]
+    versions: dict[str, str]
+
+
+def write(probe: Any, module: nn.Module, args: tuple) -> Path:
+    """Write the call of a probed module; the file's path."""
+    import transformers
+    from safetensors.torch import save_file
+
+    record = record_of(module)
+    assert record is not None
+    config = record.saved.get("config", probe.model_config)
+    tensors = dict(zip(ARGUMENTS, (a for a in args if isinstance(a, Tensor)), strict=False))
+    tensors |= {f"parameters.{name}": t for name, t in _tensors(module).items()}
+    scalings: dict[str, list[float]] = {}
+    for name, given in module.__dict__.get(HANDED_DOWN, {}).items():
+        scalings[name] = [f.scaling for f in given]
+        for i, factors in enumerate(given):
+            tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}
+    own = _class_of(module)
+    about = {
+        "format": FORMAT,
+        "path": probe.path,
+        "role": probe.role,
+        "class": json.dumps([own.__module__, own.__name__]),
+        "config_class": json.dumps([type(config).__module__, type(config).__name__]),
+        "config": json.dumps(config.to_dict(), default=str),
+        "backend": record.config.backend,
+        "scalings": json.dumps(scalings),
+        "versions": json.dumps(
+            {"torch": torch.__version__, "transformers": transformers.__version__}
+        ),
+    }
+    file = _name(probe)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, str(file), about)
+    return file
+
+
+def read(file: str | Path) -> NanCall:
+    """Read a file that :func:`write` wrote.
+
+    Raises:
+        UnsupportedOptionError: there is no such file, or it is of another kind.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            about = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedOptionError(f"{file}: not a safetensors file: {error}") from error
+    if about.get("format") != FORMAT:
+        raise UnsupportedOptionError(
+            f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}, which debug_nan "
+            "writes"
+        )
+    (module, cls), (config_module, config_cls) = (
+        json.loads(about[key]) for key in ("class", "config_class")
+    )
+    prefix = "parameters."
+    return NanCall(
+        path=about["path"],
+        role=about["role"],
+        module=module,
+        cls=cls,
+        config_module=config_module,
+        config_cls=config_cls,
+        config=json.loads(about["config"]),
+        backend=about["backend"],
+        args=tuple(tensors[name] for name in ARGUMENTS if name in tensors),
+        parameters={n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)},
+        factors={
+            name: [
+                Factors(tensors[f"lhs.{i}.{name}"], tensors[f"rhs.{i}.{name}"], scaling)
+                for i, scaling in enumerate(given)
+            ]
+            for name, given in json.loads(about["scalings"]).items()
+        },
+        versions=json.loads(about["versions"]),
+    )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by the names of a fresh module: parametrized ones as evaluated."""
+    found = dict(module.state_dict())
+    for path, owner in module.named_modules():
+        if (entries := owner._modules.get("parametrizations")) is None:
+            continue
+        prefix = f"{path}." if path else ""
+        found = {n: t for n, t in found.items() if not n.startswith(f"{prefix}parametrizations.")}
+        found |= {f"{prefix}{name}": getattr(owner, name) for name in entries._modules}
+    return found
+
+
+def _class_of(module: nn.Module) -> type:
+    """The class in transformers, below generated ones (FSDP, parametrizations)."""
+    own = (c for c in type(module).__mro__ if c.__module__.startswith("transformers."))
+    return next(own, type(module))
+
+
+def _name(probe: Any) -> Path:
+    rank = ""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank = f".rank{torch.distributed.get_rank()}"
+    return Path(probe.folder) / f"moe_patch_nan.{probe.path}{rank}.safetensors"

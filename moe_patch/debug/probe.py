@@ -1,0 +1,174 @@
+"""What looks at the calls of a patched module, where ``shadow_check`` or ``debug_nan`` ask for it.
+
+A probed module has a :class:`Probe` in its patch record (``ModulePatch.probe``); everywhere else it
+is None, and a forward pays that one look. The experts module is probed, or the block where the
+family's experts are not called as transformers' are; with ``shadow_check`` the router as well.
+
+Which block is compared in which step follows from the step's number alone: no state is shared
+between modules, copies of a model work, and data-parallel ranks compare the same block.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.config import PatchConfig
+from moe_patch.debug import nan_file, shadow
+from moe_patch.discover import FoundBlock
+from moe_patch.patch_record import record_of
+from moe_patch.signals.slot import eagerly, inside_backward
+
+logger = logging.getLogger("moe_patch")
+
+
+@dataclass
+class FirstNan:
+    """Shared by the probes of one model: the file of the first non-finite block, once written."""
+
+    file: Path | None = None
+
+
+@dataclass
+class Probe:
+    """Looks at every call of one module.
+
+    Attributes:
+        path: the block's path.
+        role: "experts", "block" or "router".
+        model_config: the model's config, for modules that keep none.
+        index, blocks: which of how many blocks.
+        every: ``shadow_check``; 0 compares nothing.
+        nan: what ``debug_nan`` shares between modules, or None.
+        folder: where its file goes.
+        calls: training forwards so far, recomputes left out.
+        results: the comparisons made.
+    """
+
+    path: str
+    role: str
+    model_config: Any
+    index: int
+    blocks: int
+    every: int = 0
+    nan: FirstNan | None = None
+    folder: str = "."
+    calls: int = 0
+    results: list[shadow.Comparison] = field(default_factory=list)
+    eagerly: Callable[..., Any] = field(default_factory=eagerly, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the wrapper of the compiler, which does not pickle."""
+        return {key: value for key, value in self.__dict__.items() if key != "eagerly"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, eagerly=eagerly())
+
+    def run(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        """``call(*args, **kwargs)``, looked at; outside compiled code (one graph break)."""
+        return self.eagerly(self._run, call, module, args, kwargs)
+
+    def _run(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        # Before the call: some routers write into their input.
+        due = self._due(module)
+        before = _copies(args) if due else args
+        out = call(*args, **kwargs)
+        if self.nan is not None and self.nan.file is None:
+            self._look_for_nan(module, args, out)
+        if due:
+            result = shadow.compare(self.path, self.role, self.calls, module, before, kwargs)
+            self.results.append(result)
+            logger.log(logging.INFO if result.within else logging.WARNING, "%s", result)
+        return out
+
+    def _due(self, module: nn.Module) -> bool:
+        """Whether this call is the one of its window of steps that is compared."""
+        if not (self.every and module.training) or inside_backward():
+            return False
+        window, step = divmod(self.calls, self.every)
+        self.calls += 1
+        drawn = random.Random(window)
+        return (step, self.index) == (drawn.randrange(self.every), drawn.randrange(self.blocks))
+
+    def _look_for_nan(self, module: nn.Module, args: tuple, out: Any) -> None:
+        first = out[0] if isinstance(out, tuple) else out
+        if bool(torch.isfinite(first).all()):
+            return
+        assert self.nan is not None
+        self.nan.file = nan_file.write(self, module, args)
+        logger.error(
+            "moe_patch: %s (%s): the first block whose output is not finite; its input, ids and "
+            "weights are in %s: run `python -m moe_patch replay %s`",
+            self.path,
+            type(module).__name__,
+            self.nan.file,
+            self.nan.file,
+        )
+
+
+def _copies(args: tuple) -> tuple:
+    return tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
+
+
+def attach(model: nn.Module, blocks: Sequence[FoundBlock], config: PatchConfig) -> None:
+    """Put probes where the options ask for them; blocks that cannot be probed are named once."""
+    if not (config.shadow_check or config.debug_nan):
+        return
+    nan = FirstNan() if config.debug_nan else None
+    model_config = getattr(model, "config", None)
+    unwatched = []
+    for index, block in enumerate(blocks):
+        make = functools.partial(
+            Probe,
+            model_config=model_config,
+            index=index,
+            blocks=len(blocks),
+            every=config.shadow_check,
+            folder=config.debug_dir,
+        )
+        watched = _watched(block)
+        if not watched:
+            unwatched.append(block.path)
+        for role, module in watched:
+            record = record_of(module)
+            if record is not None and record.probe is None:
+                record.probe = make(block.path, role, nan=None if role == "router" else nan)
+    if unwatched:
+        logger.warning(
+            "moe_patch: shadow_check and debug_nan leave out %s: their experts are called in a way "
+            "of the family's own",
+            ", ".join(unwatched),
+        )
+
+
+def _watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
+    """Role and module of what is probed in a block; nothing where there is no comparison."""
+    spec = block.spec
+    if spec.block_forward is not None and spec.block_slot == "forward":
+        return [] if block.block is None else [("block", block.block)]
+    experts = [("experts", module) for _, module in block.experts if _as_in_transformers(module)]
+    if len(experts) < len(block.experts):
+        return []
+    routers = [
+        ("router", module)
+        for _, module in block.routers
+        if (own := block.spec_of(module)).routing is not None
+        and own.router_forward is None
+        and own.returns is None
+    ]
+    return [*experts, *routers] if experts else []
+
+
+def _as_in_transformers(experts: nn.Module) -> bool:
+    """Whether the experts' own forward takes hidden states, ids and weights."""
+    forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
+    return len(inspect.signature(forward).parameters) == 4

@@ -1,0 +1,243 @@
+"""One call of a patched module once more, on its own path and on transformers', and compared.
+
+Both run on copies of the live inputs and on detached weights, without hooks, recorders or probes,
+from the same random state, which is restored: the step that is being made is not changed. Compared
+are outputs and, for experts and blocks, the gradients of inputs and trained parameters for a fixed
+direction. Routers are compared apart from the experts, so that a tie cannot blur these: the number
+of tokens that choose other experts, and the weights of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.debug.unpatched import paused, unobserved
+from moe_patch.lora import HANDED_DOWN, Factors
+from moe_patch.patch_record import is_ours, record_of
+from moe_patch.selfcheck import LIMITS, Direct
+
+INPUTS = ("hidden states", "ids", "routing weights")
+# A live batch has more rows and less even values than the self-check's, whose limits these extend.
+SLACK = 5.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One comparison of a live call with transformers.
+
+    Attributes:
+        path: the block.
+        role: what of it was called: "experts", "block" (as a whole) or "router".
+        step: which training forward of the module it was, from 1 on.
+        errors: what was compared -> relative error.
+        limit: errors up to here are rounding.
+        other_experts: of a router, how many tokens choose other experts than transformers.
+        skipped: why nothing was compared, or empty.
+    """
+
+    path: str
+    role: str
+    step: int
+    errors: dict[str, float] = field(default_factory=dict)
+    limit: float = 0.0
+    other_experts: int = 0
+    skipped: str = ""
+
+    @property
+    def within(self) -> bool:
+        """False also for NaN; True where nothing was compared."""
+        return all(error <= self.limit for error in self.errors.values())
+
+    def __str__(self) -> str:
+        head = f"moe_patch: shadow_check, step {self.step}, {self.path} ({self.role}): "
+        if self.skipped:
+            return f"{head}not compared: {self.skipped}"
+        found = ", ".join(f"{name} {error:.1e}" for name, error in self.errors.items())
+        if self.role == "router":
+            found += f", tokens with other experts {self.other_experts}"
+        verdict = "" if self.within else f"; ABOVE THE LIMIT of {self.limit:.0e}"
+        return f"{head}{found}{verdict}"
+
+
+def shadow_results(model: nn.Module) -> list[Comparison]:
+    """Every comparison that ``shadow_check`` has made in a patched model, by step."""
+    records = [record for m in model.modules() if (record := record_of(m)) is not None]
+    found = [r for record in records if record.probe is not None for r in record.probe.results]
+    return sorted(found, key=lambda result: result.step)
+
+
+def compare(
+    path: str, role: str, step: int, module: nn.Module, args: tuple, kwargs: dict
+) -> Comparison:
+    """Run a module's call on both paths; never raises on a difference.
+
+    Args:
+        path, role, step: as in :class:`Comparison`.
+        module: a patched module, inside its call.
+        args: copies of the call's arguments.
+        kwargs: the call's keyword arguments.
+    """
+    if (why := _obstacle(module, args)) is not None:
+        return Comparison(path, role, step, skipped=why)
+    modules = list(module.modules())
+    with ExitStack() as stack:
+        stack.enter_context(unobserved(modules))
+        stack.enter_context(torch.enable_grad())
+        # A checkpoint around the step counts the tensors that are saved; these are not its own.
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        ours = _run(module, _ours, args, kwargs, merge=False)
+        with paused(modules):
+            theirs = _run(module, _theirs, args, kwargs, merge=True)
+    limit = _limit(module, args)
+    if role != "router":
+        return Comparison(path, role, step, _outputs(ours, theirs), limit)
+    errors, rows = _routers(ours[0], theirs[0])
+    return Comparison(path, role, step, errors, limit, other_experts=rows)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _obstacle(module: nn.Module, args: tuple) -> str | None:
+    for m in module.modules():
+        if "_hf_hook" in m.__dict__:
+            return "an accelerate hook moves the weights"
+        if any(type(p).__name__ == "DTensor" for p in m.parameters(recurse=False)):
+            return "sharded weights (DTensor)"
+    experts = module.__dict__.get("num_experts")
+    if len(args) == 3 and experts is not None:
+        ids = args[1]
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts:
+            return "ids of experts that are not here (expert parallelism)"
+    return None
+
+
+def _limit(module: nn.Module, args: tuple) -> float:
+    """That of the lowest precision that takes part."""
+    tensors = [*args, *module.parameters()]
+    dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)} & LIMITS.keys()
+    device_type = next(t.device.type for t in args if isinstance(t, Tensor))
+    if torch.is_autocast_enabled(device_type):
+        dtypes.add(torch.get_autocast_dtype(device_type))
+    if device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        dtypes.add(torch.float16)
+    return SLACK * max(LIMITS[dtype] for dtype in dtypes)
+
+
+def _ours(module: Any, *args: Any, **kwargs: Any) -> Any:
+    for name in ("_old_forward", "forward"):
+        if is_ours(bound := module.__dict__.get(name)):
+            return bound(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _theirs(module: Any, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    return getattr(own, "__wrapped__", own)(module, *args, **kwargs)
+
+
+def _run(
+    module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, merge: bool
+) -> tuple[tuple, dict[str, Tensor]]:
+    """Outputs, and gradients by name; ``merge`` adds handed-down factors to their weights."""
+    inputs = [_leaf(a.clone()) if isinstance(a, Tensor) else a for a in args]
+    named = {name: _leaf(p, p.requires_grad) for name, p in module.named_parameters()}
+    factors = {
+        parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
+        for parameter, given in module.__dict__.get(HANDED_DOWN, {}).items()
+    }
+    leaves = {f"gradient of {name}": t for name, t in zip(INPUTS, inputs, strict=False)}
+    leaves |= {f"gradient of {name}": p for name, p in named.items()}
+    for parameter, given in factors.items():
+        leaves |= {f"gradient of {parameter}, A of adapter {i}": f.rhs for i, f in enumerate(given)}
+        leaves |= {f"gradient of {parameter}, B of adapter {i}": f.lhs for i, f in enumerate(given)}
+    tensors = {f"module.{name}": p for name, p in named.items()}
+    if merge:
+        for parameter, given in factors.items():
+            tensors[f"module.{parameter}"] = merged_weight(named[parameter], given)
+    with _handed_down(module, {} if merge else factors), _forked(args):
+        out = torch.func.functional_call(Direct(module, function), tensors, tuple(inputs), kwargs)
+    outs = out if isinstance(out, tuple) else (out,)
+    return outs, _gradients(outs[0], leaves)
+
+
+def _leaf(tensor: Tensor, trained: bool = True) -> Tensor:
+    return tensor.detach().requires_grad_(trained and tensor.is_floating_point())
+
+
+def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
+    """The weight with its adapters added, in storage layout."""
+    for lhs, rhs, scaling in factors:
+        weight = weight + (scaling * (lhs @ rhs)).to(weight.dtype)
+    return weight
+
+
+@contextmanager
+def _handed_down(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterator[None]:
+    before = module.__dict__.pop(HANDED_DOWN, None)
+    try:
+        if factors:
+            module.__dict__[HANDED_DOWN] = factors
+        yield
+    finally:
+        module.__dict__.pop(HANDED_DOWN, None)
+        if before is not None:
+            module.__dict__[HANDED_DOWN] = before
+
+
+@contextmanager
+def _forked(args: tuple) -> Iterator[None]:
+    """The same random state for both runs, and for what follows them."""
+    devices = {a.device for a in args if isinstance(a, Tensor) and a.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
+
+
+def _gradients(out: Tensor, leaves: dict[str, Any]) -> dict[str, Tensor]:
+    wanted = {n: t for n, t in leaves.items() if isinstance(t, Tensor) and t.requires_grad}
+    if not out.requires_grad:
+        return {}
+    direction = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    grads = torch.autograd.grad(
+        out, list(wanted.values()), direction.to(out.dtype), allow_unused=True
+    )
+    return {n: g for n, g in zip(wanted, grads, strict=True) if g is not None}
+
+
+def _outputs(
+    ours: tuple[tuple, dict[str, Tensor]], theirs: tuple[tuple, dict[str, Tensor]]
+) -> dict[str, float]:
+    pairs = {}
+    for i, (mine, reference) in enumerate(zip(ours[0], theirs[0], strict=True)):
+        if isinstance(mine, Tensor) and mine.is_floating_point():
+            pairs["output" if i == 0 else f"output {i}"] = (mine, reference)
+    pairs |= {name: (ours[1][name], theirs[1][name]) for name in ours[1].keys() & theirs[1].keys()}
+    return {name: relative_error(*pair) for name, pair in sorted(pairs.items(), reverse=True)}
+
+
+def relative_error(mine: Tensor, reference: Tensor) -> float:
+    """norm(a - b) / norm(b) in fp64; 0 for equal zeros."""
+    mine, reference = mine.detach().double(), reference.detach().double()
+    distance, size = (mine - reference).norm().item(), reference.norm().item()
+    return distance / size if size else (0.0 if distance == 0.0 else float("inf"))
+
+
+def _routers(ours: tuple, theirs: tuple) -> tuple[dict[str, float], int]:
+    """Logits, and the weights by expert of the tokens that choose the same experts."""
+    (logits_TE, weights_TK, ids_TK), (ref_TE, ref_TK, ref_ids_TK) = ours[:3], theirs[:3]
+    same_T = (ids_TK.sort(-1).values == ref_ids_TK.sort(-1).values).all(-1)
+    zeros = torch.zeros(logits_TE.shape, dtype=torch.float64, device=logits_TE.device)
+    mine = zeros.scatter(1, ids_TK.long(), weights_TK.detach().double())
+    reference = zeros.scatter(1, ref_ids_TK.long(), ref_TK.detach().double())
+    errors = {
+        "logits": relative_error(logits_TE, ref_TE),
+        "weights": relative_error(mine[same_T], reference[same_T]),
+    }
+    return errors, int((~same_T).sum())

@@ -1,0 +1,88 @@
+"""Patched modules on transformers' own forward for a while."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from moe_patch.errors import PatchStateError
+from moe_patch.patch_record import RECORD, ModulePatch, record_of
+
+Model = TypeVar("Model", bound=nn.Module)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def reference(model: Model) -> Iterator[Model]:
+    """Run every patched block's own forward of transformers inside a ``with`` block.
+
+    Routers, experts (in the implementation that the model was configured for) and PEFT's wrappers
+    are as if the model had never been patched; nothing is unbound. Under checkpointing backward
+    belongs inside as well, since it runs the forward again. Recorders and replays see nothing of
+    what runs here.
+
+    Args:
+        model: a patched model, bare or wrapped.
+
+    Yields:
+        The same model.
+
+    Raises:
+        PatchStateError: the model is not patched, or is inside such a ``with`` already.
+    """
+    touched = [m for m in model.modules() if record_of(m) is not None]
+    if not touched:
+        raise PatchStateError(
+            f"reference: {type(model).__name__} has no patched MoE block; accepted: a patched "
+            "model, outside another `with reference(model)`"
+        )
+    with paused(touched):
+        yield model
+
+
+@contextmanager
+def paused(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """The patches of some modules switched off, and their experts' configs as they were."""
+    touched: list[tuple[Any, ModulePatch, Any]] = []
+    try:
+        for module in modules:
+            record = record_of(module)
+            if record is None:
+                continue
+            ours = module.__dict__.get("config")
+            touched.append((module, record, ours))
+            record.active = False
+            if "config" in record.saved:
+                module.config = record.saved["config"]
+        yield
+    finally:
+        for module, record, ours in touched:
+            # unpatch_model may have been called inside.
+            if module.__dict__.get(RECORD) is not record:
+                continue
+            record.active = True
+            if "config" in record.saved:
+                module.config = ours
+
+
+@contextmanager
+def unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Some modules without their hooks, recorders and probes: what runs inside leaves no trace."""
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for module in modules:
+            for name in HOOKS:
+                undo.append((module.__dict__, name, module.__dict__[name]))
+                module.__dict__[name] = OrderedDict()
+            if (record := record_of(module)) is not None:
+                for name in ("taps", "probe"):
+                    undo.append((record.__dict__, name, record.__dict__[name]))
+                    record.__dict__[name] = None
+        yield
+    finally:
+        for owner, name, value in undo:
+            owner[name] = value
