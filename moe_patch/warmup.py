@@ -1,0 +1,257 @@
+"""Compiling a patched model's kernels ahead, so that no training step waits for a compiler.
+
+Triton compiles a kernel where it first meets a combination of dtypes, alignments and sizes. Each
+distinct kind of block is run here on random tokens, forward and backward, once per size class of
+its tiles; no gradient is accumulated and the random state is restored. The compiled kernels also
+stay in Triton's cache on disk, for the next process.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.backend import choose_backend
+from moe_patch.config import PatchConfig
+from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.experts_module import compute_dtype, layout_of, read_glu, stored_weight
+from moe_patch.families.spec import Arg, read
+from moe_patch.patch import patch_model
+from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.route_op import route_impl
+from moe_patch.selfcheck import kind_of, obstacle
+from moe_patch.types import Routing
+
+# Rows of an average expert beyond decode's: one for each further size class of kernels/tiles.py.
+ROWS_PER_EXPERT = (32, 128)
+# A plan of more rows than this takes the kernels that a small one needs none of.
+MANY_ROWS = 1024
+
+
+class WarmedBlock(NamedTuple):
+    """One kind of block.
+
+    Attributes:
+        path: of the first block of the kind.
+        tokens: the token counts that were run.
+        seconds: what they took, mostly the compiler's.
+        skipped: why nothing was run, or "".
+    """
+
+    path: str
+    tokens: list[int]
+    seconds: float
+    skipped: str
+
+
+def warmup(
+    model_or_config: Any,
+    tokens: Sequence[int] | None = None,
+    *,
+    training: bool = True,
+    top_k: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> list[WarmedBlock]:
+    """Compile the kernels of every kind of MoE block, before training.
+
+    Call it on the patched model, adapters attached, inside ``torch.autocast`` if training is: what
+    requires a gradient now decides which backward kernels there are. Blocks that must not be called
+    yet (FSDP units, weights on another machine) are skipped, and named; for them, and on a machine
+    that is only to fill Triton's cache, give the config.
+
+    Args:
+        model_or_config: a patched model, which may be on "meta", or a transformers config.
+        tokens: token counts (batch times sequence) of a call; default: one per size class of tiles,
+            which is every kernel that any count needs.
+        training: the backward kernels too.
+        top_k: experts per token, for blocks whose router stays transformers'.
+        device: where to run blocks that are on "meta"; default: cuda where there is one.
+        dtype: of a config's weights; default: the config's own.
+        progress: show a progress bar on stderr.
+        options: a config's :class:`moe_patch.PatchConfig` options.
+
+    Returns:
+        One row per kind of block; ``_asdict()`` of each is JSON.
+
+    Raises:
+        PatchStateError: the model is not patched, or a recorder would count the random tokens.
+        UnsupportedOptionError: options or a dtype together with a model, which has its own.
+    """
+    if isinstance(model_or_config, nn.Module):
+        if options or dtype is not None:
+            raise UnsupportedOptionError(
+                f"warmup: {sorted(options) or 'dtype'} together with a model; accepted: with a "
+                "config, a patched model has its own"
+            )
+        model = model_or_config
+    else:
+        model = _on_meta(model_or_config, dtype, options)
+    kinds: dict[tuple, FoundBlock] = {}
+    for found in discover(model):
+        if any(_record(module) is not None for module in _modules(found)):
+            kinds.setdefault(_kind(found), found)
+    if not kinds:
+        raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
+    from tqdm import tqdm
+
+    bar = tqdm(kinds.values(), desc="compiling MoE kernels", disable=not progress)
+    return [_warm(found, tokens, training, top_k, device) for found in bar]
+
+
+def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    auto = AutoModelForCausalLM
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        auto = AutoModel
+    with torch.device("meta"):
+        model = auto.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    return patch_model(model, PatchConfig.parse(None, **options))
+
+
+def _record(module: Any) -> ModulePatch | None:
+    record = record_of(module)
+    return record if record is not None and record.role != "refused" else None
+
+
+def _modules(found: FoundBlock) -> list[Any]:
+    block = [] if found.block is None else [found.block]
+    return [*block, *(module for _, module in [*found.routers, *found.experts])]
+
+
+def _kind(found: FoundBlock) -> tuple:
+    trained = tuple(
+        (p.requires_grad, tuple(p.shape))
+        for _, module in [*found.experts, *found.wrappers]
+        for p in module.parameters()
+    )
+    return kind_of(found), trained
+
+
+def _warm(
+    found: FoundBlock,
+    tokens: Sequence[int] | None,
+    training: bool,
+    top_k: int | None,
+    device: str | torch.device | None,
+) -> WarmedBlock:
+    if not found.experts:
+        return WarmedBlock(found.path, [], 0.0, "it has no experts module; its first call compiles")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    found = _materialised(found, torch.device(device or default))
+    if why := _unready(found):
+        return WarmedBlock(found.path, [], 0.0, why)
+    start = time.perf_counter()
+    weight = _weight(found)
+    cuda = [weight.device] if weight.is_cuda else []
+    E, counts = weight.shape[0], list(tokens or ())
+    with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
+        K = _top_k(found) or top_k
+        if K is None:
+            why = "how many experts a token takes is known to transformers' router only: give top_k"
+            return WarmedBlock(found.path, [], 0.0, why)
+        rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
+        counts = counts or sorted({-(-N // K) for N in rows})
+        for T in counts:
+            _run(found, T, _route(found, T) or _even(E, T, K, weight), training)
+    if weight.is_cuda:
+        torch.cuda.synchronize(weight.device)
+    return WarmedBlock(found.path, counts, round(time.perf_counter() - start, 3), "")
+
+
+def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:
+    """The block itself, or where its weights are on "meta" a copy of it with small random ones."""
+    if not _weight(found).is_meta:
+        return found
+    twin = copy.deepcopy(found)
+    for module in [*_modules(twin), *(wrapper for _, wrapper in twin.wrappers)]:
+        if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            module.to_empty(device=device)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if tensor.is_floating_point():
+                    nn.init.normal_(tensor.data, std=0.02)
+                else:
+                    tensor.data.zero_()
+    return twin
+
+
+def _unready(found: FoundBlock) -> str:
+    """Why a block is not run, or ""."""
+    record, weight = _record(found.experts[0][1]), _weight(found)
+    assert record is not None
+    if any(r is not None and r.taps is not None for r in map(_record, _modules(found))):
+        raise PatchStateError(
+            f"{found.path}: a recorder is attached, which would count the random tokens of a "
+            "warm-up; call warmup before record"
+        )
+    if why := obstacle(found):
+        return why
+    choice = choose_backend(record.config.backend, weight.device, weight.dtype)
+    if choice.name == "torch":
+        return f"nothing to compile on the torch backend ({choice.reason})"
+    if read_glu(found.experts[0][1], found.spec) is None:
+        return "nothing to compile: its experts run between grouped products of torch"
+    return ""
+
+
+def _weight(found: FoundBlock) -> Tensor:
+    return stored_weight(found.experts[0][1], found.spec)
+
+
+def _top_k(found: FoundBlock) -> int | None:
+    for _, router in found.routers:
+        if "top_k" in (params := found.spec_of(router).params):
+            return int(read(router, params["top_k"]))
+    return None
+
+
+def _route(found: FoundBlock, T: int) -> Routing | None:
+    """The routing of T random tokens; None where another forward than the common one routes."""
+    routing = None
+    for _, router in found.routers:
+        spec, record = found.spec_of(router), _record(router)
+        if record is None or spec.routing is None or spec.router_forward is not None:
+            continue
+        weight = next(p for p in router.parameters() if p.dim() == 2)
+        x_TD = torch.randn(T, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        x_TD.requires_grad_(torch.is_grad_enabled())
+        x = x_TD[None] * 1.0 if spec.router_input_3d else x_TD * 1.0
+        args: tuple = ()
+        if isinstance(spec.bias, Arg):
+            args = (torch.zeros(weight.shape[0], device=weight.device),)
+        impl = route_impl(record.config.backend)
+        routing = spec.route(router, x, args, ties=record.config.ties, impl=impl)
+        if routing.weights_TK.requires_grad:
+            torch.autograd.grad(routing.weights_TK.sum(), x_TD, allow_unused=True)
+    return routing
+
+
+def _even(E: int, T: int, K: int, weight: Tensor) -> Routing:
+    ids_TK = torch.rand(T, E, device=weight.device).argsort(1)[:, :K].contiguous()
+    return Routing(ids_TK, torch.rand(T, K, device=weight.device), weight.new_empty(0))
+
+
+def _run(found: FoundBlock, T: int, routing: Routing, training: bool) -> None:
+    """The experts with their adapters, forward and backward, as the block calls them."""
+    for _, experts in found.experts:
+        around = [w for _, w in found.wrappers if w.get_base_layer() is experts]
+        outer: Any = around[0] if around else experts
+        stored = stored_weight(experts, found.spec)
+        dtype = compute_dtype(stored, stored, found.spec.experts_fp32)
+        D = stored.shape[1] if layout_of(experts, found.spec).is_transposed else stored.shape[2]
+        x_TD = torch.randn(T, D, device=stored.device, dtype=dtype).requires_grad_(training)
+        weights_TK = routing.weights_TK.detach().requires_grad_(training)
+        out = outer(x_TD, routing.ids_TK.detach(), weights_TK)
+        if training:
+            trained = [p for p in outer.parameters() if p.requires_grad]
+            leaves = [x_TD, weights_TK, *trained]
+            torch.autograd.grad(out, leaves, torch.ones_like(out), allow_unused=True)
