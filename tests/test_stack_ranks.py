@@ -1,12 +1,18 @@
-"""DDP and FSDP2 with two gloo processes whose tokens use different experts."""
+"""DDP and FSDP2 with two processes whose tokens use different experts (gloo, NCCL on cards)."""
 
 from __future__ import annotations
 
 import accelerate
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_patch import patch_model, patch_report
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, attention, lora_config
-from tests.dist_helpers import run_ranks
+from tests.dist_helpers import device, run_ranks
 from tests.numerics import FP32, assert_bits, assert_close
 
 STEPS = 5
@@ -56,9 +62,14 @@ def record_choices(model, seen):
             module.register_forward_hook(lambda _m, _a, out: seen.append(out[2].unique().tolist()))
 
 
-def train(model, batch, steps=STEPS):
+def optimizer_of(model, momentum=0.0):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.02, momentum=momentum)
+
+
+def train(model, batch, steps=STEPS, optimizer=None):
     """Gradients of the first step and parameters after the last, gathered."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    optimizer = optimizer or optimizer_of(model)
     first = {}
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
@@ -77,15 +88,27 @@ def gathered(tensor):
     return tensor.detach().clone()
 
 
-def build(lora):
-    return adapt(split_model(), LORA) if lora else split_model()
+def build(lora, rank=0):
+    model = adapt(split_model(), LORA) if lora else split_model()
+    return model.to(device(2, rank))
+
+
+def to_rank(batch, rank):
+    return {key: t.to(device(2, rank)) for key, t in batch.items()}
+
+
+def one_process(lora, momentum=0.0):
+    """What the ranks together must give."""
+    model = build(lora)
+    run = train(model, to_rank(whole_batch(), 0), optimizer=optimizer_of(model, momentum))
+    return [{name: t.cpu() for name, t in each.items()} for each in run]
 
 
 def ddp(rank, lora):
-    model, seen = patch_model(build(lora)), []
+    model, seen = patch_model(build(lora, rank)), []
     record_choices(model, seen)
     wrapped = DistributedDataParallel(model, find_unused_parameters=False)
-    return *train(wrapped, batch_of(rank)), seen
+    return *train(wrapped, to_rank(batch_of(rank), rank)), seen
 
 
 def shard(model, units):
@@ -100,7 +123,7 @@ def shard(model, units):
 
 def shard_by_accelerate(model, efficient):
     """What Accelerator.prepare does under its FSDP2 plugin (on CPU it would take DDP instead)."""
-    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=device(2).type == "cpu")
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -111,7 +134,7 @@ def shard_by_accelerate(model, efficient):
 
 
 def fsdp2(rank, units, order, lora):
-    model, seen = build(lora), []
+    model, seen = build(lora, rank), []
     record_choices(model, seen)
     if order == "patch first":
         patch_model(model)
@@ -119,7 +142,7 @@ def fsdp2(rank, units, order, lora):
     if order == "shard first":
         patch_model(model)
     assert {row.tier for row in patch_report(model)} == {"full"}
-    run = train(model, batch_of(rank))
+    run = train(model, to_rank(batch_of(rank), rank))
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return *run, seen, {key: value.clone() for key, value in state.items()}
 
@@ -141,7 +164,7 @@ def check(results, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_ddp_without_unused_parameter_search(lora):
-    check(run_ranks(ddp, lora), train(build(lora), whole_batch()))
+    check(run_ranks(ddp, lora), one_process(lora))
 
 
 @pytest.mark.slow
@@ -159,34 +182,68 @@ def test_ddp_without_unused_parameter_search(lora):
 def test_fsdp2(units, order, lora):
     """Five steps, and the state that they save."""
     model = build(lora)
-    expected = train(model, whole_batch())
+    train(model, to_rank(whole_batch(), 0))
     results = run_ranks(fsdp2, units, order, lora)
-    check(results, expected)
+    check(results, one_process(lora))
     saved, trained = results[0][3], model.state_dict()
     assert saved.keys() == trained.keys()
     for name, value in trained.items():
-        assert_close(saved[name], value, LIMIT, name)
+        assert_close(saved[name], value.cpu(), LIMIT, name)
+
+
+def start(rank, kind, lora):
+    model = patch_model(build(lora, rank))
+    model = DistributedDataParallel(model) if kind == "ddp" else shard(model, "layers")
+    return model, optimizer_of(model, momentum=0.9)
+
+
+def resumed(rank, kind, lora, folder):
+    """Three steps after two, and the same three in a new model that reads what two left."""
+    batch = to_rank(batch_of(rank), rank)
+    whole, optimizer = start(rank, kind, lora)
+    train(whole, batch, 2, optimizer)
+    parts = dict(zip(("model", "optimizer"), get_state_dict(whole, optimizer), strict=True))
+    dcp.save(parts, checkpoint_id=folder)
+    expected = train(whole, batch, 3, optimizer)
+    again, optimizer = start(rank, kind, lora)
+    train(again, batch, 1, optimizer)  # the optimizer's state exists, with other values
+    parts = dict(zip(("model", "optimizer"), get_state_dict(again, optimizer), strict=True))
+    dcp.load(parts, checkpoint_id=folder)
+    set_state_dict(
+        again, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+    )
+    return expected, train(again, batch, 3, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "lora"), [("ddp", True), ("fsdp2", False), ("fsdp2", True)])
+def test_save_and_resume(kind, lora, tmp_path):
+    for whole, again in run_ranks(resumed, kind, lora, str(tmp_path)):
+        for found, wanted in zip(again, whole, strict=True):
+            assert found.keys() == wanted.keys()
+            for name, value in wanted.items():
+                assert_bits(found[name], value, name)
 
 
 def mixed_precision(rank):
     """fp32 masters, bf16 in forward and backward, the same batch on both ranks."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = patch_model(split_model())
+    model = patch_model(build(lora=False, rank=rank))
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    gradients, _ = train(model, batch_of(0), steps=1)
+    gradients, _ = train(model, to_rank(batch_of(0), rank), steps=1)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     return gradients
 
 
 @pytest.mark.slow
 def test_fsdp2_mixed_precision_equals_a_bf16_model():
-    model = patch_model(split_model())
+    model = patch_model(build(lora=False))
     for p in model.parameters():  # buffers stay in fp32, as under the policy
         p.data = p.data.bfloat16()
-    expected, _ = train(model, batch_of(0), steps=1)
+    expected, _ = train(model, to_rank(batch_of(0), 0), steps=1)
     for gradients in run_ranks(mixed_precision):
         for name, value in gradients.items():
             assert value.dtype == torch.float32
-            assert_close(value, expected[name].float(), FP32, name)
+            assert_close(value, expected[name].float().cpu(), FP32, name)
