@@ -15,6 +15,13 @@ from torch import Tensor
 from bench_lib.spec import Program
 
 ROTATED_BYTES = 200_000_000
+# Of what is so small that this many copies stay in the cache, memory is not what takes time.
+MAX_COPIES = 1024
+
+
+def copies_of(nbytes: int) -> int:
+    """How many copies of so many bytes take turns."""
+    return min(MAX_COPIES, max(2, -(-ROTATED_BYTES // max(1, nbytes))))
 
 
 @dataclass
@@ -75,6 +82,6 @@ class CurrentLeaves(Mapping[str, Tensor]):
 def rotate(leaves: dict[str, Tensor], dout_TD: Tensor, **fixed: Tensor) -> RotatingInputs:
     """Enough copies of ``leaves`` to fill the cache several times; one on a CPU."""
     total = sum(t.nbytes for t in leaves.values())
-    count = 1 if dout_TD.device.type == "cpu" else max(2, -(-ROTATED_BYTES // total))
+    count = 1 if dout_TD.device.type == "cpu" else copies_of(total)
     copies = tuple({n: t.clone().requires_grad_() for n, t in leaves.items()} for _ in range(count))
     return RotatingInputs(copies, dout_TD, fixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+
+from bench_lib.rotating import copies_of
 
 Run = Callable[[], object]
 
@@ -119,11 +122,21 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: tor
 
 
 def copy_floor_ms(moved_bytes: int, timer: str, device: torch.device, rep_ms: float) -> float:
-    """Time of one device copy that moves ``moved_bytes`` in all (half read, half written)."""
-    source = torch.empty(max(1, moved_bytes // 2), dtype=torch.uint8, device=device)
-    source.random_()
-    target = torch.empty_like(source)
-    return median_ms(lambda: target.copy_(source), timer, device, rep_ms)
+    """Time of one device copy that moves ``moved_bytes`` in all (half read, half written).
+
+    The timer of small ops does not flush the cache: there several copies take turns.
+    """
+    half = max(1, moved_bytes // 2)
+    count = copies_of(moved_bytes) if timer == "cudagraph" else 1
+    sources = torch.empty(count, half, dtype=torch.uint8, device=device).random_()
+    targets = torch.empty_like(sources)
+    turns = itertools.cycle(zip(sources, targets, strict=True))
+
+    def copy() -> None:
+        source, target = next(turns)
+        target.copy_(source)
+
+    return median_ms(copy, timer, device, rep_ms)
 
 
 def matmul_ms(

@@ -84,13 +84,13 @@ class Steps:
 
     Attributes:
         step_ms, moe_ms: per measured step.
-        first_loss: the loss before the first update.
+        first: the loss before the first update and the norm of every adapter's gradient.
         peak_bytes: highest allocation of the measured steps, or None.
     """
 
     step_ms: list[float] = field(default_factory=list)
     moe_ms: list[float] = field(default_factory=list)
-    first_loss: float = float("nan")
+    first: Tensor = field(default_factory=lambda: torch.empty(0))
     peak_bytes: int | None = None
 
     def fields(self, tokens: int) -> dict[str, Any]:
@@ -137,11 +137,12 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
                 found.step_ms.append(step_ms)
                 found.moe_ms.append(moe_ms)
 
-    class FirstLoss(Trainer):
+    class Watched(Trainer):
         def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
             loss = super().training_step(*args, **kwargs)
             if self.state.global_step == 0:
-                found.first_loss = loss.item()
+                norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+                found.first = torch.stack([loss, *norms]).double().cpu()
             return loss
 
     steps = WARM_STEPS + STEPS
@@ -154,7 +155,7 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
             bf16=on_cuda, use_cpu=not on_cuda, seed=SEED, report_to="none", save_strategy="no",
             logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=on_cuda,
         )  # fmt: skip
-        trainer = FirstLoss(
+        trainer = Watched(
             model, arguments, train_dataset=RandomTokens(steps * batch, length, vocab),
             callbacks=[Clock()],
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench_lib.measure import WrongResultError
-from bench_lib.rotating import ROTATED_BYTES
+from bench_lib.rotating import copies_of
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program, Work
 from moe_patch import reference as definition
@@ -41,7 +41,7 @@ def make_inputs(point: Point, device: torch.device) -> PlanInputs:
     s = point.sizes
     generator = torch.Generator(device).manual_seed(SEED)
     ids_TK = torch.rand(point.T, s.E, generator=generator, device=device).topk(s.K).indices
-    count = 1 if device.type == "cpu" else -(-ROTATED_BYTES // ids_TK.nbytes)
+    count = 1 if device.type == "cpu" else copies_of(ids_TK.nbytes)
     return PlanInputs(tuple(ids_TK.clone() for _ in range(count)))
 
 
