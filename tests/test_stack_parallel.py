@@ -1,8 +1,9 @@
-"""Expert and tensor parallelism and FSDP through transformers' own distributed config, on gloo.
+"""Expert and tensor parallelism and FSDP through transformers' own distributed config.
 
 transformers shards the weights as DTensors, closes over the experts' forward and hands it local
 ids, with its own sentinel (the local number of experts) for rows of other ranks. Nothing here is
 ours but the experts and the router: losses and gradients must be those of one process.
+Ranks meet through NCCL where there are enough CUDA devices, else through gloo.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from transformers.distributed import DistributedConfig
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
-from tests.dist_helpers import run_ranks
+from tests.dist_helpers import device, run_ranks
 from tests.numerics import FP32, assert_close
 
-LAYOUTS = {"tp": {"tp_size": 2}, "fsdp": {"fsdp_size": 2}}
 # Before ep_size, expert parallelism wrapped the router as well, which then stays its own.
 WRAPS_ROUTER = "ep_size" not in {field.name for field in fields(DistributedConfig)}
-if WRAPS_ROUTER:
-    LAYOUTS["ep"] = {"tp_size": 2, "enable_expert_parallel": True}
-else:
-    LAYOUTS["ep"] = {"tp_size": 2, "ep_size": 2}
-    LAYOUTS["ep all_reduce"] = {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}
-    LAYOUTS["ep and fsdp"] = {"fsdp_size": 2, "ep_size": 2}
+
+
+def layouts(world):
+    """transformers' options for each way to spread a model over ``world`` ranks."""
+    found = {"tp": {"tp_size": world}, "fsdp": {"fsdp_size": world}}
+    if WRAPS_ROUTER:
+        found["ep"] = {"tp_size": world, "enable_expert_parallel": True}
+    else:
+        found["ep"] = {"tp_size": world, "ep_size": world}
+        found["ep all_reduce"] = found["ep"] | {"ep_implementation": "all_reduce"}
+        found["ep and fsdp"] = {"fsdp_size": world, "ep_size": world}
+    return found
 
 
 def step(model, batch):
@@ -45,8 +51,12 @@ def step(model, batch):
     return run
 
 
+def inputs(model):
+    return {key: t.to(model.device) for key, t in tiny_models.inputs(model).items()}
+
+
 def decode(model):
-    ids = tiny_models.inputs(model)["input_ids"]
+    ids = inputs(model)["input_ids"]
     model.config.output_router_logits = False  # the auxiliary loss cannot be had while decoding
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     return model.eval().generate(ids, max_new_tokens=4, do_sample=False)
@@ -65,29 +75,38 @@ def load(model_class, folder, options, **kwargs):
 def parallel(rank, model_class, folder, options):
     model = load(model_class, folder, options, experts_implementation="grouped_mm")
     patch_model(model)
-    rows = patch_report(model)
-    ours = step(model, tiny_models.inputs(model))
-    unpatch_model(model)
-    theirs = step(model, tiny_models.inputs(model))
-    return {"rows": rows, "step": ours, "unpatched": theirs, "tokens": decode(patch_model(model))}
+    found = {"rows": patch_report(model), "ours": step(model, inputs(model))}
+    found["on"] = {p.device.type for p in model.parameters()}
+    if model.device.type == "cpu":  # on a card transformers' own experts may need other dtypes
+        unpatch_model(model)
+        found["unpatched"] = step(model, inputs(model))
+        patch_model(model)
+    return found | {"tokens": decode(model)}
 
 
-CASES = [(name, layout) for name in ("qwen3_moe", "gpt_oss") for layout in LAYOUTS]
-CASES += [("qwen2_moe", "ep"), ("qwen2_moe", "tp"), ("deepseek_v3", "ep")]
+CASES = [(name, layout, 2) for name in ("qwen3_moe", "gpt_oss") for layout in layouts(2)]
+CASES += [("qwen2_moe", "ep", 2), ("qwen2_moe", "tp", 2), ("deepseek_v3", "ep", 2)]
+# Four ranks share four heads, so that they need keys and values for each.
+CASES += [("qwen3_moe", layout, 4) for layout in ("ep", "tp", "fsdp")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_two_ranks_equal_one_process(tmp_path, name, layout):
-    model = tiny_models.build(name, vocab_size=100)
+@pytest.mark.parametrize(("name", "layout", "world"), CASES)
+def test_ranks_equal_one_process(tmp_path, name, layout, world):
+    over = {"num_key_value_heads": 4} if world == 4 else {}
+    model = tiny_models.build(name, vocab_size=100, **over)
     model.save_pretrained(tmp_path)
-    expected, tokens = step(model, tiny_models.inputs(model)), decode(model)
-    for found in run_ranks(parallel, type(model), str(tmp_path), LAYOUTS[layout]):
+    model.to(device(world))
+    expected = {key: t.cpu() for key, t in step(model, inputs(model)).items()}
+    tokens = decode(model).cpu()
+    options = layouts(world)[layout]
+    for found in run_ranks(parallel, type(model), str(tmp_path), options, world=world):
         left = WRAPS_ROUTER and layout == "ep"
         assert {row.tier for row in found["rows"]} == {"experts" if left else "full"}
         assert all(("wraps the router" in row.reason) == left for row in found["rows"])
         assert torch.equal(found["tokens"], tokens)
-        for run in (found["step"], found["unpatched"]):
+        assert found["on"] == {device(world).type}
+        for run in (found[key] for key in ("ours", "unpatched") if key in found):
             assert run.keys() == expected.keys()
             for key, value in expected.items():
                 assert_close(run[key], value, FP32, key)
@@ -96,7 +115,7 @@ def test_two_ranks_equal_one_process(tmp_path, name, layout):
 def refusal(rank, model_class, folder, options, lora):
     """The message of our error, at patch time or at the first call."""
     model = load(model_class, folder, options)
-    batch = tiny_models.inputs(model)
+    batch = inputs(model)
     if lora:
         model = adapt(model, lora_config(EXPERTS))
     with pytest.raises(UnsupportedModelError) as caught:
@@ -119,5 +138,5 @@ def test_what_cannot_hold_is_refused_by_name(tmp_path, name, layout, lora, messa
     """
     model = tiny_models.build(name, vocab_size=100)
     model.save_pretrained(tmp_path)
-    for found in run_ranks(refusal, type(model), str(tmp_path), LAYOUTS[layout], lora):
+    for found in run_ranks(refusal, type(model), str(tmp_path), layouts(2)[layout], lora):
         assert re.search(message, found), found
