@@ -37,7 +37,7 @@ LAYERS = (
     {"debug.nan_file", "debug.shadow"},
     {"debug.probe"},
     {"patch"},
-    {"warmup"},
+    {"selftest", "warmup"},
     {"debug.", "signals."},
     {"__init__"},
     {"integrations.", "train."},

@@ -1,0 +1,69 @@
+"""The self-test passes here, and fails where an operator is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+import moe_patch.selftest
+from moe_patch import UnsupportedOptionError
+from moe_patch.selftest import selftest
+
+
+def test_passes_on_a_cpu_and_says_what_that_does_not_cover() -> None:
+    result = selftest("cpu", progress=False)
+    assert result.passed, [check for check in result.checks if not check.passed]
+    assert (result.device, result.backend) == ("cpu", "torch")
+    assert "the torch backend alone was tested" in result.note
+    said = json.loads(json.dumps(result.as_dict()))
+    names = {check["name"] for check in said["checks"]}
+    assert {"routing softmax bf16", "experts fp16", "experts bf16 lora"} <= names
+    assert "plan" not in names
+
+
+def test_a_wrong_gradient_fails_by_name(monkeypatch) -> None:
+    original = moe_patch.selftest.experts_mlp
+
+    class Bent(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, weight):
+            return weight.view_as(weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.02
+
+    def bent(x, ids, weights, w, glu, **options):
+        return original(x, ids, weights, w._replace(w2_EDF=Bent.apply(w.w2_EDF)), glu, **options)
+
+    monkeypatch.setattr(moe_patch.selftest, "experts_mlp", bent)
+    result = selftest("cpu", progress=False)
+    failed = {check.name: check.detail for check in result.checks if not check.passed}
+    assert not result.passed
+    assert set(failed) == {
+        check.name
+        for check in result.checks
+        if check.name.startswith("experts") and "identical" not in check.name
+    }
+    assert all(detail.startswith("w2 is ") for detail in failed.values())
+
+
+def test_a_missing_device_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(UnsupportedOptionError, match="no CUDA device"):
+        selftest("cuda", progress=False)
+
+
+@pytest.mark.gpu
+def test_gpu_passes_in_under_a_minute() -> None:
+    start = time.perf_counter()
+    result = selftest("cuda", progress=False)
+    seconds = time.perf_counter() - start
+    assert result.passed, [check for check in result.checks if not check.passed]
+    assert (result.backend, result.note) == ("triton", "")
+    assert result.checks[0].name == "plan"
+    assert seconds < 60.0
