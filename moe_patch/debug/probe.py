@@ -125,23 +125,23 @@ def attach(model: nn.Module, blocks: Sequence[FoundBlock], config: PatchConfig) 
         return
     nan = FirstNan() if config.debug_nan else None
     model_config = getattr(model, "config", None)
-    unwatched = []
-    for index, block in enumerate(blocks):
+    watched = {block.path: _watched(block) for block in blocks}
+    kept = [path for path, modules in watched.items() if modules]
+    for index, path in enumerate(kept):
         make = functools.partial(
             Probe,
+            path,
             model_config=model_config,
             index=index,
-            blocks=len(blocks),
+            blocks=len(kept),
             every=config.shadow_check,
             folder=config.debug_dir,
         )
-        watched = _watched(block)
-        if not watched:
-            unwatched.append(block.path)
-        for role, module in watched:
+        for role, module in watched[path]:
             record = record_of(module)
             if record is not None and record.probe is None:
-                record.probe = make(block.path, role, nan=None if role == "router" else nan)
+                record.probe = make(role, nan=None if role == "router" else nan)
+    unwatched = [path for path in watched if path not in kept]
     if unwatched:
         logger.warning(
             "moe_patch: shadow_check and debug_nan leave out %s: their experts are called in a way "
