@@ -19,7 +19,9 @@ from transformers import (
 )
 
 from moe_patch.config import PatchConfig
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.quant.loading import load_quantized
+from moe_patch.quant.surgery import quantize_experts
 from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
@@ -132,24 +134,40 @@ def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:
         ) from error
 
 
-def build_base(model: ModelConfig, tokenizer: Any, seed: int) -> Any:
-    """The model without adapters, in training mode on the CPU; equal weights for equal arguments.
+def build_base(
+    model: ModelConfig,
+    tokenizer: Any,
+    seed: int,
+    storage: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Any:
+    """The model without adapters, in training mode; equal weights for equal arguments.
+
+    It lies on the CPU, or with ``storage`` ("nf4" or "fp8") on ``device``, its experts packed as
+    they are read.
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
+        UnsupportedModelError: its experts cannot be stored so.
     """
     set_seed(seed)
     kwargs: dict[str, Any] = {"dtype": "auto" if model.dtype == "auto" else _dtype(model.dtype)}
     if model.attn_implementation is not None:
         kwargs["attn_implementation"] = model.attn_implementation
     try:
-        if model.path is not None:
+        if model.path is not None and storage is not None:
+            base = load_quantized(model.path, storage, device=device, **kwargs)
+        elif model.path is not None:
             base = AutoModelForCausalLM.from_pretrained(model.path, **kwargs)
         else:
             end = tokenizer.eos_token_id
             defaults = {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": None}
             hf_config = AutoConfig.for_model(model.model_type, **{**defaults, **model.overrides})
             base = AutoModelForCausalLM.from_config(hf_config, **kwargs)
+            if storage is not None:
+                base = quantize_experts(base, storage, device=device).to(device)
+    except MoePatchError:
+        raise
     except BUILD_ERRORS as error:
         what = model.path or model.model_type
         raise UnsupportedOptionError(f"model: cannot make {what!r}: {one_line(error)}") from error

@@ -86,11 +86,16 @@ def compare_losses(
     ]
 
 
-def check_logits(reference: Tensor, reloaded: Tensor, dtype: torch.dtype) -> Check:
+def check_logits(
+    reference: Tensor,
+    reloaded: Tensor,
+    dtype: torch.dtype,
+    what: str = "logits, reloaded and unpatched",
+) -> Check:
     """Norm of the difference of two logits tensors over the norm of the first, in fp64."""
     wide = reference.double()
     difference = (reloaded.double() - wide).norm() / wide.norm()
-    return Check("logits, reloaded and unpatched", difference.item(), LOGITS_LIMIT[dtype])
+    return Check(what, difference.item(), LOGITS_LIMIT[dtype])
 
 
 def probe_logits(model: Any, blocks: TokenBlocks, rows: int = 4) -> Tensor:

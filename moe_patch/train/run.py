@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
 
 from moe_patch.patch import patch_model
+from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.report import BlockReport, patch_report
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
@@ -127,9 +129,14 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     return inputs
 
 
-def _build(inputs: _Inputs) -> Any:
+def _build(inputs: _Inputs, plain: bool = False) -> Any:
+    """The model with its adapters on its device; ``plain``: quantised experts as what they mean."""
     config = inputs.config
-    base = build.build_base(config.model, inputs.tokenizer, config.seed)
+    base = build.build_base(
+        config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
+    )
+    if plain and config.quantize_experts is not None:
+        dequantize_experts(base)
     # Moved before the patch: the backend and its self-check depend on the device.
     return build.add_adapters(base, config.lora, config.seed).to(inputs.args.device)
 
@@ -184,7 +191,7 @@ def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -
     args = replace(inputs.args, resume_from_checkpoint=None, save_strategy="no")
     last_step = None if compare is True else compare
     trained["unpatched"] = train_once(
-        _build(inputs),
+        _build(inputs, plain=True),
         args,
         inputs.blocks,
         name="unpatched",
@@ -196,7 +203,17 @@ def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -
 
 def _reload(inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype) -> Check:
     gc.collect()
-    reloaded = checks.reload_unpatched(folder, inputs.config.model, inputs.args.device)
+    config = inputs.config
+    if config.quantize_experts is not None:
+        base = build.build_base(
+            config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
+        )
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").to(inputs.args.device)
+        reloaded = patch_model(adapted, config.moe_patch)
+        return checks.check_logits(
+            logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
+        )
+    reloaded = checks.reload_unpatched(folder, config.model, inputs.args.device)
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
 
 
