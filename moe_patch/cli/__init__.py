@@ -18,13 +18,22 @@ import sys
 from collections.abc import Sequence
 
 from moe_patch._version import __version__
-from moe_patch.cli import bench, families, inspect, train, verify
+from moe_patch.cli import (
+    bench,
+    families,
+    inspect,
+    replay,
+    selftest,
+    train,
+    verify,
+    warmup,
+)
 from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, UNUSABLE
 from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
-SUBCOMMANDS = (families, inspect, verify, bench, train)
+SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, replay)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -15,6 +15,7 @@ from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, 
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover
+from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families.spec import read
 
@@ -41,7 +42,7 @@ def command(args: argparse.Namespace) -> int:
     device = models.device_of(args)
     with progress(2, "reading the config") as steps:
         config = models.load_config(args.model)
-        dtype = models.DTYPES[args.dtype] if args.dtype else _dtype_of(config)
+        dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
         steps.step("building on the meta device")
         found = examine(models.build(config, dtype, "meta"), device, args.backend)
     result = {
@@ -68,11 +69,13 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
         backend: as in :class:`moe_patch.PatchConfig`.
 
     Returns:
-        Numbers of parameters and bytes, and one entry per MoE block: the report's row, its sizes,
-        and the bytes that the experts keep per token from forward to backward (None where a
-        family's experts are not the operator's).
+        Numbers of parameters and bytes (of the experts also by storage, as quantize_experts would
+        leave them), and one entry per MoE block: the report's row, its sizes, and the bytes that
+        the experts keep per token from forward to backward (absent where a family's experts are not
+        the operator's).
     """
     from moe_patch.patch import patch_model
+    from moe_patch.quant.memory import experts_memory
     from moe_patch.report import patch_report
 
     with warnings.catch_warnings():
@@ -84,11 +87,16 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     experts = [p for found in discover(model) for _, m in found.experts for p in m.parameters()]
     saved = [row["saved_bytes_per_token"] for row in rows if row.get("saved_bytes_per_token")]
     again = [row["saved_with_recompute"] for row in rows if row.get("saved_with_recompute")]
+    try:
+        quantised = experts_memory(model).quantised
+    except UnsupportedModelError:
+        quantised = {}  # a refused block, which its row says, or a layout without 4 or 8 bits
     return {
         "parameters": sum(p.numel() for p in parameters.values()),
         "expert_parameters": sum(p.numel() for p in experts),
         "weight_bytes": sum(p.nbytes for p in parameters.values()),
         "expert_bytes": sum(p.nbytes for p in experts),
+        "expert_bytes_quantised": quantised,
         "saved_bytes_per_token": sum(saved),
         "saved_with_recompute": sum(again),
         "blocks": rows,
@@ -127,18 +135,17 @@ def _top_k(found: FoundBlock) -> int | None:
     return None
 
 
-def _dtype_of(config: Any) -> torch.dtype:
-    """The checkpoint's own dtype, bfloat16 where the config names none."""
-    text = config.get_text_config()
-    return config.dtype or text.dtype or torch.bfloat16
-
-
 def _print(result: dict[str, Any]) -> None:
     share = result["expert_parameters"] / max(result["parameters"], 1)
     print(
-        f"{result['model']}: {result['model_type']}, {result['parameters'] / 1e9:.3f} B parameters "
+        f"{result['model']}: {result['model_type']}, {result['parameters']:,} parameters "
         f"({share:.0%} in experts), {bytes_text(result['weight_bytes'])} in {result['dtype']}"
     )
+    for storage, count in result["expert_bytes_quantised"].items():
+        print(
+            f"experts in {storage} (quantize_experts): {bytes_text(count)} in place of "
+            f"{bytes_text(result['expert_bytes'])}"
+        )
     print(f"on {result['device']}, kept from forward to backward by all experts, per token:")
     print(
         f"  {bytes_text(result['saved_bytes_per_token'])}, "

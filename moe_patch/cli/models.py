@@ -73,6 +73,11 @@ def load_config(name: str) -> Any:
         ) from error
 
 
+def dtype_of(config: Any) -> torch.dtype:
+    """The checkpoint's own dtype, bfloat16 where the config names none."""
+    return config.dtype or config.get_text_config().dtype or torch.bfloat16
+
+
 def has_weights(name: str) -> bool:
     """Whether there are weights to load: a folder's own files, or those of a hub id."""
     folder = Path(name)
@@ -126,6 +131,22 @@ def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **opt
         return model.to(device).eval()
     except ERRORS as error:
         raise UnsupportedOptionError(f"MODEL: cannot load {name!r}: {_one_line(error)}") from error
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """The frozen model with adapters on all that lora_targets names.
+
+    Raises:
+        UnsupportedOptionError: PEFT refuses the rank or the model.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    from moe_patch.lora_targets import lora_targets
+
+    try:
+        return get_peft_model(model, LoraConfig(r=rank, **lora_targets(model)))
+    except (TypeError, ValueError) as error:
+        raise UnsupportedOptionError(f"--lora {rank}: {_one_line(error)}") from error
 
 
 def shorten(config: Any, layers: int) -> None:
