@@ -1,0 +1,57 @@
+"""``warmup MODEL``: compile a model's kernels into Triton's cache, before a job starts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from moe_patch.cli import models
+from moe_patch.cli.output import add_json, print_json, print_table
+
+
+def add(subparsers: Any) -> None:
+    """Add the parser."""
+    parser = subparsers.add_parser(
+        "warmup",
+        help="compile a model's kernels ahead, into Triton's cache on disk",
+        description="Run each kind of MoE block of MODEL once per size class, with random weights "
+        "at the model's own sizes; no weights are loaded. Where there is nothing to compile the "
+        "rows say why.",
+    )
+    models.add_model(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="T", help="token counts of a call")
+    parser.add_argument("--inference", action="store_true", help="no backward kernels")
+    parser.add_argument(
+        "--lora", type=int, metavar="RANK", help="with adapters of this rank on a frozen model"
+    )
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Compile, and print one row per kind of block."""
+    from moe_patch.patch import patch_model
+    from moe_patch.warmup import warmup
+
+    device = models.device_of(args)
+    config = models.load_config(args.model)
+    dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
+    model = models.build(config, dtype, "meta")
+    if args.lora is not None:
+        model = models.with_adapters(model, args.lora)
+    rows = warmup(
+        patch_model(model),
+        args.tokens,
+        training=not args.inference,
+        device=device,
+        progress=sys.stderr.isatty(),
+    )
+    if args.json:
+        print_json([row._asdict() for row in rows])
+        return 0
+    print_table(
+        ("first block of its kind", "tokens", "seconds", "skipped"),
+        [(r.path, ", ".join(map(str, r.tokens)), r.seconds, r.skipped) for r in rows],
+    )
+    return 0
