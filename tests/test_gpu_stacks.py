@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 STEPS = 50
-FAMILIES = ["qwen2_moe", "gpt_oss", "deepseek_v3"]
+FAMILIES = ["qwen2_moe", "gpt_oss"]
 ORDERS = ["patch first", "place first"]
 
 
@@ -56,7 +56,7 @@ def checkpointed(model, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_fifty_checkpointed_steps_with_exact_ties(name, reentrant, deterministic):
     """bf16: the recompute takes the same ids, and no bit of losses and gradients changes."""
     plain = tied_model(name).to(DEVICE)
@@ -68,7 +68,7 @@ def test_fifty_checkpointed_steps_with_exact_ties(name, reentrant, deterministic
     for step in calls:
         for forward, recompute in recomputed_ids(step):
             assert torch.equal(forward, recompute)
-    if name != "deepseek_v3":
+    if name == "gpt_oss":
         assert_ties(calls[0][0][1])
     assert_bits(found, losses)
     assert ours_gradients.keys() == gradients.keys()
