@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import signal
 import subprocess
 import sys
 import zipfile
@@ -482,3 +483,24 @@ def test_peers_unpack(tmp_path):
     assert (tmp_path / "site" / "peer" / "__init__.py").read_text() == "x = 1"
     assert (tmp_path / "site" / "other" / "k.py").read_text() == "y = 2"
     assert peers_script("fetch").returncode == 2
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    job = child.Job("run-7", "experts", "cpu", (), bench.DRY_SETTINGS, str(tmp_path / "found"))
+    (tmp_path / "job").write_text(job.to_json())
+    code = (
+        "import sys, time; from pathlib import Path; sys.path[:0] = sys.argv[1:3]\n"
+        "from bench_lib import child\n"
+        "def measure_all(*given): print('measuring', flush=True); time.sleep(60)\n"
+        "child._measure_all = measure_all\n"
+        "child.main(Path(sys.argv[3]))"
+    )
+    process_ = subprocess.Popen(
+        [sys.executable, "-c", code, str(ROOT / "scripts"), str(ROOT), str(tmp_path / "job")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    process_.stdin.write("go\n")
+    process_.stdin.flush()
+    assert process_.stdout.readline() == "measuring\n"
+    process_.stdin.close()
+    assert process_.wait(timeout=20) == -signal.SIGKILL

@@ -14,7 +14,10 @@ import dataclasses
 import gc
 import importlib
 import json
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +155,12 @@ def preload(op: Op, tasks: tuple[Task, ...]) -> None:
                 importlib.import_module(module)
 
 
+def _end_with_the_parent() -> None:
+    """End this process and all that it started once the parent's end of the pipe is gone."""
+    sys.stdin.read()
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(job_file: Path) -> None:
     """Do every task of a job in order."""
     job = Job.from_json(job_file.read_text(encoding="utf-8"))
@@ -159,12 +168,20 @@ def main(job_file: Path) -> None:
     preload(op, job.tasks)
     if not sys.stdin.readline():
         return
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     # What is imported stays: collections between implementations need not look at it.
     gc.freeze()
     cache = Cache(op, device, job.settings)
     if job.warm:
         warm(op, job.tasks, cache)
-        return
+    else:
+        _measure_all(op, job, cache)
+    # Tearing down a device context takes seconds, and some peers crash in it.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _measure_all(op: Op, job: Job, cache: Cache) -> None:
     with Path(job.results).open("a", encoding="utf-8") as results:
         for index, task in enumerate(job.tasks):
             fields = perform(op, task, cache, job.settings)

@@ -67,10 +67,10 @@ class Child:
             )  # fmt: skip
 
     def go(self) -> None:
-        """Hand over the device."""
+        """Hand over the device. The pipe stays open: its end tells the child to end too."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
-            self._process.stdin.close()
+            self._process.stdin.flush()
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -116,8 +116,7 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if not self._process.stdin.closed:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._folder.cleanup()
         return ended
