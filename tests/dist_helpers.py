@@ -11,7 +11,9 @@ transformers once (forking the test process itself is not safe after it has run 
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import tempfile
@@ -19,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,10 @@ import torch
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "tests.tiny_models", "tests.adapters"])
+# A collective that some rank never joins fails after this long, whatever the caller's deadline.
+GROUP_TIMEOUT = timedelta(seconds=120)
+# How long the ranks beside a failed one may take to say what they saw.
+GRACE_S = 2.0
 
 
 def needs_cards(count: int) -> pytest.MarkDecorator:
@@ -48,28 +53,25 @@ def run_ranks(
 ) -> list[Any]:
     """What ``worker(rank, *args)`` returned on each rank, in order.
 
+    On the CPU every call has processes of its own. On CUDA devices they stay for the next call, as
+    long as none fails: each start would pay for a CUDA context and for NCCL.
+
     Raises:
         AssertionError: a rank failed (with its traceback), died, or did not end in time; then all
             ranks are stopped.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        ranks = [
-            _CONTEXT.Process(target=_run, args=(worker, args, rank, world, port, folder, timeout))
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            _wait(ranks, Path(folder), timeout)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-        return [
-            torch.load(f"{folder}/{rank}.pt", weights_only=False, map_location="cpu")
-            for rank in range(world)
-        ]
+    stay = device(world).type == "cuda"
+    ranks = _WAITING.pop(world, None) or Ranks(world)
+    try:
+        results = ranks.call(worker, args, timeout)
+    except BaseException:
+        ranks.kill()
+        raise
+    if stay:
+        _WAITING[world] = ranks
+    else:
+        ranks.close()
+    return results
 
 
 def free_port() -> int:
@@ -79,40 +81,97 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while any(process.is_alive() for process in ranks):
-        failed = [f"rank {r}: exit {p.exitcode}" for r, p in enumerate(ranks) if p.exitcode]
-        late = time.monotonic() > deadline
-        if failed or late:
-            reports = [path.read_text() for path in sorted(folder.glob("*.error"))]
-            raise AssertionError("\n".join([*failed, "timed out" if late else "", *reports]))
-        time.sleep(0.02)
-    reports = [path.read_text() for path in sorted(folder.glob("*.error"))]
-    assert not reports, "\n".join(reports)
+class Ranks:
+    """Processes in one process group that wait for work, each at the end of a pipe."""
+
+    def __init__(self, world: int) -> None:
+        port = free_port()
+        self.pipes: list[Any] = []
+        self.processes: list[Any] = []
+        for rank in range(world):
+            mine, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def call(self, worker: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
+        """Run one worker on every rank; see :func:`run_ranks`."""
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self.pipes:
+                pipe.send((worker, args, folder))
+            self._wait(time.monotonic() + timeout)
+            paths = [f"{folder}/{rank}.pt" for rank in range(len(self.pipes))]
+            return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
+
+    def close(self) -> None:
+        """Let the ranks leave their group and end."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(5)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def _wait(self, deadline: float) -> None:
+        open_pipes, failures = dict(enumerate(self.pipes)), []
+        while open_pipes:
+            left = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(open_pipes.values(), max(left, 0.0))
+            for rank in [r for r, pipe in open_pipes.items() if pipe in ready]:
+                if report := self._answer(rank):
+                    failures.append(f"rank {rank}:\n{report}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                del open_pipes[rank]
+            if not ready:
+                failures.append(f"no answer in time from ranks {sorted(open_pipes)}")
+                break
+        assert not failures, "\n".join(failures)
+
+    def _answer(self, rank: int) -> str | None:
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join(GRACE_S)
+            return f"ended with exit code {self.processes[rank].exitcode}"
 
 
-def _run(
-    worker: Any, args: tuple, rank: int, world: int, port: int, folder: str, timeout: float
-) -> None:
+_WAITING: dict[int, Ranks] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    for ranks in _WAITING.values():
+        ranks.close()
+
+
+def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     own = device(world, rank)
-    if own.type == "cuda":
-        torch.cuda.set_device(own)
-    else:  # what looks for a device by itself must not find one that ranks would share
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        torch.distributed.init_process_group(
-            "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl",
-            timeout=timedelta(seconds=timeout),
-        )
-        torch.manual_seed(0)
-        torch.save(worker(rank, *args), f"{folder}/{rank}.pt")
-        torch.distributed.barrier()
+        if own.type == "cuda":
+            torch.cuda.set_device(own)
+        else:  # what looks for a device by itself must not find one that ranks would share
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        while True:
+            worker, args, folder = pipe.recv()
+            torch.manual_seed(0)
+            torch.save(worker(rank, *args), f"{folder}/{rank}.pt")
+            torch.distributed.barrier()
+            pipe.send(None)
+    except EOFError:
         torch.distributed.destroy_process_group()
     except BaseException:
-        Path(f"{folder}/{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        pipe.send(traceback.format_exc())
         raise
