@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,9 +190,21 @@ def document(rows: list[dict[str, Any]]) -> str:
                 row["torch"], row["card"].partition(",")[0], row["commit"][:7], f"`{proof.test}`",
             ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    lines += _versions(newest.values())
     lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
     lines += [f"| {' | '.join(entry)} |" for entry in NOT_RUN]
     return "\n".join([*lines, "", NOTES])
+
+
+def _versions(rows: Iterable[dict[str, Any]]) -> list[str]:
+    """The whole suite on the oldest and newest versions (scripts/matrix.py)."""
+    names = ("test", "torch", *PACKAGES, "result", "seconds", "commit")
+    lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for row in rows:
+        if row["row"] == "versions":
+            cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 NOTES = """\

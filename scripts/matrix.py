@@ -1,0 +1,170 @@
+"""The suite on the oldest and the newest supported versions, each in an environment of its own.
+
+    python scripts/matrix.py                     every environment
+    python scripts/matrix.py oldest              one of them
+    python scripts/matrix.py oldest --keep       reuse what is installed
+    python scripts/matrix.py oldest -- -k cli    arguments for pytest; then no row is written
+
+The oldest versions are the lower bounds in pyproject.toml, so that a bound which does not hold
+fails here; the newest are what pip finds. Environments go to .venv-matrix-NAME (gigabytes where pip
+has no CPU build of torch). Each run of the whole suite appends a row "versions" to
+benchmarks/results/compat.jsonl; scripts/compat.py makes the table from it. Needs no package itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ROW = "versions"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One environment: a Python and which versions of the dependencies go into it."""
+
+    name: str
+    python: str
+    oldest: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return ROOT / f".venv-matrix-{self.name}"
+
+    @property
+    def interpreter(self) -> Path:
+        """Its Python."""
+        return self.folder / "bin" / "python"
+
+
+ENVIRONMENTS = (
+    Environment("oldest", "3.11", oldest=True),
+    Environment("newest", "3.12", oldest=False),
+)
+
+
+def lower_bounds() -> list[str]:
+    """The dependencies at their lower bounds, as constraints for pip."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pins = []
+    for requirement in project["dependencies"]:
+        name, bound = re.fullmatch(r"([\w-]+)>=([\w.]+)(?:;.*)?", requirement).groups()
+        pins.append(f"{name}=={bound}")
+    return pins
+
+
+def find_python(version: str) -> str:
+    """An interpreter of that version: on the path, or one that pyenv or uv keeps.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    places = [
+        shutil.which(f"python{version}"),
+        *sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")), reverse=True),
+        sys.executable,
+    ]
+    if shutil.which("uv"):
+        found = subprocess.run(["uv", "python", "find", version], capture_output=True, text=True)
+        places.append(found.stdout.strip())
+    ask = "import platform; print(platform.python_version())"
+    for place in filter(None, places):
+        done = subprocess.run([place, "-c", ask], capture_output=True, text=True)
+        if done.returncode == 0 and done.stdout.startswith(f"{version}."):
+            return place
+    raise SystemExit(f"no Python {version} here: install it (apt, pyenv, or uv python install)")
+
+
+def build(environment: Environment) -> None:
+    """Make the environment and install this checkout into it, with what the tests need."""
+    if environment.folder.exists():
+        shutil.rmtree(environment.folder)
+    python = find_python(environment.python)
+    subprocess.run([python, "-m", "venv", str(environment.folder)], check=True)
+    pip = [str(environment.interpreter), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, "--upgrade", "pip"], check=True)
+    pip += ["--editable", f"{ROOT}[train,dev]"]
+    if environment.oldest:
+        constraints = environment.folder / "oldest.txt"
+        constraints.write_text("\n".join(lower_bounds()) + "\n", encoding="utf-8")
+        pip += ["--constraint", str(constraints)]
+    subprocess.run(pip, check=True)
+
+
+def run_suite(name: str, arguments: list[str]) -> int:
+    """Run the suite in this interpreter, and write the row unless only a part was asked for."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import compat
+    from bench_lib.rows import commit_of, new_run
+
+    place, commit, (_, date) = compat.environment(), commit_of(ROOT), new_run()
+    python = platform.python_version()
+    print(f"{name}: Python {python}, " + ", ".join(f"{k} {v}" for k, v in place.items()))
+    selection = ["-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", *selection, *arguments]
+    threads = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    start = time.monotonic()
+    status = subprocess.run(command, cwd=ROOT, env=os.environ | threads).returncode
+    if arguments or commit is None:
+        return status
+    values = {
+        "row": ROW,
+        "test": f"the CPU suite, {name} versions, Python {python.rpartition('.')[0]}",
+        "command": f"python scripts/matrix.py {name}",
+        "world": 1,
+        "commit": commit,
+        "result": "fail" if status else "pass",
+        "seconds": round(time.monotonic() - start, 1),
+        "date": date,
+    } | place
+    with compat.ROWS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({field: values[field] for field in compat.FIELDS}) + "\n")
+    return status
+
+
+def main() -> int:
+    """Build and run; status 1 if a suite fails."""
+    parser = argparse.ArgumentParser(description="The suite on the oldest and newest versions.")
+    names = [environment.name for environment in ENVIRONMENTS]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--keep", action="store_true", help="reuse an environment that is there")
+    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    own, rest = _split(sys.argv[1:])
+    args = parser.parse_args(own)
+    if args.here:
+        return run_suite(args.here, rest)
+    if unknown := sorted(set(args.names) - set(names)):
+        parser.error(f"unknown environments {unknown}; known: {', '.join(names)}")
+    failed = []
+    for environment in ENVIRONMENTS:
+        if environment.name in (args.names or names):
+            if not (args.keep and environment.interpreter.exists()):
+                build(environment)
+            script = [str(environment.interpreter), __file__, "--here", environment.name]
+            if subprocess.run([*script, "--", *rest], cwd=ROOT).returncode:
+                failed.append(environment.name)
+    print(f"failed: {', '.join(failed)}" if failed else "passed")
+    return 1 if failed else 0
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """What stands before and after "--"."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    return argv[:place], argv[place + 1 :]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
