@@ -46,7 +46,7 @@ def router_forward(
 
 def _route(router: nn.Module, record: ModulePatch, hidden_states: Tensor, args: tuple) -> Any:
     spec, taps = record.spec, record.taps
-    impl = route_impl(record.config.backend)
+    impl = route_impl(record.config.backend, record.config.batch_invariant)
     if taps is not None:
         impl = taps.impl(impl)
     routing = spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)

@@ -7,12 +7,13 @@ default on a CPU. Triton is imported by the first call, not by this module.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_patch.backend import choose_backend
+from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
@@ -25,7 +26,7 @@ _SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "none")
 _SPEC_ARGUMENTS = (
     "int top_k, str score, str order, bool fp32, str bias_on, int groups, int top_groups, "
     "str group_score, float group_fill, bool renormalize, float eps, bool clamp_eps, float scale, "
-    "ScalarType? weights_dtype"
+    "ScalarType? weights_dtype, bool batch_invariant"
 )
 _SPEC_FIELDS = tuple(part.split()[-1] for part in _SPEC_ARGUMENTS.split(","))
 
@@ -124,17 +125,30 @@ def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = N
     return None
 
 
-def route_impl(backend: str) -> RouteImpl:
-    """The :func:`route` of a backend: Triton where its kernels cover the call, else torch."""
-    return functools.partial(_route_on, backend)
+def route_impl(backend: str, batch_invariant: bool = False) -> RouteImpl:
+    """The :func:`route` of a backend: Triton where its kernels cover the call, else torch.
+
+    With ``batch_invariant``, a call that would go to torch is an UnsupportedOptionError.
+    """
+    return functools.partial(_route_on, backend, batch_invariant)
 
 
 def _route_on(
-    backend: str, logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None
+    backend: str,
+    batch_invariant: bool,
+    logits_TE: Tensor,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
 ) -> Routing:
-    triton = choose_backend(backend, logits_TE.device, logits_TE.dtype).name == "triton"
-    if triton and route_obstacle(logits_TE, spec, bias_E) is None:
+    device, dtype = logits_TE.device, logits_TE.dtype
+    triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
+    if batch_invariant:
+        spec = replace(spec, batch_invariant=True)
+    obstacle = route_obstacle(logits_TE, spec, bias_E) if triton else ""
+    if obstacle is None:
         return route(logits_TE, spec, bias_E)
+    if batch_invariant:
+        refuse_batch_invariant(f"routing with {obstacle}")
     return torch_route(logits_TE, spec, bias_E)
 
 

@@ -43,6 +43,7 @@ class RouteSpec:
         scale: multiplies the weights at the end.
         weights_dtype: dtype of the weights; None keeps the dtype of the score.
         ties: "lower" (stable, lower id first) or "torch" (whatever torch.topk picks).
+        batch_invariant: the Triton kernels sum a row in the same order for any number of rows.
     """
 
     top_k: int
@@ -60,6 +61,7 @@ class RouteSpec:
     scale: float = 1.0
     weights_dtype: torch.dtype | None = None
     ties: str = "lower"
+    batch_invariant: bool = False
 
 
 def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor, Tensor]:

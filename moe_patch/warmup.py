@@ -228,7 +228,7 @@ def _route(found: FoundBlock, T: int) -> Routing | None:
         args: tuple = ()
         if isinstance(spec.bias, Arg):
             args = (torch.zeros(weight.shape[0], device=weight.device),)
-        impl = route_impl(record.config.backend)
+        impl = route_impl(record.config.backend, record.config.batch_invariant)
         routing = spec.route(router, x, args, ties=record.config.ties, impl=impl)
         if routing.weights_TK.requires_grad:
             torch.autograd.grad(routing.weights_TK.sum(), x_TD, allow_unused=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moe_patch import PatchConfig, UnsupportedOptionError, patch_model, patch_report
 from moe_patch.backend import choose_backend
+from moe_patch.route_op import route_impl
+from moe_patch.routing import RouteSpec
 from moe_patch.types import Glu
 from tests import tiny_models
 from tests.experts_cases import Case as TorchCase
@@ -52,14 +54,20 @@ def test_ties_of_torch_cannot_be_invariant() -> None:
 # Sizes of a call, and the tokens of the full call that are run again: alone, a few in another
 # order, many. Their tiles differ without the option.
 T, K, E = 1200, 4, 12
-AGAIN = {"one": [611], "few": [700, 3, 41], "half": list(range(0, T, 2)), "turned": None}
+AGAIN = {
+    "one": [611],
+    "few": [700, 3, 41],
+    "some": list(range(60)),
+    "half": list(range(0, T, 2)),
+    "turned": None,
+}
 
 
 def check_tokens_alone(dtype: torch.dtype, **options) -> None:
     from moe_patch.kernels.tiles import rows_bucket
     from tests.kernels_cases import Case, Inputs, make_inputs, run_kernels
 
-    assert len({rows_bucket(t * K, E) for t in (1, 32, T)}) == 3
+    assert len({rows_bucket(t * K, E) for t in (1, 60, T)}) == 3
     case = Case(T, K, E, 272, 136, **options)
     full = make_inputs(case, dtype, "cuda")
     expected, _ = run_kernels(full, batch_invariant=True)
@@ -116,3 +124,44 @@ def test_gpu_router_and_experts_of_a_model(model_type) -> None:
     everything = run(torch.arange(700, device="cuda"))
     for t in (0, 5, 699):
         assert_bits(run(torch.tensor([t], device="cuda"))[0], everything[t], str(t))
+
+
+def test_routing_on_torch_refuses_by_name() -> None:
+    impl = route_impl("auto", batch_invariant=True)
+    with pytest.raises(UnsupportedOptionError, match="no Triton kernels on cpu"):
+        impl(torch.zeros(2, 8), RouteSpec(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("E", "spec"),
+    [
+        (64, RouteSpec(8)),
+        (128, RouteSpec(8, renormalize=True)),
+        (60, RouteSpec(4, score="sigmoid", groups=4, top_groups=2, renormalize=True, eps=1e-20)),
+        (32, RouteSpec(4, order="topk_score", fp32=False)),
+    ],
+    ids=["olmoe", "qwen3", "groups", "gpt_oss"],
+)
+def test_gpu_routing_of_tokens_alone(E, spec, dtype) -> None:
+    impl = route_impl("triton", batch_invariant=True)
+    logits_TE = torch.randn(700, E, device="cuda", dtype=dtype)
+    grad_TK = torch.randn(700, spec.top_k, device="cuda")
+
+    def run(rows: Tensor) -> tuple[Tensor, ...]:
+        logits = logits_TE[rows].requires_grad_()
+        routing = impl(logits, spec)
+        grad = grad_TK[rows].to(routing.weights_TK.dtype)
+        return (
+            routing.ids_TK,
+            routing.weights_TK,
+            *torch.autograd.grad(routing.weights_TK, logits, grad),
+        )
+
+    everything = run(torch.arange(700))
+    for rows in ([0], [699], [3, 8], list(range(5)), list(range(0, 700, 9))):
+        for part, whole in zip(run(torch.tensor(rows)), everything, strict=True):
+            assert_bits(part, whole[rows], str(len(rows)))
+    with pytest.raises(UnsupportedOptionError, match="routing with 600 experts"):
+        impl(torch.zeros(2, 600, device="cuda"), RouteSpec(2))

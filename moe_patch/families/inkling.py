@@ -31,7 +31,7 @@ def router_forward(
         routed_TE,
         hidden_states,
         ties=record.config.ties,
-        impl=route_impl(record.config.backend),
+        impl=route_impl(record.config.backend, record.config.batch_invariant),
     ).ids_TK
     with torch.autocast(hidden_states.device.type, enabled=False):
         joint = torch.nn.functional.logsigmoid(

@@ -32,7 +32,11 @@ def gating_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Plan, Tensor]:
     """Rows by expert, their tokens, their weights, the plan, and the logits."""
     routing = record.spec.route(
-        router, hidden_TD, (), ties=record.config.ties, impl=route_impl(record.config.backend)
+        router,
+        hidden_TD,
+        (),
+        ties=record.config.ties,
+        impl=route_impl(record.config.backend, record.config.batch_invariant),
     )
     plan = build_plan(routing.ids_TK, router.num_experts)
     row_of_N = plan.row_of_N.long()

@@ -40,7 +40,11 @@ def topk_sigmoid(
 def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Scores as transformers returns them, [T, E] and zero where not chosen, and the logits."""
     routing = record.spec.route(
-        router, hidden_TD, (), ties=record.config.ties, impl=route_impl(record.config.backend)
+        router,
+        hidden_TD,
+        (),
+        ties=record.config.ties,
+        impl=route_impl(record.config.backend, record.config.batch_invariant),
     )
     dense_TE = torch.zeros_like(routing.logits_TE)
     return dense_TE.scatter(1, routing.ids_TK, routing.weights_TK), routing.logits_TE

@@ -41,7 +41,7 @@ def router_forward(
         logits,
         hidden_states,
         ties=record.config.ties,
-        impl=route_impl(record.config.backend),
+        impl=route_impl(record.config.backend, record.config.batch_invariant),
     )
     skipped_TK = routing.ids_TK == router.num_experts
     return (
