@@ -53,24 +53,20 @@ def run_ranks(
 ) -> list[Any]:
     """What ``worker(rank, *args)`` returned on each rank, in order.
 
-    On the CPU every call has processes of its own. On CUDA devices they stay for the next call, as
-    long as none fails: each start would pay for a CUDA context and for NCCL.
+    The processes stay for the next call, as long as none fails: each start would pay for imports, a
+    CUDA context and NCCL.
 
     Raises:
         AssertionError: a rank failed (with its traceback), died, or did not end in time; then all
             ranks are stopped.
     """
-    stay = device(world).type == "cuda"
     ranks = _WAITING.pop(world, None) or Ranks(world)
     try:
         results = ranks.call(worker, args, timeout)
     except BaseException:
         ranks.kill()
         raise
-    if stay:
-        _WAITING[world] = ranks
-    else:
-        ranks.close()
+    _WAITING[world] = ranks
     return results
 
 
