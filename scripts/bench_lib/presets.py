@@ -37,17 +37,18 @@ PRESETS = {
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
         Segment("lora", "lora", _LORA, _SMALL),
-        Segment("experts_large", "experts", _EXPERTS, _LARGE),
+        Segment("experts_large", "experts", _EXPERTS, _LARGE, (16384,)),
         Segment("lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,)),
-        Segment("model", "model"),
         Segment("decode", "decode", shapes=("qwen3_30b",)),
+        Segment("model", "model"),
+        Segment("experts_long", "experts", _EXPERTS[:3], _LARGE, (32768,)),
         Segment("quantised", "quantised"),
         Segment("signals", "signals", passes=("fwd+bwd",)),
-        Segment("routing", "routing", tokens=(1, 64, 32768)),
+        Segment("routing", "routing", tokens=(32768,)),
         Segment("product_key", "product_key"),
         Segment("plan", "plan"),
-        Segment(
-            "recompute", "experts", ("moe_patch", "moe_patch:recompute"), ("qwen3_30b",), (16384,)
-        ),
+        Segment("routing_small", "routing", shapes=("E128_K8",), tokens=(1, 64)),
+        Segment("recompute", "experts", ("moe_patch:recompute",), ("qwen3_30b",), (16384,)),
+        Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
     ),
 }

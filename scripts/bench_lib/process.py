@@ -31,6 +31,10 @@ def _environment(peers: Path | None) -> dict[str, str]:
         paths = [peers, peers / "nvidia_cutlass_dsl" / "python_packages"]
         inherited = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
         env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
+        # What peers compile and tune stays beside them, for the next run on a card of this kind.
+        cache = peers.parent / "cache"
+        env |= {"TRITON_CACHE_DIR": str(cache / "triton"), "TRITON_CACHE_AUTOTUNING": "1"}
+        env |= {"QUACK_CACHE_DIR": str(cache / "quack"), "QUACK_CACHE_AUTOTUNING": "1"}
     return env
 
 

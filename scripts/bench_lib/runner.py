@@ -69,7 +69,10 @@ def grid(
     dtype: str | None,
     ranks: Sequence[int | None] | None,
 ) -> tuple[Point, ...]:
-    """The points of a run; None takes the op's or the shape's own default."""
+    """The points of a run; None takes the op's or the shape's own default.
+
+    At a size backward comes first: its repeats are those of forward too.
+    """
     names = shapes or (("cpu_e64",) if device == "cpu" else op.shapes)
     return tuple(
         Point(name, T, one_pass, one_dtype, R)
@@ -77,7 +80,7 @@ def grid(
         for T in tokens or SHAPES[name].tokens or op.tokens
         for R in ranks or op.ranks
         for one_dtype in ([dtype] if dtype else op.dtypes_of(SHAPES[name]))
-        for one_pass in passes or op.passes
+        for one_pass in sorted(passes or op.passes, reverse=True)
     )
 
 

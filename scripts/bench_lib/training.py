@@ -16,8 +16,8 @@ from bench_lib.shapes import Shape
 
 LAYERS = 12
 RANK = 16
-WARM_STEPS = 2
-STEPS = 4
+WARM_STEPS = 1
+STEPS = 3
 SEED = 2026
 INIT_STD = 0.02
 # What the small sizes of a dry run change.
