@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 
 import pytest
 import torch
@@ -35,20 +35,17 @@ SPECS = {
 EXPERTS = 12
 
 
-def implementations() -> list[tuple[str, str, str]]:
-    """(name, module, device) of everything with ``route``'s signature that this machine can run."""
-    found = [("torch", "moe_patch.routing", "cpu")]
-    if torch.cuda.is_available():
-        found.append(("torch-cuda", "moe_patch.routing", "cuda"))
-        if importlib.util.find_spec("triton") and importlib.util.find_spec("moe_patch.route_op"):
-            found.append(("triton", "moe_patch.route_op", "cuda"))
-    return found
+IMPLEMENTATIONS = [  # of ``route``: module, device
+    pytest.param(("moe_patch.routing", "cpu"), id="torch"),
+    pytest.param(("moe_patch.routing", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(("moe_patch.route_op", "cuda"), id="triton", marks=pytest.mark.gpu),
+]
 
 
-@pytest.fixture(params=implementations(), ids=lambda found: found[0])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def impl(request):
     """An implementation, called with CPU tensors and answering with CPU tensors."""
-    _, module, device = request.param
+    module, device = request.param
     function = importlib.import_module(module).route
 
     def run(logits: Tensor, spec: RouteSpec, bias: Tensor | None = None) -> Routing:
