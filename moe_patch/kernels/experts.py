@@ -23,9 +23,9 @@ from torch import Tensor
 
 from moe_patch.kernels.call import Call
 from moe_patch.kernels.device import on_device_of
-from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
+from moe_patch.kernels.dh import HiddenGradients
 from moe_patch.kernels.dw import outer_sum
-from moe_patch.kernels.norms import Intermediate, gradient_norms, row_norm, to_TK
+from moe_patch.kernels.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.plan import build_plan
 from moe_patch.kernels.reduce import combine, expert_sum, routing_gradient
 from moe_patch.types import (
@@ -83,8 +83,10 @@ def experts_forward(
         call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         h_NH, a_NF = call.up(save_h=save_h, save_a=True)
         y_ND = call.down(a_NF)
-        out_TD = combine(y_ND, plan, weights_TK.contiguous())
-        norm_TK = to_TK(row_norm(y_ND), plan) if norms else x_TD.new_empty(0)
+        if norms:
+            out_TD, norm_TK = combine_with_norms(y_ND, plan, weights_TK.contiguous())
+        else:
+            out_TD, norm_TK = combine(y_ND, plan, weights_TK.contiguous()), x_TD.new_empty(0)
     return ExpertsForward(out_TD, plan, h_NH, norm_TK)
 
 
@@ -135,12 +137,10 @@ def _intermediate(
     if need_dh or need_wa or needs.weights:
         if h_NH.numel() == 0:
             h_NH, _ = call.up(save_h=True, save_a=False)
-        tile = call.tile("dh")
-        hidden = hidden_gradients(
-            dout_TD, call.tiles.rows(tile.m), call.w.w2_EDF, weights_TK, h_NH, call.glu, tile,
-            low_rank=None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI),
-            dh=need_dh, wa=need_wa, partial=needs.weights,
-        )  # fmt: skip
+        low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
+        hidden = call.hidden_gradients(
+            dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights
+        )
     if lora13 is not None and (needs.x or needs.lora13_A or needs.norms):
         p_NR = call.rank_gradients(hidden.dh_NH, lora13)
     if lora13 is not None and (needs.lora13_B or needs.norms):
