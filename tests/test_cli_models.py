@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import moe_patch
-from moe_patch import forward, supported_model_types
-from moe_patch.cli import CHECK_FAILED, UNUSABLE, bench, main
+from moe_patch import forward, selftest, supported_model_types
+from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, UNUSABLE, bench, main
 from moe_patch.cli.output import bytes_text
 from moe_patch.routing import route
 from tests import tiny_models
@@ -179,7 +179,7 @@ def test_verify_notices_a_router_that_chooses_others(capsys, folder, monkeypatch
     def worst(logits, spec, bias=None):
         return dataclasses.replace(route(-logits, spec, bias), logits_TE=logits)
 
-    monkeypatch.setattr(forward, "route_impl", lambda backend: worst)
+    monkeypatch.setattr(forward, "route_impl", lambda *args: worst)
     found = answer(capsys, "verify", folder("qwen3_moe"), "--device", "cpu", status=CHECK_FAILED)
     choice = next(check for check in found["checks"] if check["name"] == "expert choice")
     assert not choice["passed"]
@@ -256,10 +256,10 @@ def test_ops_that_are_handed_on_are_those_of_the_script():
     assert set(bench.GRID) == {*ops, "table"}
 
 
-@pytest.mark.parametrize("command", ["families", "inspect", "verify", "bench", "train"])
+@pytest.mark.parametrize("command", SUBCOMMANDS, ids=lambda module: module.__name__)
 def test_every_command_has_help_and_json(capsys, command):
     with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
+        main([command.__name__.rpartition(".")[2], "--help"])
     assert stopped.value.code == 0
     assert "--json" in capsys.readouterr().out
 
@@ -279,3 +279,47 @@ def test_a_reader_that_leaves_early_is_no_error():
 )
 def test_bytes_text(count, text):
     assert bytes_text(count) == text
+
+
+def test_selftest_passes_on_the_cpu(capsys):
+    found = answer(capsys, "selftest", "--device", "cpu")
+    assert found["passed"]
+    assert found["backend"] == "torch"
+    assert all(check["passed"] for check in found["checks"])
+
+
+def test_selftest_that_fails_is_status_1(capsys, monkeypatch):
+    check = selftest.Check("experts bf16", False, 3.0, 0.1, "3.0 times the limit")
+    result = selftest.SelfTest("a card", "triton", "", [check])
+    monkeypatch.setattr(selftest, "selftest", lambda device, progress: result)
+    assert main(["selftest", "--device", "cpu"]) == CHECK_FAILED
+    out = capsys.readouterr().out
+    assert "FAILED" in out
+    assert "3.0 times the limit" in out
+    assert "0 of 1 checks hold" in out
+
+
+@pytest.mark.parametrize("extra", [[], ["--lora", "4"], ["--inference", "--tokens", "5"]])
+def test_warmup_says_why_there_is_nothing_to_compile(capsys, folder, extra):
+    (row,) = answer(capsys, "warmup", folder("qwen3_moe"), "--device", "cpu", *extra)
+    assert row["path"].endswith("model.layers.0.mlp")
+    assert "nothing to compile on the torch backend" in row["skipped"]
+
+
+def test_warmup_with_a_rank_that_is_none(capsys, folder):
+    assert "--lora 0: " in error_of(capsys, "warmup", folder("qwen3_moe"), "--lora", "0")
+
+
+def test_replay_finds_what_debug_nan_wrote(capsys, tmp_path):
+    model = tiny_models.build("qwen3_moe")
+    moe_patch.patch_model(model, debug_nan=True, debug_dir=str(tmp_path))
+    with torch.no_grad():
+        tiny_models.blocks(model)[0][1].experts.down_proj[3, 0, 0] = float("nan")
+        model(**tiny_models.inputs(model))
+    (file,) = tmp_path.glob("*.safetensors")
+    found = answer(capsys, "replay", str(file), "--device", "cpu")
+    assert found["path"] == tiny_models.blocks(model)[0][0]
+    assert found["ours"] == found["theirs"] != []
+    assert main(["replay", str(file), "--device", "cpu"]) == 0
+    assert "not finite" in capsys.readouterr().out
+    assert "not a safetensors file" in error_of(capsys, "replay", str(tmp_path / "none"))
