@@ -15,17 +15,21 @@ from torch import Tensor
 from moe_patch.kernels.device import on_device_of
 from moe_patch.kernels.routing_kernels import backward_kernel, forward_kernel
 from moe_patch.kernels.routing_math import TRITON_DTYPE
-from moe_patch.kernels.routing_select import tile_of
+from moe_patch.kernels.routing_select import Tile, tile_of
 from moe_patch.routing import RouteSpec
 
 # Columns of one row per thread. More save shuffles, which pays as long as the registers suffice: a
 # column is one packed key where logits are packed, and a logit, a score and keys elsewhere.
 PACKED_COLUMNS = 32
+WIDE_PACKED_COLUMNS = 64  # of the 512 of a row
 SCORED_COLUMNS = {2: 16, 4: 8}  # by the bytes of a logit
 BACKWARD_COLUMNS = 16
+# More rows than a program of any tile holds.
+MANY = 1 << 20
 # Registers per thread of the forward kernel. The rare exact pass would take more and so halve the
 # warps at work; with these it spills, and nothing else does.
 FORWARD_REGISTERS = 80
+WIDE_REGISTERS = 128
 
 
 class RouteForward(NamedTuple):
@@ -71,6 +75,11 @@ def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
     return Columns(groups, size, triton.next_power_of_2(groups), triton.next_power_of_2(size))
 
 
+def _tile(columns: int, tokens: int, itemsize: int, per_thread: int, spec: RouteSpec) -> Tile:
+    """Fewer rows than a program can hold spread differently over its threads, and sum so."""
+    return tile_of(columns, MANY if spec.batch_invariant else tokens, itemsize, per_thread)
+
+
 def route_forward(
     logits_TE: Tensor,
     spec: RouteSpec,
@@ -95,9 +104,8 @@ def route_forward(
     columns, itemsize = columns_of(E, spec), logits_TE.dtype.itemsize
     bias_dtype = None if bias_E is None else bias_E.dtype
     constants = _forward_constants(spec, columns, logits_TE.dtype, bias_dtype)
-    packed = constants["PACKING"] == "monotone"
-    per_thread = PACKED_COLUMNS if packed else SCORED_COLUMNS[itemsize]
-    tile = tile_of(columns.groups_p2 * columns.size_p2, T, itemsize, per_thread)
+    per_thread, registers = _per_thread(constants["PACKING"] == "monotone", E, itemsize)
+    tile = _tile(columns.groups_p2 * columns.size_p2, T, itemsize, per_thread, spec)
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
@@ -110,7 +118,8 @@ def route_forward(
                 ids_TK, weights_TK, tokens_E, lse_T,
                 T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
                 E=E, B=tile.rows, W=tile.chunks, L=tile.chunk, COUNT=count_tokens, LSE=with_lse,
-                **constants, num_warps=1, enable_fp_fusion=False, **_register_limit(),
+                POSITIVE_NAN=logits_TE.is_cuda and torch.version.hip is None,
+                **constants, num_warps=1, enable_fp_fusion=False, **_register_limit(registers),
             )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
@@ -135,7 +144,7 @@ def route_backward(
     if T == 0:
         return dlogits_TE
     itemsize = logits_TE.dtype.itemsize
-    tile = tile_of(triton.next_power_of_2(E), T, itemsize, BACKWARD_COLUMNS)
+    tile = _tile(triton.next_power_of_2(E), T, itemsize, BACKWARD_COLUMNS, spec)
     # With one row the compiler sends the whole tile through shared memory for each of the K terms.
     tile = tile._replace(rows=max(2, tile.rows))
     # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
@@ -177,8 +186,17 @@ def _forward_constants(
     }  # fmt: skip
 
 
-def _register_limit() -> dict[str, int]:
-    return {"maxnreg": FORWARD_REGISTERS} if torch.version.hip is None else {}
+def _per_thread(packed: bool, num_experts: int, itemsize: int) -> tuple[int, int]:
+    """Columns and registers of a thread."""
+    if not packed:
+        return SCORED_COLUMNS[itemsize], FORWARD_REGISTERS
+    if num_experts > 256:
+        return WIDE_PACKED_COLUMNS, WIDE_REGISTERS
+    return PACKED_COLUMNS, FORWARD_REGISTERS
+
+
+def _register_limit(registers: int) -> dict[str, int]:
+    return {"maxnreg": registers} if torch.version.hip is None else {}
 
 
 def _packing(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:

@@ -18,6 +18,8 @@ from moe_patch.kernels.routing_math import (
 )
 from moe_patch.kernels.routing_select import (
     limit_groups,
+    logit_of,
+    pack_logits,
     pack_short,
     pack_truncated,
     row_max,
@@ -42,6 +44,18 @@ def _load_tile(row_B, e_WL, exists_WL, stride_e):
 
 
 @triton.jit
+def _may_share_softmax(x, row_max, v, MANTISSA: tl.constexpr):
+    """Whether the next smaller 16-bit number than x may have the score v of x; so may NaN.
+
+    It lies at least STEP * |x| below. An fp32 softmax tells the two apart where that exceeds the
+    roundings: of x - max, of its product with log2(e), of the exponential and of the division.
+    """
+    STEP: tl.constexpr = 2.0 ** -(MANTISSA + 1)
+    roundings = (row_max - x) * 2.0**-22 + 2.0**-20
+    return ((tl.abs(x) * STEP > roundings) & (v > 1e-34)) == 0
+
+
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, tokens_ptr, lse_ptr,
     T, stride_t, stride_e, eps, scale, group_fill,
@@ -52,9 +66,11 @@ def forward_kernel(
     BY_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKING: tl.constexpr,
     SCORE_DTYPE: tl.constexpr, CHOICE_DTYPE: tl.constexpr, SUM: tl.constexpr,
     RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr, LSE: tl.constexpr,
+    POSITIVE_NAN: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(T, B),). The C columns of a tile hold the experts group by group, padded."""
     C: tl.constexpr = W * L
+    MANTISSA: tl.constexpr = 7 if logits_ptr.dtype.element_ty == tl.bfloat16 else 10
     t_B = tl.program_id(0) * B + tl.arange(0, B)
     inside_B = t_B < T
     # Rows past the end repeat the last one and are not stored.
@@ -74,7 +90,7 @@ def forward_kernel(
             tl.store(lse_ptr + t_B, max_B + tl.log(sum_B), mask=inside_B)
 
     if PACKING == "monotone":
-        packed_BWL = pack_short(x_BWL, exists_WL, c_WL, C, logits_ptr.dtype.element_ty)
+        packed_BWL = pack_logits(x_BWL, c_WL, C, POSITIVE_NAN)
     else:
         choice_BWL = x_BWL
         if not BY_LOGITS:
@@ -98,14 +114,16 @@ def forward_kernel(
             packed_BWL = pack_truncated(key_BWL, c_WL, C)
 
     BY_SCORES: tl.constexpr = PACKING == "monotone" and not BY_LOGITS
-    CHECK: tl.constexpr = BY_SCORES or PACKING == "truncated"
-    cols_BK, next_BK, bad_B = select_packed(
-        packed_BWL, C, K, KP, "value" if BY_SCORES else "key" if CHECK else "none"
-    )
+    CHECK: tl.constexpr = PACKING != "short"
+    best_BK, bad_B = select_packed(packed_BWL, C, K, KP, PACKING == "truncated")
     k_K = tl.arange(0, KP)
-    used_BK = (k_K < K)[None, :] & (t_B >= 0)[:, None]
+    used_BK = k_K[None, :] + 0 * t_B[:, None] < K
+    cols_BK = C - 1 - (best_BK & (C - 1))
     ids_BK = cols_BK if SIZE == SIZE_P2 else (cols_BK // SIZE_P2) * SIZE + cols_BK % SIZE_P2
-    x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+    if PACKING == "monotone":
+        x_BK = logit_of(best_BK, C)
+    else:
+        x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
     if BY_SCORES and not SUM and SCORE == "softmax":
         # A weight's denominator is then the sum over the chosen: any common factor will do.
         max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
@@ -113,18 +131,22 @@ def forward_kernel(
     v_BK = x_BK
     if not TOPK_FIRST:
         v_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-    if BY_SCORES:
-        # A set of equal scores that holds several logits and reaches into the best K has two
-        # neighbours that differ as logits only. A successor may be a column that does not exist.
-        next_x_BK = _load_at(row_B, tl.minimum(next_BK, E - 1), used_BK, stride_e)
-        next_v_BK = score_of(next_x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-        bad_BK = ((x_BK != next_x_BK) & (v_BK == next_v_BK)) | (v_BK != v_BK)
-        bad_B = tl.max((used_BK & bad_BK).to(tl.int32), axis=1) > 0
+    if PACKING == "monotone":
+        unsure_BK = v_BK != v_BK
+        if BY_SCORES and SCORE == "softmax":
+            unsure_BK = _may_share_softmax(x_BK, max_B[:, None], v_BK, MANTISSA)
+        elif BY_SCORES:
+            below_BK = logit_of(best_BK - (1 << (23 - MANTISSA)), C)
+            below_BK = score_of(below_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
+            unsure_BK = (below_BK == v_BK) | (v_BK != v_BK)
+        bad_B = tl.max((used_BK & unsure_BK).to(tl.int32), axis=1) > 0
     if CHECK:  # noqa: SIM102
         # A compile-time condition and one of the data cannot share an `if`.
         if tl.max(bad_B.to(tl.int32), axis=0) > 0:
-            if BY_SCORES:
+            if PACKING == "monotone":
                 x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
+                key_BWL = tl.where(exists_WL, key_of(x_BWL), NO_KEY)
+            if BY_SCORES:
                 max_B = row_max(x_BWL)
                 inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
                 s_BWL = score_of(
@@ -157,7 +179,7 @@ def forward_kernel(
         tl.atomic_add(tokens_ptr + ids_BK, 1, mask=stored_BK, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     dweights_ptr, logits_ptr, ids_ptr, dlogits_ptr,
     T, stride_dw_t, stride_dw_k, stride_t, stride_e, stride_i_t, stride_i_k, eps, scale,

@@ -9,8 +9,9 @@ that all keys of a row differ, the lower column wins a tie, and a round is one s
 maximum per column. Two of the three packings can be too coarse; those rows are found and done again
 by :func:`select_exactly`:
     short      values of 16 bits, packed whole.
-    monotone   16-bit logits in place of their fp32 scores. A score never falls where its logit
-               rises, but two logits may share one, and then the lower column must win.
+    monotone   16-bit logits, also in place of their fp32 scores. A score never falls where its
+               logit rises, but two logits may share one, and then the lower column must win. Rows
+               with NaN are done again too.
     truncated  fp32 values without their last bits.
 """
 
@@ -22,6 +23,9 @@ import triton
 import triton.language as tl
 
 from moe_patch.kernels.routing_math import NO_KEY, key_of, rounded, short_key_of, value_of
+
+# What a 16-bit float leaves of the bits of an fp32 number, its sign aside; as a number, a NaN.
+LOGIT_BITS = tl.constexpr(0x7FFFE000)
 
 
 class Tile(NamedTuple):
@@ -66,6 +70,25 @@ def pack_short(x_BWL, exists_WL, c_WL, C: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def pack_logits(x_BWL, c_WL, C: tl.constexpr, POSITIVE_NAN: tl.constexpr):
+    """Packed keys of 16-bit logits given as fp32: all 32 bits of a key in few instructions.
+
+    Such values end in 13 zero bits, where the column goes. NaN comes out on top, without one.
+    """
+    # A sum has one zero, and on some devices one NaN.
+    bits_BWL = (x_BWL + 0.0).to(tl.int32, bitcast=True)
+    if not POSITIVE_NAN:
+        bits_BWL = tl.where(x_BWL == x_BWL, bits_BWL, LOGIT_BITS)
+    return (bits_BWL ^ ((bits_BWL >> 31) & LOGIT_BITS)) | (c_WL ^ (C - 1))
+
+
+@triton.jit
+def logit_of(packed, C: tl.constexpr):
+    """The logits of :func:`pack_logits`."""
+    return ((packed ^ ((packed >> 31) & LOGIT_BITS)) & -C).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pack_truncated(key_BWL, c_WL, C: tl.constexpr):
     """Packed keys of int32 keys, which lose 1 + log2(C) bits."""
     return ((key_BWL >> 1) & -C) | (C - 1 - c_WL)
@@ -75,8 +98,8 @@ def pack_truncated(key_BWL, c_WL, C: tl.constexpr):
 def next_below(packed_BWL, last_B):
     """The largest key below ``last_B`` in each row.
 
-    Packed keys span less than 31 bits, so those below wrap around to the upper half of uint32 and
-    the nearest of them is the maximum there.
+    Seen from it the keys below wrap around to the upper end of uint32, in order, and every other
+    key is at or above zero: the nearest is the maximum.
     """
     gap_BWL = (packed_BWL - last_B[:, None, None]).to(tl.uint32, bitcast=True)
     return last_B + row_max(gap_BWL).to(tl.int32, bitcast=True)
@@ -84,33 +107,25 @@ def next_below(packed_BWL, last_B):
 
 @triton.jit
 def select_packed(
-    packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, NEXT: tl.constexpr
+    packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CLOSE: tl.constexpr
 ):  # fmt: skip
-    """Columns [B, KP] of the K largest packed keys in order, and what a check may need.
+    """The K largest packed keys [B, KP] of each row, in order.
 
-    NEXT is "none"; "key": ``close_B`` tells whether any two neighbours among the best K + 1 differ
-    in nothing but the column; or "value": ``next_BK`` has each one's successor, for the last the
-    best column of a smaller value (where there is none, any column).
+    With CLOSE, ``close_B`` tells whether any two neighbours among the best K + 1 differ in nothing
+    but the column.
     """
     k_K = tl.arange(0, KP)
     last_B = row_max(packed_BWL)
-    cols_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
-    next_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
+    best_BK = tl.zeros((packed_BWL.shape[0], KP), dtype=tl.int32)
     close_B = last_B != last_B
     for k in tl.static_range(K):
-        cols_BK = tl.where((k_K == k)[None, :], (C - 1 - (last_B & (C - 1)))[:, None], cols_BK)
-        if NEXT != "none" or k < K - 1:
-            after_B = next_below(
-                packed_BWL, last_B & -C if NEXT == "value" and k == K - 1 else last_B
-            )
-            if NEXT == "key":
+        best_BK = tl.where((k_K == k)[None, :], last_B[:, None], best_BK)
+        if CLOSE or k < K - 1:
+            after_B = next_below(packed_BWL, last_B)
+            if CLOSE:
                 close_B = close_B | ((after_B ^ last_B) & -C == 0)
-            if NEXT == "value":
-                next_BK = tl.where(
-                    (k_K == k)[None, :], (C - 1 - (after_B & (C - 1)))[:, None], next_BK
-                )
             last_B = after_B
-    return cols_BK, next_BK, close_B
+    return best_BK, close_B
 
 
 @triton.jit
