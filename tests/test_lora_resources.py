@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tests.adapters import (
     ORDERS,
     adapted_pair,
     adapter_gradients,
+    attention,
+    expert_modules,
     limit_on,
     recipe,
 )
@@ -142,7 +145,9 @@ def test_checkpointed_layers_hold_what_unpatched_ones_hold(model_type, reentrant
         overrides={"output_router_logits": False},
     )  # fmt: skip
     weight = expert_modules(pair.ours)[0].down_proj
-    held, without = [], sum(held_bytes(lambda: pair.reference(**pair.batch)))
+    parameters = [*pair.reference.parameters(), *pair.reference.buffers()]
+    without = sum(held_bytes(partial(pair.reference, **pair.batch), *parameters))
+    held = []
     for model in pair[:2]:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable(
