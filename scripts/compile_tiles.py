@@ -1,8 +1,9 @@
 """Compile every kernel for every tile of the table, without a GPU, and check what comes out.
 
-Asserts for each that it compiles, that its shared memory fits the smallest device of its capability
-and that the hot GEMMs spill no registers. The package's own launchers run over meta tensors under a
-driver that compiles for a chosen target and launches nothing.
+Asserts for each that it compiles, that its shared memory fits the smallest device of its
+capability, that the hot GEMMs spill no registers and that nothing below 9.0 asks for tensor
+descriptors. The package's own launchers run over meta tensors under a driver that compiles for a
+chosen target and launches nothing.
 
     python scripts/compile_tiles.py                      the whole table, all capabilities
     python scripts/compile_tiles.py --capability 9.0 --default      default tiles of one capability
@@ -11,27 +12,17 @@ driver that compiles for a chosen target and launches nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import re
-import subprocess
+import itertools
 import sys
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
-from unittest import mock
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
+from compile_only import Usage, compiling_for
 
-from moe_patch.kernels import dh, dh_hopper, dw, rows, up
-from moe_patch.kernels.device import Device
+from moe_patch.kernels import dh, dw, plan, product_key, reduce, routing, routing_losses, rows, up
 from moe_patch.kernels.launch import RowTiles
-from moe_patch.kernels.plan import build_plan
 from moe_patch.kernels.tiles import OPS, Tile, candidates
+from moe_patch.routing import RouteSpec
 from moe_patch.types import Glu
 
 KIB = 1024
@@ -45,104 +36,24 @@ SHARED_MEMORY = {
 }
 # Some registers saved once a tile, outside the loop over depth, are no spill worth a smaller tile.
 STACK_BYTES = 64
+OTHERS = "others"
+LORA = ("up", "down", "dx", "dh")
 HOT = ("up", "down", "dh", "dx", "dw2", "dw13")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-class Usage(NamedTuple):
-    """What a compiled kernel takes of the machine."""
-
-    name: str
-    registers: int
-    stack: int
-    shared: int
-
-
-class _NoLaunch:
-    def __init__(self, src: object, metadata: object) -> None:
-        pass
-
-    def __call__(self, *args: object) -> None:
-        pass
-
-
-class _Utilities:
-    @staticmethod
-    def get_device_properties(device: int) -> dict[str, int]:
-        return {"max_shared_mem": 1 << 30}
-
-    @staticmethod
-    def load_binary(
-        name: str, kernel: bytes, shared: int, device: int
-    ) -> tuple[int, int, int, int, int]:
-        return 1, 1, 0, 0, 1024
-
-
-@dataclass
-class CompileOnly:
-    """A Triton driver that compiles for ``target`` and launches nothing."""
-
-    target: GPUTarget
-    launcher_cls = _NoLaunch
-    utils = _Utilities
-
-    def get_current_device(self) -> int:
-        return self.target.arch
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-
-@contextlib.contextmanager
-def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[list[Usage]]:
-    """Kernels launched inside are compiled for ``capability`` only; yields what each takes."""
-    usages: list[Usage] = []
-    device = Device(capability, shared_memory, 132)
-    initialise = CompiledKernel._init_handles
-
-    def record(kernel: CompiledKernel) -> None:
-        if kernel.module is None:
-            usages.append(usage_of(kernel))
-        initialise(kernel)
-
-    triton.runtime.driver.set_active(
-        CompileOnly(GPUTarget("cuda", capability[0] * 10 + capability[1], 32))
-    )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("moe_patch.kernels.device.INTERPRETER", device))
-        for module in (up, dh, dh_hopper):
-            stack.enter_context(
-                mock.patch.object(module, "approximate", lambda t: t.dtype.itemsize == 2)
-            )
-        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", record))
-        yield usages
-
-
-def usage_of(kernel: CompiledKernel) -> Usage:
-    """Registers and stack from the binary, shared memory from Triton."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        report = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name],
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
-    assert found, report
-    return Usage(kernel.name, int(found[1]), int(found[2]), kernel.metadata.shared)
 
 
 class Operands:
     """The tensors of one experts call, and a launch of each op over them."""
 
     def __init__(
-        self, shape: tuple[int, int, int, int], T: int, dtype: torch.dtype, device: str, glu: Glu
+        self,
+        shape: tuple[int, int, int, int],
+        T: int,
+        dtype: torch.dtype,
+        device: str,
+        glu: Glu,
+        *,
+        lora: bool = False,
     ) -> None:
         D, F, E, K = shape
         H, N, rank = 2 * F if glu.gated else F, T * K, 16
@@ -154,7 +65,7 @@ class Operands:
         ids_TK = torch.empty(T, K, device=device, dtype=torch.int64)
         if device != "meta":
             ids_TK = torch.rand(T, E, device=device).topk(K, dim=1).indices
-        self.plan = build_plan(ids_TK, E)
+        self.plan = plan.build_plan(ids_TK, E)
         self.tiles = RowTiles(self.plan)
         self.x_TD, self.h_NH, self.a_NF, self.u_NR = (
             random(T, D),
@@ -164,16 +75,26 @@ class Operands:
         )
         self.w13, self.w2, self.factor = random(E, H, D), random(E, D, F), random(E, rank, D)
         self.weights_TK = torch.rand(T, K, device=device)
+        # What a low-rank term adds to each product, by op.
+        self.low_rank = {}
+        if lora:
+            outs = {"up": H, "down": D, "dx": D, "dh": F}
+            self.low_rank = {op: (self.u_NR, random(E, O, rank)) for op, O in outs.items()}
+            self.low_rank["dh"] = self.u_NR, random(E, rank, F)
 
     def launch(self, op: str, tile: Tile) -> None:
         """One launch of ``op`` with a forced tile."""
-        x_TD, h_NH, a_NF, plan = self.x_TD, self.h_NH, self.a_NF, self.plan
+        low_rank = self.low_rank.get(op)
+        x_TD, h_NH, a_NF = self.x_TD, self.h_NH, self.a_NF
         if op == "up":
-            up.up(x_TD, self.tiles.rows(tile.m), self.w13, None, self.glu, tile)
+            up.up(x_TD, self.tiles.rows(tile.m), self.w13, None, self.glu, tile, low_rank=low_rank)
         elif op == "down":
-            rows.grouped_linear(a_NF, self.tiles.rows(tile.m), self.w2, None, tile)
+            rows.grouped_linear(
+                a_NF, self.tiles.rows(tile.m), self.w2, None, tile, low_rank=low_rank
+            )
         elif op == "dx":
-            rows.grouped_linear(h_NH, self.tiles.rows(tile.m), self.w13.transpose(1, 2), None, tile)
+            w_EDH = self.w13.transpose(1, 2)
+            rows.grouped_linear(h_NH, self.tiles.rows(tile.m), w_EDH, None, tile, low_rank=low_rank)
         elif op == "dh":
             row_tiles = self.tiles.rows(tile.m)
             dh.hidden_gradients(
@@ -184,18 +105,19 @@ class Operands:
                 h_NH,
                 self.glu,
                 tile,
+                low_rank=low_rank,
                 dh=True,
                 wa=True,
                 partial=True,
             )
         elif op == "dw13":
-            dw.outer_sum(h_NH, x_TD, plan, self.w13, tile, gather_right=True)
+            dw.outer_sum(h_NH, x_TD, self.plan, self.w13, tile, gather_right=True)
         elif op == "dw2":
-            dw.outer_sum(x_TD, a_NF, plan, self.w2, tile, gather_left=True)
+            dw.outer_sum(x_TD, a_NF, self.plan, self.w2, tile, gather_left=True)
         elif op == "thin":
             rows.grouped_linear(x_TD, self.tiles.rows(tile.m), self.factor, None, tile, gather=True)
         else:
-            dw.outer_sum(self.u_NR, x_TD, plan, self.factor, tile, gather_right=True)
+            dw.outer_sum(self.u_NR, x_TD, self.plan, self.factor, tile, gather_right=True)
 
     def flops(self, op: str) -> int:
         """Floating-point operations of one launch of a hot op."""
@@ -203,56 +125,143 @@ class Operands:
         return 2 * self.T * K * D * F * (2 if op in ("up", "dx", "dw13") and self.glu.gated else 1)
 
 
+def launch_others(dtype: torch.dtype) -> None:
+    """Every kernel that takes no tile from the table: plan, reductions, routing, losses."""
+    T, D, E, K = 4096, 2048, 128, 8
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, device="meta", dtype=dtype)
+
+    weights_TK, b_ED = empty(T, K, dtype=torch.float32), empty(E, D)
+    plans = [plan.build_plan(empty(n, K, dtype=torch.int64), E) for n in (8, T)]
+    plan.grouped_rows(plans[1], weights_TK)
+    row_tiles = RowTiles(plans[1]).rows(64)
+    for weights in (weights_TK, None):
+        reduce.combine(empty(T * K, D), plans[1], weights)
+        reduce.expert_sum(empty(T, D), plans[1], b_ED, gather=True, weights_TK=weights)
+    reduce.expert_sum(empty(T * K, D), plans[1], b_ED)
+    for bias in (b_ED, None):
+        partial_NC = empty(T * K, 6, dtype=torch.float32)
+        reduce.routing_gradient(partial_NC, row_tiles, weights_TK, empty(T, D), bias)
+    for experts, spec in ROUTES:
+        logits_TE, bias_E = empty(T, experts), empty(experts, dtype=torch.float32)
+        bias = bias_E if spec.groups else None
+        made = routing.route_forward(logits_TE, spec, bias, count_tokens=True, with_lse=True)
+        routing.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+    sums = routing_losses.router_sums(empty(T, E), weights_TK[:, 0], K)
+    routing_losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
+    ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
+    product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
+
+
+ROUTES = (
+    (128, RouteSpec(8, renormalize=True)),
+    (64, RouteSpec(8)),
+    (256, RouteSpec(8, score="sigmoid", groups=8, top_groups=4, renormalize=True, eps=1e-20)),
+    (32, RouteSpec(4, order="topk_score", fp32=False)),
+    (512, RouteSpec(10, renormalize=True)),
+)
+
+
 def check(
-    capability: tuple[int, int], dtype_name: str, op: str, bucket: str, default: bool
-) -> list[str]:
-    """Compile one cell of the table; returns the complaints."""
-    dtype, limit, complaints = DTYPES[dtype_name], SHARED_MEMORY[capability], []
-    tried = candidates(op, bucket, dtype, capability)
-    fitting = [tile for tile in tried if tile.shared_bytes(dtype.itemsize) <= limit]
-    if not fitting:
-        return [f"{capability} {op} {bucket} {dtype_name}: no tile fits {limit} bytes"]
-    for tile in fitting[:1] if default else fitting:
+    capability: tuple[int, int],
+    dtype_name: str,
+    op: str,
+    bucket: str,
+    lora: bool,
+    *,
+    default: bool,
+) -> Iterator[tuple[str, Usage | None, str]]:
+    """Compile one cell of the table: what, its usage, and a complaint or ""."""
+    dtype, limit = DTYPES[dtype_name], SHARED_MEMORY[capability]
+    cell = (
+        f"{capability[0]}.{capability[1]} {dtype_name} {bucket:5} {op:8}{' lora' if lora else ''}"
+    )
+    if op == OTHERS:
+        tiles: list[Tile | None] = [None]
+    else:
+        tried = candidates(op, bucket, dtype, capability)
+        tiles = [tile for tile in tried if tile.shared_bytes(dtype.itemsize) <= limit]
+        tiles = tiles[:1] if default else tiles
+    if not tiles:
+        yield cell, None, f"no tile fits {limit} bytes"
+    for tile in tiles:
         with compiling_for(capability, limit) as usages:
-            Operands((2048, 768, 128, 8), 4096, dtype, "meta", Glu("silu")).launch(op, tile)
+            if tile is None:
+                launch_others(dtype)
+            else:
+                operands = Operands(
+                    (2048, 768, 128, 8), 4096, dtype, "meta", Glu("silu"), lora=lora
+                )
+                operands.tiles.rows(tile.m)
+                usages.clear()
+                operands.launch(op, tile)
         for usage in usages:
-            if "plan" in usage.name or not usage.name.startswith(
-                ("_up", "_rows", "_dh", "_dw", "_specialised")
-            ):
-                continue
-            print(
-                f"{capability[0]}.{capability[1]} {dtype_name} {bucket:5} {op:8} {tile} {usage}",
-                flush=True,
-            )
-            if usage.shared > limit:
-                complaints.append(f"{capability} {tile}: {usage} takes more than {limit} bytes")
-            if op in HOT and usage.stack > STACK_BYTES:
-                complaints.append(f"{capability} {tile}: {usage} spills")
-    return complaints
+            yield f"{cell} {short(tile)}", usage, complaint(usage, capability, op)
+
+
+def complaint(usage: Usage, capability: tuple[int, int], op: str) -> str:
+    """What is wrong with a kernel, or ""."""
+    if usage.shared > SHARED_MEMORY[capability]:
+        return f"more than {SHARED_MEMORY[capability]} bytes of shared memory"
+    if usage.descriptors and capability < (9, 0):
+        return "tensor descriptors below 9.0"
+    if op in HOT and usage.stack > STACK_BYTES:
+        return "spills"
+    return ""
+
+
+def short(tile: Tile | None) -> str:
+    """A tile in a few characters."""
+    if tile is None:
+        return ""
+    flags = ("persistent", "descriptors", "flatten", "specialised")
+    named = [flag for flag in flags if getattr(tile, flag)]
+    size = f"{tile.m}x{tile.n}x{tile.k} warps={tile.warps} stages={tile.stages}"
+    return " ".join([size, f"chunks={tile.chunks}", *named])
+
+
+def cells(
+    capabilities: list[tuple[int, int]], options: argparse.Namespace
+) -> Iterator[tuple[tuple[int, int], str, str, str, bool]]:
+    """(capability, dtype, op, bucket, with a low-rank term?), each distinct list of tiles once."""
+    seen = set()
+    dtypes, ops = options.dtype or ("bf16", "fp32"), options.op or (*OPS, OTHERS)
+    buckets = options.bucket or ("many", "some", "few")
+    for capability, dtype, op, bucket in itertools.product(capabilities, dtypes, ops, buckets):
+        tiles = () if op == OTHERS else candidates(op, bucket, DTYPES[dtype], capability)
+        if (capability, dtype, op, tiles) not in seen:
+            seen.add((capability, dtype, op, tiles))
+            yield capability, dtype, op, bucket, False
+            if op in LORA and not options.no_lora:
+                yield capability, dtype, op, bucket, True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", action="append", help="such as 9.0; default: all")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: bf16 and fp32")
-    parser.add_argument("--op", action="append", choices=OPS)
+    parser.add_argument("--op", action="append", choices=(*OPS, OTHERS))
     parser.add_argument("--bucket", action="append", choices=("few", "some", "many"))
     parser.add_argument(
         "--default", action="store_true", help="only the tile that pick_tile takes first"
     )
+    parser.add_argument("--no-lora", action="store_true", help="leave low-rank terms out")
     options = parser.parse_args()
     chosen = [tuple(map(int, text.split("."))) for text in options.capability or ()] or list(
         SHARED_MEMORY
     )
-    complaints, seen = [], set()
-    for capability in chosen:
-        for dtype in options.dtype or ("bf16", "fp32"):
-            for op in options.op or OPS:
-                for bucket in options.bucket or ("many", "some", "few"):
-                    cell = (capability, dtype, candidates(op, bucket, DTYPES[dtype], capability))
-                    if (op, cell) not in seen:
-                        seen.add((op, cell))
-                        complaints += check(capability, dtype, op, bucket, options.default)
+    complaints: list[str] = []
+    taken: dict[tuple[int, int], list[Usage]] = {capability: [] for capability in chosen}
+    for cell in cells(chosen, options):
+        for what, usage, wrong in check(*cell, default=options.default):
+            print(what, usage or "", wrong, flush=True)
+            taken[cell[0]] += [usage] if usage else []
+            complaints += [f"{what} {usage}: {wrong}"] if wrong else []
+    for (major, minor), usages in taken.items():
+        shared = max((usage.shared for usage in usages), default=0)
+        stack = max((usage.stack for usage in usages), default=0)
+        print(f"{major}.{minor}: {len(usages)} kernels, shared <= {shared}, stack <= {stack} bytes")
     print("\n".join(complaints) or "all tiles compile, fit and do not spill")
     return 1 if complaints else 0
 

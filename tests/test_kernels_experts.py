@@ -75,7 +75,7 @@ def test_default_tiles_compile() -> None:
     }
     script = str(ROOT / "scripts" / "compile_tiles.py")
     result = subprocess.run(
-        [sys.executable, script, "--default", "--bucket", "many", "--dtype", "bf16", *hot],
+        [sys.executable, script, "--default", "--no-lora", "--bucket", "many", "--dtype", "bf16", *hot],
         env=env, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

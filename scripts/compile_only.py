@@ -1,0 +1,119 @@
+"""A Triton driver that compiles for a chosen GPU on any machine and launches nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+
+from moe_patch.kernels.device import Device
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Usage(NamedTuple):
+    """What a compiled kernel takes of the machine."""
+
+    name: str
+    registers: int
+    stack: int
+    shared: int
+    descriptors: bool
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} registers={self.registers} stack={self.stack} shared={self.shared}"
+            f"{' descriptors' if self.descriptors else ''}"
+        )
+
+
+class _NoLaunch:
+    def __init__(self, src: object, metadata: object) -> None:
+        pass
+
+    def __call__(self, *args: object) -> None:
+        pass
+
+
+class _Utilities:
+    @staticmethod
+    def get_device_properties(device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30}
+
+    @staticmethod
+    def load_binary(
+        name: str, kernel: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
+        return 1, 1, 0, 0, 1024
+
+
+@dataclass
+class CompileOnly:
+    """A Triton driver that compiles for ``target`` and launches nothing."""
+
+    target: GPUTarget
+    launcher_cls = _NoLaunch
+    utils = _Utilities
+
+    def get_current_device(self) -> int:
+        return self.target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+@contextlib.contextmanager
+def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[list[Usage]]:
+    """Kernels launched inside are compiled for ``capability`` only; yields what each takes."""
+    usages: list[Usage] = []
+    device = Device(capability, shared_memory, 132)
+    initialise = CompiledKernel._init_handles
+
+    def record(kernel: CompiledKernel) -> None:
+        if kernel.module is None:
+            usages.append(usage_of(kernel))
+        initialise(kernel)
+
+    triton.runtime.driver.set_active(
+        CompileOnly(GPUTarget("cuda", capability[0] * 10 + capability[1], 32))
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("moe_patch.kernels.device.INTERPRETER", device))
+        for name, module in list(sys.modules.items()):
+            if name.startswith("moe_patch.kernels.") and hasattr(module, "approximate"):
+                stack.enter_context(
+                    mock.patch.object(module, "approximate", lambda t: t.dtype.itemsize == 2)
+                )
+        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", record))
+        yield usages
+
+
+def usage_of(kernel: CompiledKernel) -> Usage:
+    """Registers and stack from the binary, shared memory from Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        report = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found, report
+    described = "cp.async.bulk.tensor" in kernel.asm["ptx"]
+    return Usage(kernel.name, int(found[1]), int(found[2]), kernel.metadata.shared, described)
