@@ -25,6 +25,7 @@ class Device(NamedTuple):
 
 
 INTERPRETER = Device((0, 0), 1 << 30, 2)
+_NOTHING = contextlib.nullcontext()
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -49,4 +50,6 @@ def _cuda_device(index: int) -> Device:
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)

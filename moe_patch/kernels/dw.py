@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dw_hopper import specialised_outer_sum, supported
 from moe_patch.kernels.launch import programs
+from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import RUN, locate_tile
 from moe_patch.types import Plan
@@ -43,7 +44,7 @@ def outer_sum(
         return specialised_outer_sum(left, right, plan, like_EOI, gather_left=gather_left)
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
-    row_tiles, columns = triton.cdiv(O, tile.m), triton.cdiv(I, tile.n)
+    row_tiles, columns = cdiv(O, tile.m), cdiv(I, tile.n)
     _dw_kernel[(programs(E * row_tiles * columns, tile, device_of(left)),)](
         left, right, grad_EOI, plan.row_of_N, plan.offsets_S,
         E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1],

@@ -40,7 +40,7 @@ def glu_constants(glu: Glu, *, fast: bool) -> dict[str, object]:
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
-    """fp32 x as ``dtype`` would hold it. Pairs at a time: one by one, conversion is the bottleneck."""
+    """fp32 x as ``dtype`` would hold it, in pairs: one by one, conversions are the bottleneck."""
     if FAST and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2;"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.plan import tile_bound, tile_table
+from moe_patch.kernels.sizes import next_power_of_2
 from moe_patch.kernels.tiles import Tile
 from moe_patch.types import Plan
 
@@ -59,4 +59,4 @@ def programs(tiles: int, tile: Tile, device: Device) -> int:
 
 def depth_block(depth: int) -> int:
     """Step along a short summed axis (a rank): a power of two, 16 (tensor cores) to 64."""
-    return max(16, min(64, triton.next_power_of_2(max(depth, 1))))
+    return max(16, min(64, next_power_of_2(max(depth, 1))))

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import on_device_of
+from moe_patch.kernels.sizes import cdiv, next_power_of_2
 from moe_patch.types import Plan
 
 # Rows per program: a sorting network's depth grows with the block, the table of counts shrinks.
@@ -75,7 +76,7 @@ def build_plan_blocked(
             row_of_N, slot_of_TK, torch.zeros(E + 1, dtype=torch.int32, device=ids_TK.device)
         )
     offsets_S = torch.empty(E + 1, dtype=torch.int32, device=ids_TK.device)
-    tiles, bins = triton.cdiv(N, row_block), triton.next_power_of_2(E + 1)
+    tiles, bins = cdiv(N, row_block), next_power_of_2(E + 1)
     single = tiles == 1
     shift_ET = (
         offsets_S if single else torch.empty(E * tiles, dtype=torch.int32, device=ids_TK.device)
@@ -84,7 +85,7 @@ def build_plan_blocked(
         if not single:
             below_ST = torch.empty((E + 1) * tiles, dtype=torch.int32, device=ids_TK.device)
             _count_kernel[(tiles,)](ids_N, below_ST, N, E, tiles, BLOCK=row_block, BINS=bins)
-            _prefix_kernel[(triton.cdiv(E, expert_block),)](
+            _prefix_kernel[(cdiv(E, expert_block),)](
                 below_ST, shift_ET, offsets_S, E, tiles, EXPERTS=expert_block, CHUNK=512
             )
         _place_kernel[(tiles,)](
@@ -106,7 +107,7 @@ def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:
     weight_N = torch.empty(N, dtype=torch.float32, device=token_N.device)
     if N > 0:
         with on_device_of(token_N):
-            _grouped_kernel[(triton.cdiv(N, 1024),)](
+            _grouped_kernel[(cdiv(N, 1024),)](
                 plan.row_of_N, weights_TK.contiguous(), token_N, weight_N, N, K, BLOCK=1024
             )
     return Grouped(token_N, weight_N, plan.offsets_S[1:] - plan.offsets_S[:-1])
@@ -134,7 +135,7 @@ def tile_table(plan: Plan, block_m: int) -> Tensor:
             E,
             M,
             BLOCK_M=block_m,
-            EXPERTS_P2=triton.next_power_of_2(E),
+            EXPERTS_P2=next_power_of_2(E),
             CHUNK=256,
         )
     return table

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.sizes import cdiv, next_power_of_2
 from moe_patch.types import Plan
 
 
@@ -21,8 +22,8 @@ def combine(rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None) -> Tensor:
     T, K = plan.slot_of_TK.shape
     D = rows_ND.shape[1]
     out_TD = rows_ND.new_empty(T, D)
-    block = min(triton.next_power_of_2(D), 2048)
-    _combine_kernel[(T, triton.cdiv(D, block))](
+    block = min(next_power_of_2(D), 2048)
+    _combine_kernel[(T, cdiv(D, block))](
         rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD, D,
         K=K, WEIGHTED=weights_TK is not None, BLOCK=block, num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip
@@ -49,9 +50,9 @@ def routing_gradient(
             rows.bound, dout_TD.shape[1], rows.top_k, dout_TD.stride(0), *b2_ED.stride(),
             BM=rows.block_m, BD=64,
         )  # fmt: skip
-    _routing_gradient_kernel[(triton.cdiv(N, 128),)](
+    _routing_gradient_kernel[(cdiv(N, 128),)](
         partial_NC, bias_N, rows.plan.slot_of_TK, grad_TK, N, C,
-        BIASED=b2_ED is not None, BLOCK=128, COLUMNS_P2=triton.next_power_of_2(C),
+        BIASED=b2_ED is not None, BLOCK=128, COLUMNS_P2=next_power_of_2(C),
     )  # fmt: skip
     return grad_TK
 
@@ -74,8 +75,8 @@ def expert_sum(
     """
     E, O = like_EO.shape
     grad_EO = like_EO.new_empty(E, O)
-    block = min(triton.next_power_of_2(O), 128)
-    _expert_sum_kernel[(E, triton.cdiv(O, block))](
+    block = min(next_power_of_2(O), 128)
+    _expert_sum_kernel[(E, cdiv(O, block))](
         source, plan.row_of_N if weights_TK is None else weights_TK, grad_EO, plan.row_of_N,
         plan.offsets_S,
         O, plan.slot_of_TK.shape[1], source.stride(0),

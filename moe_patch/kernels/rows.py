@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels import rows_hopper
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -33,6 +35,7 @@ def grouped_linear(
     gather: bool = False,
     low_rank: tuple[Tensor, Tensor] | None = None,
     alpha: float = 1.0,
+    into: Tensor | None = None,
 ) -> Tensor:
     """[N, out] in plan order, in the dtype of ``inputs``.
 
@@ -43,15 +46,24 @@ def grouped_linear(
         tile: sizes.
         low_rank: (u_NR, L_EOR): adds L_e u_n.
         alpha: multiplies the product before it is rounded.
+        into: what an earlier call over other experts of the plan returned; written on.
     """
     O, I = w_EOI.shape[1:]
-    out_NO = inputs.new_empty(rows.count, O)
+    out_NO = inputs.new_empty(rows.count, O) if into is None else into
+    if (
+        tile.specialised
+        and not gather
+        and alpha == 1.0
+        and rows_hopper.supported(inputs, rows, w_EOI, low_rank)
+    ):
+        rows_hopper.specialised_grouped_linear(inputs, rows, w_EOI, b_EO, out_NO, low_rank)
+        return out_NO
     weight, mode = weight_operand(w_EOI, tile)
     source, described = (inputs, False) if gather else row_operand(inputs, tile)
     u_NR, l_EOR = low_rank if low_rank is not None else (inputs, w_EOI)
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EO if b_EO is not None else inputs
-    columns = triton.cdiv(O, tile.n)
+    columns = cdiv(O, tile.n)
     _rows_kernel[(programs(rows.bound * columns, tile, device_of(inputs)),)](
         source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S,
         rows.table,

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels import up_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -37,6 +39,7 @@ def up(
     low_rank: tuple[Tensor, Tensor] | None = None,
     save_h: bool = True,
     save_a: bool = True,
+    into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h and a of every row, in plan order.
 
@@ -48,19 +51,24 @@ def up(
         tile: sizes; n counts gate and up columns together.
         low_rank: (u_NR, B_EHR): adds B_e u_n to h.
         save_h, save_a: which outputs to write; the other is an empty tensor.
+        into: what an earlier call over other experts of the plan returned; written on.
     """
     N, D = rows.count, x_TD.shape[1]
     H = w_EHD.shape[1]
     F = H // 2 if glu.gated else H
-    h_NH = x_TD.new_empty((N, H) if save_h else 0)
-    a_NF = x_TD.new_empty((N, F) if save_a else 0)
+    if into is None:
+        into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
+    h_NH, a_NF = into
+    if tile.specialised and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
+        up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank)
+        return h_NH, a_NF
     weight, mode = weight_operand(w_EHD, tile, 2 if glu.gated and not glu.interleaved else 1)
     u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EH if b_EH is not None else x_TD
-    columns = triton.cdiv(H, tile.n)
+    columns = cdiv(H, tile.n)
     if glu.gated and not glu.interleaved:
-        columns = triton.cdiv(F, tile.n // 2)
+        columns = cdiv(F, tile.n // 2)
     _up_kernel[(programs(rows.bound * columns, tile, device_of(x_TD)),)](
         x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S,
         rows.table,

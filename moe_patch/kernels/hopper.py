@@ -1,0 +1,202 @@
+"""What the warp-specialised Hopper kernels share, in Gluon: a producer, two consumers and a ring.
+
+A program takes tiles of BM rows by BN columns in turn. Its producer fills a ring of STAGES pairs of
+buffers, BK of the summed axis at a time, and runs ahead into the next tile while the consumers, 64
+rows each, still write theirs out.
+
+    ready[stage]   the bytes that TMA brings, and where cp.async gathers the left side 128 threads
+    empty[stage]   one arrival of each consumer
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_patch.kernels.device import device_of
+
+# Gluon is experimental and its names change between releases: only versions this was tested on.
+TRITON_VERSIONS = ("3.6",)
+BM, BN, BK = 128, 256, 64
+# Columns that leave the accumulator at a time.
+CHUNK = 64
+# A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end,
+# with 64-bit wrap-around in the first one's stride.
+RAGGED_ROWS = 1 << 30
+RAGGED_WRAP = 1 << 34
+RAGGED_AXIS = 0x7FFF0000
+RAGGED_ROWS_C = gl.constexpr(RAGGED_ROWS)
+RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
+RANK3_C, RANK4_C = gl.constexpr(RANK3), gl.constexpr(RANK4)
+
+
+def available(tensor: Tensor) -> bool:
+    """Whether these kernels serve the tensor's device and dtype: sm_90, 16 bits, a known Triton."""
+    return (
+        device_of(tensor).capability == (9, 0)
+        and triton.__version__.rpartition(".")[0] in TRITON_VERSIONS
+        and tensor.dtype.itemsize == 2
+    )
+
+
+def copies_rows(*sides: Tensor) -> bool:
+    """Whether TMA and cp.async can copy rows: whole 16 bytes, from multiples of 16 bytes."""
+    return all(
+        side.stride(1) == 1
+        and side.stride(0) % 8 == 0
+        and side.shape[1] % 8 == 0
+        and side.data_ptr() % 16 == 0
+        and side.shape[0] < RAGGED_ROWS
+        for side in sides
+    )
+
+
+def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
+    """Whether TMA can bring boxes of [E, out, in] weights whose ``axis`` has to be contiguous."""
+    return all(
+        w.stride(axis) == 1
+        and w.shape[axis] % 8 == 0
+        and all(w.stride(other) % 8 == 0 for other in (0, 3 - axis))
+        and w.data_ptr() % 16 == 0
+        for w in weights_EOI
+    )
+
+
+def ragged_descriptor(rows: Tensor, box: tuple[int, int]) -> TensorDescriptor:
+    """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`."""
+    stride = rows.stride(0)
+    shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1]]
+    strides = [RAGGED_WRAP - stride, stride, stride, 1]
+    return TensorDescriptor(rows, shape, strides, [1, 1, *box], RANK4)
+
+
+def programs(tiles: int, tensor: Tensor) -> int:
+    """Grid size: the multiprocessors, or fewer where there are fewer tiles."""
+    return min(tiles, device_of(tensor).multiprocessors)
+
+
+@gluon.jit
+def claim(ready, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """Producer: wait for the next stage of the ring and announce what TMA will bring into it."""
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(ready.index(stage), BYTES)
+    return stage
+
+
+@gluon.jit
+def load_box(
+    descriptor, at, bar, buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr = RANK3_C
+):  # fmt: skip
+    """Bring the box at ``at`` into a 2-D buffer, which has the same bytes in the same order."""
+    box = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    tma.async_copy_global_to_shared(descriptor, at, bar, box)
+
+
+@gluon.jit
+def gather_step(
+    low_at, high_at, k0, width, descriptor, at, left_bufs, right_bufs, ready, empty, step,
+    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Producer: one step whose left rows cp.async gathers from pointers, 64 for each consumer."""
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * (SHAPE[3] if len(SHAPE) == 4 else 1) * 2
+    stage = claim(ready, empty, step, BYTES, STAGES)
+    load_box(descriptor, at, ready.index(stage), right_bufs.index(stage), SHAPE, LAYOUT)
+    k = k0 + gl.arange(0, BK, layout=gl.SliceLayout(0, copy))
+    mask = (k < width)[None, :]
+    async_copy.async_copy_global_to_shared(
+        left_bufs.index(2 * stage), low_at + k[None, :], mask=mask
+    )
+    async_copy.async_copy_global_to_shared(
+        left_bufs.index(2 * stage + 1), high_at + k[None, :], mask=mask
+    )
+    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def rows_at(base, index, stride):
+    """Pointers to rows, for :func:`gather_step`."""
+    return base + index.to(gl.int64)[:, None] * stride
+
+
+@gluon.jit
+def sum_steps(
+    acc, steps, step, half, left_bufs, right_bufs, ready, empty,
+    LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Consumer: acc plus the products of the next ``steps`` stages; returns (acc, next step)."""
+    for i in range(0, steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        if GATHERED:
+            # cp.async wrote through the generic proxy, wgmma reads through the asynchronous one.
+            fence_async_shared()
+        left = left_bufs.index(2 * stage + half)
+        if LEFT_T:
+            left = left.permute((1, 0))
+        right = right_bufs.index(stage)
+        if RIGHT_T:
+            right = right.permute((1, 0))
+        acc = warpgroup_mma(left, right, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        step += 1
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, step
+
+
+@gluon.jit
+def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
+    """A quarter of the accumulator's columns, without leaving the registers."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    low, high = gl.split(acc.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)))
+    both = low if q < 2 else high
+    first, second = gl.split(both.reshape((ROWS, 2, COLUMNS // 4)).permute((0, 2, 1)))
+    return gl.convert_layout(first if q % 2 == 0 else second, layout)
+
+
+@gluon.jit
+def store_box(
+    value, buffer, descriptor, at, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr
+):  # fmt: skip
+    """Consumer: write a chunk out by TMA; PENDING earlier ones may still be leaving."""
+    tma.store_wait(PENDING)
+    buffer.store(value)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(
+        descriptor, at, buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+    )
+
+
+@gluon.jit
+def ring(
+    dtype: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+    ARRIVALS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The buffers and barriers of a ring: two LEFT buffers and one RIGHT buffer a stage."""
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    left_bufs = gl.allocate_shared_memory(dtype, [2 * STAGES, LEFT[0], LEFT[1]], shared)
+    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, RIGHT[0], RIGHT[1]], shared)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=ARRIVALS)
+        mbarrier.init(empty.index(stage), count=2)
+    return left_bufs, right_bufs, ready, empty

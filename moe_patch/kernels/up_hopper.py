@@ -1,0 +1,245 @@
+"""The up projection of up.py on Hopper, in Gluon: gather, product and gated activation in one.
+
+One warpgroup produces: it gathers rows of x by cp.async and brings gate and up columns of W13 as
+the two halves of one box by TMA. Two warpgroups multiply 64 rows each and write h and a in chunks,
+clipped at the expert's end, while the producer is in the next tile.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from moe_patch.kernels.device import approximate
+from moe_patch.kernels.glu import glu_constants, glu_forward, rounded
+from moe_patch.kernels.hopper import (
+    BK,
+    BM,
+    BN,
+    CHUNK,
+    RAGGED_ROWS_C,
+    RANK4,
+    RANK4_C,
+    available,
+    copies_boxes,
+    copies_rows,
+    gather_step,
+    programs,
+    quarter,
+    ragged_descriptor,
+    ring,
+    rows_at,
+    store_box,
+    sum_steps,
+)
+from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.tiling import rows_of_tile
+from moe_patch.types import Glu
+
+STAGES, OUTS = 4, 2
+
+
+def supported(
+    x_TD: Tensor, rows: Rows, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
+) -> bool:
+    """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
+    sides, weights = [x_TD], [w_EHD]
+    if low_rank is not None:
+        sides.append(low_rank[0])
+        weights.append(low_rank[1])
+    return (
+        rows.block_m == BM
+        and available(x_TD)
+        and glu.gated
+        and not glu.interleaved
+        and w_EHD.shape[1] % 16 == 0
+        and copies_rows(*sides)
+        and copies_boxes(*weights, axis=2)
+    )
+
+
+def specialised_up(
+    x_TD: Tensor,
+    rows: Rows,
+    w_EHD: Tensor,
+    b_EH: Tensor | None,
+    glu: Glu,
+    h_NH: Tensor,
+    a_NF: Tensor,
+    low_rank: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Writes h_NH and a_NF, where they are not empty; see :func:`moe_patch.kernels.up.up`."""
+    F, D = w_EHD.shape[1] // 2, w_EHD.shape[2]
+    u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
+    bias = b_EH if b_EH is not None else x_TD
+    columns = cdiv(F, BN // 2)
+    save_h, save_a = h_NH.numel() > 0, a_NF.numel() > 0
+    either = a_NF if save_a else h_NH[:, :F]
+    sides = (h_NH[:, :F], h_NH[:, F:]) if save_h else (either, either)
+    outputs = [ragged_descriptor(side, (BM // 2, CHUNK)) for side in (*sides, either)]
+    _specialised_up_kernel[(programs(rows.bound * columns, x_TD),)](
+        x_TD, u_NR, _halves(w_EHD), _halves(lb_EHR), *outputs, bias,
+        rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
+        rows.bound, columns, D // 8, F, u_NR.shape[1] // 8, x_TD.stride(0) // 8,
+        u_NR.stride(0) // 8, rows.top_k, bias.stride(0), bias.stride(1),
+        **glu_constants(glu, fast=approximate(x_TD)),
+        LOW_RANK=low_rank is not None, BIASED=b_EH is not None, SAVE_H=save_h, SAVE_A=save_a,
+        GROUP=8, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _halves(w_EHI: Tensor) -> TensorDescriptor:
+    """Boxes with as many columns of gate as of up."""
+    E, H, I = w_EHI.shape
+    stride_e, stride_h, stride_i = w_EHI.stride()
+    strides = [stride_e, H // 2 * stride_h, stride_h, stride_i]
+    return TensorDescriptor(w_EHI, [E, 2, H // 2, I], strides, [1, 2, BN // 2, BK], RANK4)
+
+
+@gluon.jit
+def _produce(
+    x_ptr, u_ptr, weight, factor, row_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, ready,
+    empty, M, columns, steps, low_steps, width_8, rank_8, stride_8, stride_u8, K,
+    LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row_tiles = gl.load(table_ptr)
+    step = 0
+    for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
+        e, start, end, column_tile = rows_of_tile(
+            tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
+        )
+        f = column_tile * (BN // 2)
+        n = start + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, copy))
+        # Rows past the expert's end repeat its last row; none of them is stored.
+        low, high = gl.minimum(n, end - 1), gl.minimum(n + BM // 2, end - 1)
+        # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
+        low_at = rows_at(x_ptr, gl.load(row_ptr + low) // K, stride_8 * 8)
+        high_at = rows_at(x_ptr, gl.load(row_ptr + high) // K, stride_8 * 8)
+        for i in range(0, steps):
+            gather_step(
+                low_at, high_at, i * BK, width_8 * 8, weight, [e, 0, f, i * BK], left_bufs,
+                right_bufs, ready, empty, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
+            )  # fmt: skip
+            step += 1
+        if LOW_RANK:
+            low_at = rows_at(u_ptr, low, stride_u8 * 8)
+            high_at = rows_at(u_ptr, high, stride_u8 * 8)
+            for i in range(0, low_steps):
+                gather_step(
+                    low_at, high_at, i * BK, rank_8 * 8, factor, [e, 0, f, i * BK], left_bufs,
+                    right_bufs, ready, empty, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
+                )  # fmt: skip
+                step += 1
+
+
+@gluon.jit
+def _with_bias(
+    h, bias_at, f, F, stride_bo, CHUNK: gl.constexpr, BIASED: gl.constexpr, part: gl.constexpr
+):  # fmt: skip
+    if BIASED:
+        o = f + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, part))
+        h += gl.load(bias_at + o * stride_bo, mask=o < F, other=0.0).to(gl.float32)[None, :]
+    return h
+
+
+@gluon.jit
+def _consume(
+    half, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
+    ready, empty, M, columns, F, steps, stride_be, stride_bo,
+    KIND: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    CLAMPED: gl.constexpr, FAST: gl.constexpr, BIASED: gl.constexpr, SAVE_H: gl.constexpr,
+    SAVE_A: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = BM // 2
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
+    dtype: gl.constexpr = out_bufs.dtype
+    SHAPE: gl.constexpr = [1, 1, HALF, CHUNK]
+    WRITES: gl.constexpr = 2 * SAVE_H + SAVE_A
+    row_tiles = gl.load(table_ptr)
+    step = 0
+    for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
+        e, start, end, column_tile = rows_of_tile(
+            tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
+        )
+        acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
+        acc, step = sum_steps(
+            acc, steps, step, half, left_bufs, right_bufs, ready, empty, False, True, True, STAGES
+        )
+        clip = RAGGED_ROWS_C - (end - start) + half * HALF
+        bias_at = b_ptr + e.to(gl.int64) * stride_be
+        for c in gl.static_range(BN // 2 // CHUNK):
+            f = column_tile * (BN // 2) + c * CHUNK
+            at = [RAGGED_ROWS_C, end, clip, f]
+            slot = half * OUTS
+            gate = _with_bias(quarter(acc, c, part), bias_at, f, F, stride_bo, CHUNK, BIASED, part)
+            up = _with_bias(
+                quarter(acc, 2 + c, part), bias_at + F * stride_bo, f, F, stride_bo, CHUNK, BIASED,
+                part,
+            )  # fmt: skip
+            gate = rounded(gate, dtype, FAST)
+            up = rounded(up, dtype, FAST)
+            if SAVE_H:
+                store_box(
+                    gate.to(dtype), out_bufs.index(slot + WRITES * c % OUTS), h_gate, at, SHAPE,
+                    RANK4_C, OUTS - 1,
+                )  # fmt: skip
+                store_box(
+                    up.to(dtype), out_bufs.index(slot + (WRITES * c + 1) % OUTS), h_up, at, SHAPE,
+                    RANK4_C, OUTS - 1,
+                )  # fmt: skip
+            if SAVE_A:
+                a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+                store_box(
+                    a.to(dtype), out_bufs.index(slot + (WRITES * c + WRITES - 1) % OUTS), a_out,
+                    at, SHAPE, RANK4_C, OUTS - 1,
+                )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _specialised_up_kernel(
+    x_ptr, u_ptr, weight, factor, h_gate, h_up, a_out, b_ptr, row_ptr, offsets_ptr, table_ptr,
+    M, columns, width_8, F, rank_8, stride_8, stride_u8, K, stride_be, stride_bo,
+    KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr, CLAMPED: gl.constexpr, FAST: gl.constexpr,
+    LOW_RANK: gl.constexpr, BIASED: gl.constexpr, SAVE_H: gl.constexpr, SAVE_A: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+):  # fmt: skip
+    """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns of h in turn."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    left_bufs, right_bufs, ready, empty = ring(dtype, (BM // 2, BK), (BN, BK), 129, STAGES)
+    out_bufs = gl.allocate_shared_memory(
+        dtype, [2 * OUTS, BM // 2, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
+    steps = (width_8 * 8 + BK - 1) // BK
+    low_steps = (rank_8 * 8 + BK - 1) // BK
+    all_steps = steps
+    if LOW_RANK:
+        all_steps += low_steps
+    gl.warp_specialize(
+        [
+            (_consume, (0, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs,
+                        right_bufs, out_bufs, ready, empty, M, columns, F, all_steps, stride_be,
+                        stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED, SAVE_H, SAVE_A,
+                        GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+            (_consume, (1, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs,
+                        right_bufs, out_bufs, ready, empty, M, columns, F, all_steps, stride_be,
+                        stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED, SAVE_H, SAVE_A,
+                        GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+            (_produce, (x_ptr, u_ptr, weight, factor, row_ptr, offsets_ptr, table_ptr, left_bufs,
+                        right_bufs, ready, empty, M, columns, steps, low_steps, width_8, rank_8,
+                        stride_8, stride_u8, K, LOW_RANK, GROUP, BM, BN, BK, STAGES)),
+        ],
+        [4, 4],
+        [216, 56],
+    )  # fmt: skip
