@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
 
 from moe_patch.kernels.device import device_of
+from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
 from moe_patch.kernels.dw import outer_sum
 from moe_patch.kernels.launch import RowTiles, depth_block
+from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
 from moe_patch.kernels.reduce import combine
 from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
 from moe_patch.kernels.up import up
+from moe_patch.quant.packed import PackedWeight
 from moe_patch.types import ExpertWeights, Glu, Lora, Plan
 
 
@@ -40,43 +45,85 @@ class Call:
 
     def tile(self, op: str) -> Tile:
         capability, shared_memory = self.device.capability, self.device.shared_memory
-        return pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
+        tile = pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
+        # Over some of the experts most tiles of the bound are empty: none gets a program.
+        packed = op in PACKED_OPS and isinstance(self.w.w2_EDF, PackedWeight)
+        return replace(tile, persistent=True) if packed else tile
+
+    @functools.cached_property
+    def _packed(self) -> PackedParts:
+        return PackedParts(self.tiles, self.x_TD.dtype)
 
     def up(self, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
         low_rank = None
         if self.lora13 is not None:
             low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self.lora13.B_EOR
-        tile = self.tile("up")
-        rows = self.tiles.rows(tile.m)
-        w13, b13 = self.w.w13_EHD, self.w.b13_EH
-        return up(
-            self.x_TD,
-            rows,
-            w13,
-            b13,
-            self.glu,
-            tile,
-            low_rank=low_rank,
-            save_h=save_h,
-            save_a=save_a,
-        )
+        tile, found = self.tile("up"), None
+        for part in self.parts(self.w.w13_EHD):
+            found = up(
+                self.x_TD, part.rows(tile.m), part.w_EOI, part.own(self.w.b13_EH), self.glu, tile,
+                low_rank=part.low_rank(low_rank), save_h=save_h, save_a=save_a, into=found,
+            )  # fmt: skip
+        assert found is not None
+        return found
 
     def down(self, a_NF: Tensor) -> Tensor:
         low_rank = None
         if self.lora2 is not None:
             low_rank = self.rank_inputs(a_NF, self.lora2), self.lora2.B_EOR
-        tile = self.tile("down")
-        rows = self.tiles.rows(tile.m)
-        return grouped_linear(a_NF, rows, self.w.w2_EDF, self.w.b2_ED, tile, low_rank=low_rank)
+        return self._linear("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
+
+    def hidden_gradients(
+        self,
+        dout_TD: Tensor,
+        weights_TK: Tensor,
+        h_NH: Tensor,
+        low_rank: tuple[Tensor, Tensor] | None,
+        *,
+        dh: bool,
+        wa: bool,
+        partial: bool,
+    ) -> HiddenGradients:
+        """What the down projection and the activation pass on; see :mod:`moe_patch.kernels.dh`."""
+        tile, found = self.tile("dh"), None
+        for part in self.parts(self.w.w2_EDF):
+            found = hidden_gradients(
+                dout_TD, part.rows(tile.m), part.w_EOI, weights_TK, h_NH, self.glu, tile,
+                low_rank=part.low_rank(low_rank), dh=dh, wa=wa, partial=partial, into=found,
+            )  # fmt: skip
+        assert found is not None
+        return found
 
     def input_gradient(self, dh_NH: Tensor, p_NR: Tensor | None) -> Tensor:
         low_rank = None
         if self.lora13 is not None and p_NR is not None:
             low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
-        tile = self.tile("dx")
-        rows, w_EDH = self.tiles.rows(tile.m), self.w.w13_EHD.transpose(1, 2)
-        dx_ND = grouped_linear(dh_NH, rows, w_EDH, None, tile, low_rank=low_rank)
-        return combine(dx_ND, self.plan, None)
+        w_EDH = self.w.w13_EHD.transpose(1, 2)
+        return combine(self._linear("dx", dh_NH, w_EDH, None, low_rank), self.plan, None)
+
+    def _linear(
+        self,
+        op: str,
+        inputs: Tensor,
+        w_EOI: Tensor | PackedWeight,
+        b_EO: Tensor | None,
+        low_rank: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        tile, found = self.tile(op), None
+        for part in self.parts(w_EOI):
+            found = grouped_linear(
+                inputs, part.rows(tile.m), part.w_EOI, part.own(b_EO), tile,
+                low_rank=part.low_rank(low_rank), into=found,
+            )  # fmt: skip
+        assert found is not None
+        return found
+
+    def parts(self, w_EOI: Tensor | PackedWeight) -> Iterator[Part]:
+        """A weight to multiply with: whole, or where it is packed some experts at a time."""
+        if isinstance(w_EOI, PackedWeight):
+            yield from self._packed.parts(w_EOI)
+        else:
+            yield Part(w_EOI, self.tiles)
 
     def rank_inputs(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
         """u = s A_e in_n, [N, R]: what the B factor multiplies."""

@@ -60,6 +60,7 @@ def hidden_gradients(
     dh: bool,
     wa: bool,
     partial: bool,
+    into: HiddenGradients | None = None,
 ) -> HiddenGradients:
     """The gradients that the down projection and the activation pass on.
 
@@ -73,6 +74,7 @@ def hidden_gradients(
         tile: sizes; n counts columns of a.
         low_rank: (q_NR, A_ERF): adds A_eᵀ q_n to da'.
         dh, wa, partial: which outputs to compute; without dh and partial the product is left out.
+        into: what an earlier call over other experts of the plan returned; written on.
     """
     N, (D, F) = rows.count, w_EDF.shape[1:]
     H = h_NH.shape[1]
@@ -84,9 +86,13 @@ def hidden_gradients(
         and dh_hopper.supported(dout_TD, w_EDF, h_NH, glu)
     )  # fmt: skip
     columns = triton.cdiv(F, dh_hopper.BN if specialised else tile.n)
-    dh_NH = h_NH.new_empty((N, H) if dh else 0)
-    wa_NF = h_NH.new_empty((N, F) if wa else 0)
-    partial_NC = h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32)
+    if into is None:
+        into = HiddenGradients(
+            h_NH.new_empty((N, H) if dh else 0),
+            h_NH.new_empty((N, F) if wa else 0),
+            h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32),
+        )
+    dh_NH, wa_NF, partial_NC = into
     if specialised:
         dh_hopper.specialised_hidden_gradients(
             dout_TD, rows, w_EDF, weights_TK, h_NH, glu, dh_NH, wa_NF, partial_NC

@@ -1,0 +1,95 @@
+"""Packed experts as plain ones: a few of them at a time, into a buffer that the next ones reuse.
+
+Only experts that own rows are read and written. Products and sums are rounded one by one, as torch
+and bitsandbytes round them, so that the weights are theirs bit for bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.quant import fp8, nf4
+from moe_patch.quant.packed import PackedWeight
+
+# Blocks of 64 values a program decodes.
+_BLOCKS = 128
+_ROWS = 64
+
+
+def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
+    """Write experts ``first``, ``first + 1``, .. of a packed weight, where they own rows.
+
+    Args:
+        buffer: [count, rows, columns], contiguous, as the weight is stored.
+        w: the packed weight; its dtype is not looked at.
+        offsets_S: the plan's offsets, over all experts.
+        first: the expert that goes to the buffer's first place.
+    """
+    count, rows, columns = buffer.shape
+    if w.storage == "nf4":
+        absmax, nested_absmax, code, offset = w.scales
+        blocks = rows * columns // nf4.BLOCK
+        _nf4_kernel[(count, triton.cdiv(blocks, _BLOCKS))](
+            w.packed, absmax, nested_absmax, code, offset, nf4.levels(buffer.device), buffer,
+            offsets_S, first, blocks,
+            NESTED=nf4.NESTED_BLOCK, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return
+    (scales,) = w.scales
+    _fp8_kernel[(count, triton.cdiv(rows, _ROWS), triton.cdiv(columns, fp8.BLOCK))](
+        w.packed, scales, buffer, offsets_S, first, rows, columns, scales.shape[1], scales.shape[2],
+        BLOCK=fp8.BLOCK, ROWS=_ROWS, num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first"])
+def _nf4_kernel(
+    packed_ptr, absmax_ptr, nested_ptr, code_ptr, offset_ptr, levels_ptr, out_ptr, offsets_ptr,
+    first, blocks,
+    NESTED: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 64 values of one expert."""
+    e = first + tl.program_id(0)
+    if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
+        inside = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        exists = inside < blocks
+        block = e.to(tl.int64) * blocks + inside
+        index = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
+        nested = tl.load(nested_ptr + block // NESTED, mask=exists, other=0.0)
+        scale = tl.load(code_ptr + index) * nested + tl.load(offset_ptr)
+        byte = tl.load(
+            packed_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :],
+            mask=exists[:, None],
+            other=0,
+        )
+        high = tl.load(levels_ptr + (byte >> 4).to(tl.int32)) * scale[:, None]
+        low = tl.load(levels_ptr + (byte & 15).to(tl.int32)) * scale[:, None]
+        value = tl.reshape(tl.join(high, low), (BLOCKS, 64))
+        into = (tl.program_id(0).to(tl.int64) * blocks + inside)[:, None] * 64
+        tl.store(
+            out_ptr + into + tl.arange(0, 64)[None, :],
+            value.to(out_ptr.dtype.element_ty),
+            mask=exists[:, None],
+        )
+
+
+@triton.jit(do_not_specialize=["first"])
+def _fp8_kernel(
+    values_ptr, scales_ptr, out_ptr, offsets_ptr, first, rows, columns, block_rows, block_columns,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Grid (count, cdiv(rows, ROWS), cdiv(columns, BLOCK)): a part of one expert's block."""
+    e = first + tl.program_id(0)
+    if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
+        row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        exists = (row < rows)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        block_row = e * block_rows + tl.program_id(1) * ROWS // BLOCK
+        scale = tl.load(scales_ptr + block_row * block_columns + tl.program_id(2))
+        value = tl.load(values_ptr + e.to(tl.int64) * rows * columns + at, mask=exists, other=0.0)
+        out = (value.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
+        into = out_ptr + tl.program_id(0).to(tl.int64) * rows * columns
+        tl.store(into + at, out, mask=exists)

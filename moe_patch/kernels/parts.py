@@ -1,0 +1,80 @@
+"""The experts that one launch of a grouped GEMM covers: all of them, or some that are dequantised.
+
+Packed experts are dequantised a quarter of them at a time into one buffer, which the next quarter
+reuses, and the same kernels run over each quarter's rows. On a Hopper card decoding inside the
+GEMMs took twice as long as this (docs/quantisation.md); the decoding here runs at the speed of the
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_patch.kernels.dequant import dequantize_into
+from moe_patch.kernels.launch import Rows, RowTiles
+from moe_patch.quant.packed import PackedWeight
+
+# The products with the experts' weights; the thin ones have factors instead.
+PACKED_OPS = ("up", "down", "dh", "dx")
+PARTS = 4
+# Offsets of a part start at a multiple of 16 bytes: one compiled kernel serves every part.
+_ALIGNED = 4
+
+
+class Part(NamedTuple):
+    """Some experts of a plan.
+
+    Attributes:
+        w_EOI: their weight, [count, out, in].
+        tiles: their rows.
+        first: the first of them.
+    """
+
+    w_EOI: Tensor
+    tiles: RowTiles
+    first: int = 0
+
+    def rows(self, block_m: int) -> Rows:
+        """Their rows in tiles; expert ids in the table count from ``first``."""
+        return self.tiles.rows(block_m)
+
+    def own(self, per_expert: Tensor | None) -> Tensor | None:
+        """Their slice of a tensor over all experts."""
+        if per_expert is None:
+            return None
+        return per_expert[self.first : self.first + self.w_EOI.shape[0]]
+
+    def low_rank(self, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        """Rank-sized rows, which are all experts' own, and their slice of the factor."""
+        if pair is None:
+            return None
+        rank_NR, factor = pair
+        return rank_NR, factor[self.first : self.first + self.w_EOI.shape[0]]
+
+
+class PackedParts:
+    """The parts of one call and their tile tables, which its products share."""
+
+    def __init__(self, tiles: RowTiles, dtype: torch.dtype) -> None:
+        self.plan, self.dtype = tiles.plan, dtype
+        E = tiles.num_experts
+        self.size = min(E, -(-E // (PARTS * _ALIGNED)) * _ALIGNED)
+        self.tiles = {
+            first: RowTiles(
+                self.plan._replace(offsets_S=self.plan.offsets_S[first : first + self.size + 1])
+            )
+            for first in range(0, E, self.size)
+        }
+
+    def parts(self, w: PackedWeight) -> Iterator[Part]:
+        """Each part's weight is valid until the next part is asked for."""
+        _, rows, columns = w.stored_shape
+        buffer = torch.empty(self.size, rows, columns, dtype=self.dtype, device=w.device)
+        for first, tiles in self.tiles.items():
+            some = buffer[: tiles.num_experts]
+            dequantize_into(some, w, self.plan.offsets_S, first)
+            yield Part(some.transpose(1, 2) if w.transposed else some, tiles, first)

@@ -1,0 +1,172 @@
+"""Cases of the Triton experts on packed weights: the bits of the same kernels on plain ones.
+
+Natively on a GPU (``-m gpu``), and on a CPU under Triton's interpreter (tests/interpreted.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from moe_patch.kernels.dequant import dequantize_into
+from moe_patch.kernels.parts import PackedParts
+from moe_patch.quant.packed import PackedWeight, pack
+from moe_patch.types import ExpertsNeeds
+from tests import interpreted
+from tests.kernels_cases import (
+    GPT_OSS,
+    NAMES,
+    Case,
+    Inputs,
+    make_inputs,
+    run_kernels,
+)
+from tests.numerics import assert_bits
+
+FROZEN = ("w13", "w2", "b13", "b2")
+SMALL = {
+    "lora": Case(7, 2, 5, 128, 64, rank=4, norms=True, bias=True),
+    "gpt_oss": Case(5, 2, 6, 64, 64, GPT_OSS, rank=3, bias=True, transposed=True),
+    "recompute": Case(5, 1, 3, 64, 64, rank=2, save_h=False),
+    "sparse": Case(6, 2, 12, 64, 64, ids="sparse"),
+    "all_empty": Case(6, 2, 3, 64, 64, ids="empty", rank=2, norms=True),
+    "no_tokens": Case(0, 2, 3, 64, 64, rank=2),
+}
+LARGE = {
+    "plain": Case(130, 2, 5, 64, 64),
+    "qwen3_like": Case(1000, 8, 128, 256, 192, rank=16),
+    "tall": Case(3000, 2, 12, 512, 320, rank=16, norms=True),
+    "one_takes_all": Case(2000, 1, 8, 128, 64, ids="one", rank=8),
+    "gpt_oss_like": Case(600, 4, 32, 320, 128, GPT_OSS, rank=16, bias=True, transposed=True),
+    "decode": Case(3, 8, 64, 512, 256, rank=16),
+}
+
+
+def pack_inputs(inputs: Inputs, storage: str) -> Inputs:
+    """The same call with both projections packed."""
+    packed: dict[str, Any] = {}
+    for name in ("w13", "w2"):
+        weight = inputs.tensors[name]
+        stored = weight.transpose(1, 2) if inputs.case.transposed else weight
+        one = pack(stored, storage, stored.device, name)
+        packed[name] = one.transpose(1, 2) if inputs.case.transposed else one
+    return replace(inputs, tensors=inputs.tensors | packed)
+
+
+def plain_inputs(inputs: Inputs) -> Inputs:
+    """A packed call with the weights that it stands for."""
+    plain = {}
+    for name in ("w13", "w2"):
+        packed: Any = inputs.tensors[name]
+        stored = packed.stored_experts(0, packed.shape[0])
+        plain[name] = stored.transpose(1, 2) if packed.transposed else stored
+    return replace(inputs, tensors=inputs.tensors | plain)
+
+
+def check(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
+    """Output and every gradient but the weights', bit for bit."""
+    packed = pack_inputs(make_inputs(case, dtype, device), storage)
+    wanted = [name for name in NAMES if name in packed.tensors and name not in FROZEN]
+    needs = ExpertsNeeds(**dict.fromkeys(wanted, True), norms=case.norms)
+    found, gradients = run_kernels(packed, needs)
+    expected, plain_gradients = run_kernels(plain_inputs(packed), needs)
+    for name in ("out", *wanted):
+        assert torch.isfinite(found[name]).all(), name
+        assert case.T == 0 or case.ids == "empty" or expected[name].any(), f"{name} is zero"
+        assert_bits(found[name], expected[name], name)
+    if case.norms:
+        assert_bits(found["act_norm"], expected["act_norm"])
+        for name in ("grad_norm_out_TK", "grad_norm_params_TK", "grad_norm_lora_TK"):
+            assert_bits(getattr(gradients, name), getattr(plain_gradients, name), name)
+
+
+def check_dequantised(device: str) -> None:
+    """The kernel's weights are torch's, and experts without rows are neither read nor written."""
+    shapes = [
+        ("nf4", (5, 24, 192)),
+        ("nf4", (4, 3, 64)),
+        ("fp8", (5, 200, 136)),
+        ("fp8", (3, 4, 7)),
+    ]
+    for (storage, shape), dtype in itertools.product(shapes, (torch.float32, torch.float16)):
+        w = pack(torch.randn(shape, device=device), storage, torch.device(device), "w").to(dtype)
+        counts = torch.ones(shape[0], dtype=torch.int32, device=device)
+        counts[1] = 0
+        offsets_S = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(torch.int32)])
+        for first, count in ((0, shape[0]), (1, 2)):
+            buffer = torch.full((count, *shape[1:]), float("nan"), dtype=dtype, device=device)
+            dequantize_into(buffer, w, offsets_S, first)
+            for i in range(count):
+                if first + i == 1:
+                    assert buffer[i].isnan().all()
+                else:
+                    assert_bits(buffer[i], w.stored_experts(first + i, first + i + 1)[0])
+
+
+def check_untouched(device: str) -> None:
+    """Packed experts without rows may hold anything: NaN in their scales reaches no result."""
+    inputs = pack_inputs(make_inputs(SMALL["sparse"], torch.float32, device), "fp8")
+    expected, _ = run_kernels(inputs, ExpertsNeeds(x=True, weights=True))
+    for name in ("w13", "w2"):
+        packed: Any = inputs.tensors[name]
+        packed.scales[0][1:-1] = float("nan")
+    found, _ = run_kernels(inputs, ExpertsNeeds(x=True, weights=True))
+    for name in ("out", "x", "weights"):
+        assert_bits(found[name], expected[name], name)
+
+
+def check_buffer(device: str) -> None:
+    """Never more than a quarter of the experts (rounded up to four) is dequantised at a time."""
+    inputs = pack_inputs(make_inputs(Case(3, 1, 33, 64, 64), torch.float32, device), "nf4")
+    sizes: list[int] = []
+    whole = PackedParts.parts
+
+    def parts(self: PackedParts, w: PackedWeight) -> Any:
+        storages = set()
+        for part in whole(self, w):
+            sizes.append(part.w_EOI.shape[0])
+            storages.add(part.w_EOI.untyped_storage().data_ptr())
+            yield part
+        assert len(storages) == 1
+
+    PackedParts.parts = parts  # type: ignore[method-assign]
+    try:
+        run_kernels(inputs, ExpertsNeeds(x=True))
+    finally:
+        PackedParts.parts = whole  # type: ignore[method-assign]
+    assert sizes == [12, 12, 9] * 4
+
+
+INTERPRETED = (
+    ("lora", "nf4", torch.float32),
+    ("lora", "fp8", torch.float16),
+    ("gpt_oss", "nf4", torch.float16),
+    ("gpt_oss", "fp8", torch.float32),
+    ("recompute", "nf4", torch.float32),
+    ("sparse", "fp8", torch.float32),
+    ("all_empty", "nf4", torch.float32),
+    ("no_tokens", "fp8", torch.float32),
+)
+CASES: dict[str, Callable[[str], None]] = {
+    **{
+        f"{name}-{storage}-{str(dtype)[6:]}": partial(check, SMALL[name], storage, dtype)
+        for name, storage, dtype in INTERPRETED
+    },
+    "dequantised": check_dequantised,
+    "untouched": check_untouched,
+    "buffer": check_buffer,
+}
+
+
+if __name__ == "__main__":
+    interpreted.report(CASES)

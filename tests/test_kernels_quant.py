@@ -1,0 +1,48 @@
+"""The Triton experts on packed weights: tests/quant_cases.py under the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+from tests import interpreted  # noqa: E402
+from tests.quant_cases import (  # noqa: E402
+    CASES,
+    LARGE,
+    SMALL,
+    check,
+    check_buffer,
+    check_dequantised,
+    check_untouched,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """What each case said under the interpreter: an empty string, or its failure."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
+    return interpreted.run(str(Path(__file__).with_name("quant_cases.py")), timeout_s=400)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("case", SMALL | LARGE)
+def test_bits_of_the_plain_kernels(case: str, storage: str, poisoned_memory: None) -> None:
+    check((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+def test_parts(poisoned_memory: None) -> None:
+    check_dequantised("cuda")
+    check_untouched("cuda")
+    check_buffer("cuda")
