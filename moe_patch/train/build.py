@@ -171,7 +171,7 @@ def build_base(
     except BUILD_ERRORS as error:
         what = model.path or model.model_type
         raise UnsupportedOptionError(f"model: cannot make {what!r}: {one_line(error)}") from error
-    rows = base.get_input_embeddings().weight.shape[0]
+    rows = base.get_input_embeddings().num_embeddings  # under ZeRO-3 the weight itself is empty
     if rows < len(tokenizer):
         raise UnsupportedOptionError(
             f"model: its vocabulary of {rows} is smaller than the tokenizer's of {len(tokenizer)}"

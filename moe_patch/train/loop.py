@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -22,6 +23,7 @@ from moe_patch.signals.recorder import Recorder
 from moe_patch.train.build import one_line
 from moe_patch.train.data import TokenBlocks
 from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
+from moe_patch.train.sharded import gather
 from moe_patch.train.smk import SmkConfig, SmkRouterLossTrainer, SmkTrainer, recorded_for
 
 
@@ -33,11 +35,13 @@ class Trained:
         losses: optimizer step -> training loss, for the steps that were logged.
         seconds: wall time of the training alone.
         metrics: optimizer step -> the routers' measures, where ``smk`` asks for them.
+        whole: the weights, gathered for the first process, where the model itself holds parts.
     """
 
     losses: dict[int, float]
     seconds: float
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    whole: dict[str, Tensor] | None = None
 
 
 class _Recorder(TrainerCallback):
@@ -116,7 +120,8 @@ def train_once(
         trainer.remove_callback(PrinterCallback)
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    return Trained(kept.losses, time.perf_counter() - start, kept.metrics)
+        seconds = time.perf_counter() - start
+    return Trained(kept.losses, seconds, kept.metrics, gather(trainer))
 
 
 def _trainer_class(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
+from moe_patch.train.sharded import size
 from moe_patch.train.smk import SmkConfig
 
 
@@ -101,11 +103,15 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         }
         rows = patch_report(model)
         dtype = _weights_dtype(model, config)
-        logits = _save(model, inputs, folder, output.path) if inputs.main else None
+        device, whole = inputs.args.device, trained[name].whole
+        if inputs.main and whole is not None:
+            model, device = _whole(inputs, whole), torch.device("cpu")
+        sharded = whole is not None
+        logits = _save(model, inputs, folder, output.path, sharded) if inputs.main else None
         del model
         found = _compare(inputs, trained, dtype) if name == "patched" else []
         if logits is not None:
-            found.append(_reload(inputs, folder, logits, dtype))
+            found.append(_reload(inputs, folder, logits, dtype, device))
             _tell(folder, config, trained, found, rows)
             report.write_summary(folder, config, trained, found, rows)
     inputs.say(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
@@ -142,8 +148,8 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
 
 
 def _describe(model: Any) -> str:
-    total = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(map(size, model.parameters()))
+    trainable = sum(size(p) for p in model.parameters() if p.requires_grad)
     return f"model: {total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M of them trained"
 
 
@@ -164,13 +170,27 @@ def _weights_dtype(model: Any, config: TrainConfig) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if config.lora is None or not p.requires_grad)
 
 
-def _save(model: Any, inputs: _Inputs, folder: Path, final: Path) -> Tensor:
+def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
+    """The trained model in one piece, unpatched and on the CPU: one device may not hold it."""
+    config = inputs.config
+    base = build.build_base(config.model, inputs.tokenizer, config.seed)
+    model = build.add_adapters(base, config.lora, config.seed)
+    model.load_state_dict(state)
+    return model
+
+
+def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool) -> Tensor:
     """Save the trained model; returns its logits on the first examples."""
     config = inputs.config
     target = folder / ("model" if config.lora is None else "adapter")
     if config.lora is not None and config.model.path is None:
         # Weights drawn at random exist nowhere else, and an adapter is worth nothing without them.
-        base = build.build_base(config.model, inputs.tokenizer, config.seed)
+        # In parts, they were not drawn as one process draws them.
+        base = (
+            copy.deepcopy(model).unload()
+            if sharded
+            else build.build_base(config.model, inputs.tokenizer, config.seed)
+        )
         base.save_pretrained(folder / "base")
         inputs.tokenizer.save_pretrained(folder / "base")
         for peft_config in model.peft_config.values():
@@ -201,7 +221,9 @@ def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -
     return checks.compare_losses(trained["patched"].losses, trained["unpatched"].losses, dtype)
 
 
-def _reload(inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype) -> Check:
+def _reload(
+    inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype, device: torch.device
+) -> Check:
     gc.collect()
     config = inputs.config
     if config.quantize_experts is not None:
@@ -213,7 +235,7 @@ def _reload(inputs: _Inputs, folder: Path, logits: Tensor, dtype: torch.dtype) -
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
         )
-    reloaded = checks.reload_unpatched(folder, config.model, inputs.args.device)
+    reloaded = checks.reload_unpatched(folder, config.model, device)
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
 
 
