@@ -122,7 +122,7 @@ def eager_and_exact(layer: Layer, dout_TD: Tensor) -> tuple[list[Tensor], list[T
     return runs[0], runs[1]
 
 
-# D, F, E, K: every size of a public list of failures once, each with other sizes than its neighbours.
+# D, F, E, K: each size of a public list of failures once.
 ODD_SIZES = [
     (1025, 704, 1, 1), (2880, 1025, 3, 3), (80, 704, 8, 8), (2880, 56, 60, 6), (1025, 24, 72, 2),
     (32, 8, 96, 10), (48, 24, 160, 1), (80, 56, 256, 8), (32, 1025, 384, 6), (2880, 8, 512, 10),

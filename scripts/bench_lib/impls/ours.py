@@ -1,4 +1,4 @@
-"""moe_patch itself: the experts op on the backend it would choose, on torch, and recomputing h."""
+"""moe_patch itself: the experts op on the backend it would choose, and its options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ MODULES = ("moe_patch.ops", "moe_patch.kernels.experts")
 
 
 def build(
-    inputs: LayerInputs, point: Point, *, backend: str = "auto", recompute: bool = False
+    inputs: LayerInputs,
+    point: Point,
+    *,
+    backend: str = "auto",
+    recompute: bool = False,
+    batch_invariant: bool = False,
 ) -> Program:
     """``moe_patch.ops.experts_mlp`` on the op's own tensors."""
     from moe_patch.ops import experts_mlp
@@ -22,6 +27,7 @@ def build(
     forward = partial(
         experts_mlp, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, w, GLU,
         lora13=inputs.lora13, lora2=inputs.lora2, backend=backend, recompute=recompute,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
     return Program(forward, inputs.leaves())
 
@@ -30,10 +36,19 @@ def _covers_adapters(point: Point) -> bool:
     return point.R is not None
 
 
+BATCH_INVARIANT = Impl(
+    "moe_patch:batch_invariant",
+    partial(build, batch_invariant=True),
+    ours=True,
+    needs_cuda=True,
+    compiles="once",
+    modules=MODULES,
+)
 EXPERTS_IMPLS = (
-    Impl("moe_patch", build, ours=True, compiles=True, modules=MODULES),
+    Impl("moe_patch", build, ours=True, compiles="once", modules=MODULES),
     Impl("moe_patch:torch", partial(build, backend="torch"), ours=True),
     Impl("moe_patch:recompute", partial(build, recompute=True), ours=True),
+    BATCH_INVARIANT,
 )
 LORA_IMPLS = (
     *EXPERTS_IMPLS[:2],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from bench_lib.impls.hf import HF_BATCHED_MM, HF_GROUPED_MM
-from bench_lib.impls.ours import EXPERTS_IMPLS
+from bench_lib.impls.ours import BATCH_INVARIANT, EXPERTS_IMPLS
 from bench_lib.ops.experts import EXPERTS
 
 DECODE = dataclasses.replace(
@@ -15,6 +15,11 @@ DECODE = dataclasses.replace(
     passes=("fwd",),
     timer="cudagraph",
     grad=False,
-    impls=(EXPERTS_IMPLS[0], HF_BATCHED_MM, HF_GROUPED_MM),
+    impls=(
+        dataclasses.replace(EXPERTS_IMPLS[0], compiles="sizes"),
+        BATCH_INVARIANT,
+        HF_BATCHED_MM,
+        HF_GROUPED_MM,
+    ),
     required=("hf_batched_mm", "hf_grouped_mm"),
 )
