@@ -240,6 +240,18 @@ def check_invalid_ids(device: str) -> None:
             assert_close(ours, leaf.grad, 2e-6, f"{spec.score} {spec.order}")
 
 
+def check_bias_gradient(device: str) -> None:
+    """A trainable correction bias decides and gets no gradient."""
+    logits_TE, spec, bias_E = inputs("deepseek_v3", 7, F32, device)
+    bias_E.requires_grad_()
+    assert not triton_route(logits_TE, spec, bias_E).weights_TK.requires_grad
+    routing = triton_route(logits_TE.requires_grad_(), spec, bias_E)
+    routing.weights_TK.sum().backward()
+    assert bias_E.grad is None
+    unbiased = triton_route(logits_TE, spec, torch.zeros_like(bias_E))
+    assert not torch.equal(routing.ids_TK, unbiased.ids_TK)
+
+
 CASES = {
     **{
         f"{name}-{str(dtype)[6:]}": partial(check_spec, name, dtype)
@@ -262,6 +274,7 @@ CASES = {
     "strides": check_strides,
     "stats": check_stats,
     "invalid_ids": check_invalid_ids,
+    "bias_gradient": check_bias_gradient,
 }
 
 

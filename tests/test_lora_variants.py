@@ -59,7 +59,7 @@ def test_ranks_from_1_to_256(model_type, rank, device):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("targets", [EXPERTS, [UP], [DOWN]], ids=["both", "up", "down"])
 def test_some_layers_only(targets, order, device):
-    """``layers_to_transform`` is not for target parameters (PEFT ignores it); full names are."""
+    """Named by the longer suffix of their path."""
     names = [f"layers.1.mlp.{target}" for target in targets]
     pair = adapted_pair("qwen3_moe", names, order=order, device=device)
     assert_adapters_act(pair.ours, pair.batch, 1e-3)
@@ -70,13 +70,14 @@ def test_some_layers_only(targets, order, device):
 
 
 def test_layers_to_transform(device):
-    """Attention of one layer and the experts of both, as PEFT understands the option."""
+    """PEFT reads the option for modules alone: attention of one layer, the experts of both."""
     pair = adapted_pair(
         "qwen3_moe", EXPERTS, attention("qwen3_moe"), layers_to_transform=[1], device=device
     )
     assert_same_step(pair)
     adapted = {m for m, _ in pair.ours.named_modules() if m.endswith("q_proj.lora_A")}
     assert len(adapted) == 1
+    assert set(lora_columns(pair.ours)) == {"fused (down_proj, gate_up_proj)"}
 
 
 @pytest.mark.parametrize(
