@@ -149,6 +149,33 @@ def test_odd_sizes(D, F, E, K, dtype, poisoned_memory) -> None:
             bf16_rule(mine, theirs.to(mine.dtype), ref, name)
 
 
+STRIDED = {
+    "x beside other columns": lambda t: torch.cat([t, t, t], 1)[:, 5 : 5 + t.shape[1]],
+    "x one row for all": lambda t: t[:1].expand(96, -1),
+    "x column by column": lambda t: t.T.contiguous().T,
+    "weights of a packed tensor": lambda t: torch.cat([t, t], 2)[..., 3 : 3 + t.shape[2]],
+    "weights transposed": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("name", [*STRIDED, "gradient of out.sum()"])
+def test_strides(name, poisoned_memory) -> None:
+    layer = Layer(96, 2, 4, 128, 64, torch.float32)
+    dout_TD = torch.randn_like(layer.x_TD)
+    if name.startswith("x"):
+        layer.x_TD = STRIDED[name](layer.x_TD.detach()).requires_grad_()
+    elif name.startswith("weights"):
+        layer.w = ExpertWeights(*(STRIDED[name](w.detach()).requires_grad_() for w in layer.w[:2]))
+    else:
+        dout_TD = torch.ones((), device="cuda").expand_as(layer.x_TD)
+    found = layer.run(dout_TD)
+    assert any(not t.is_contiguous() for t in [*layer.leaves, dout_TD])
+    layer.x_TD = layer.x_TD.detach().contiguous().requires_grad_()
+    layer.w = ExpertWeights(*(w.detach().contiguous().requires_grad_() for w in layer.w[:2]))
+    for strided, plain in zip(found, layer.run(dout_TD.contiguous()), strict=True):
+        assert_close(strided, plain, 1e-6)
+
+
 def test_counts_of_a_public_bug_report(poisoned_memory) -> None:
     """Experts without rows between full ones: exact zeros, and equal bits on the second step."""
     counts = torch.tensor([162, 0, 2577, 446, 0, 83])
