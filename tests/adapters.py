@@ -37,15 +37,15 @@ UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 EXPERTS = (UP, DOWN)
 ATTENTION = {"deepseek_v3": ("q_b_proj", "kv_b_proj", "o_proj")}
 _SHARED_EXPERTS = tuple(f"shared_experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
+_GATED_SHARED_EXPERT = (
+    *(f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+    "shared_expert_gate",
+)
 SHARED = {
     "deepseek_v3": _SHARED_EXPERTS,
     "glm4_moe": _SHARED_EXPERTS,
-    "qwen2_moe": (
-        "shared_expert.gate_proj",
-        "shared_expert.up_proj",
-        "shared_expert.down_proj",
-        "shared_expert_gate",
-    ),
+    "qwen2_moe": _GATED_SHARED_EXPERT,
+    "qwen3_next": _GATED_SHARED_EXPERT,
 }
 
 
