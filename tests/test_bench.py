@@ -504,3 +504,18 @@ def test_a_child_ends_with_its_parent(tmp_path):
     assert process_.stdout.readline() == "measuring\n"
     process_.stdin.close()
     assert process_.wait(timeout=20) == -signal.SIGKILL
+
+
+def test_a_warm_up_compiles_each_kernel_in_one_process():
+    def points(name, impl):
+        op = OPS[name]
+        grid = runner.grid(op, "cuda", None, None, None, None, None)
+        plan = runner.Plan(op, op.impls, grid, "cuda", None, 60.0, bench.DRY_SETTINGS)
+        return [
+            {(p.shape, p.T) for p in group} for group in runner.warm_points(plan, op.impl(impl))
+        ]
+
+    assert points("experts", "hf_grouped_mm") == []
+    assert points("experts", "moe_patch") == [{("qwen3_30b", 4096)}]
+    assert points("lora", "axolotl_lora") == [{(name, 4096)} for name in OPS["lora"].shapes]
+    assert points("decode", "moe_patch")[0] == {("qwen3_30b", T) for T in OPS["decode"].tokens}

@@ -25,6 +25,7 @@ class Segment:
 
 
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe")
+_VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
 _SMALL, _LARGE = ("qwen3_30b", "olmoe"), ("mixtral", "glm45_air", "dsv3_e64")
 
@@ -48,7 +49,7 @@ PRESETS = {
         Segment("product_key", "product_key"),
         Segment("plan", "plan"),
         Segment("routing_small", "routing", shapes=("E128_K8",), tokens=(1, 64)),
-        Segment("recompute", "experts", ("moe_patch:recompute",), ("qwen3_30b",), (16384,)),
+        Segment("variants", "experts", _VARIANTS, ("qwen3_30b",), (16384,)),
         Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
     ),
 }

@@ -25,7 +25,7 @@ class Timeout(RuntimeError):
     """The time for the whole run is over."""
 
 
-def _environment(peers: Path | None) -> dict[str, str]:
+def _environment(peers: Path | None, warm: bool) -> dict[str, str]:
     env = dict(os.environ)
     if peers is not None:
         paths = [peers, peers / "nvidia_cutlass_dsl" / "python_packages"]
@@ -33,8 +33,10 @@ def _environment(peers: Path | None) -> dict[str, str]:
         env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
         # What peers compile and tune stays beside them, for the next run on a card of this kind.
         cache = peers.parent / "cache"
-        env |= {"TRITON_CACHE_DIR": str(cache / "triton"), "TRITON_CACHE_AUTOTUNING": "1"}
-        env |= {"QUACK_CACHE_DIR": str(cache / "quack"), "QUACK_CACHE_AUTOTUNING": "1"}
+        env |= {"TRITON_CACHE_DIR": str(cache / "triton"), "QUACK_CACHE_DIR": str(cache / "quack")}
+        # Tuning among other processes would keep a bad choice.
+        if not warm:
+            env |= {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
     return env
 
 
@@ -67,7 +69,7 @@ class Child:
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), "child", str(job_file)],
                 stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
-                env=_environment(peers), start_new_session=True, text=True,
+                env=_environment(peers, warm), start_new_session=True, text=True,
             )  # fmt: skip
 
     def go(self) -> None:

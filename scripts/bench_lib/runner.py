@@ -205,8 +205,25 @@ def obstructed(
                 yield make_row(plan, where, impl, point, {"skipped": obstacle}, known)
 
 
+def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
+    """The points to compile at, by process: the smallest T will do where T makes no kernel."""
+    if not impl.compiles or known_obstacle(impl, plan.device) is not None:
+        return []
+    by_shape: dict[str, list[Point]] = {}
+    for point in plan.points:
+        if impl.covers(point):
+            by_shape.setdefault(point.shape, []).append(point)
+    if impl.compiles != "sizes":
+        by_shape = {
+            shape: [p for p in points if min(other.T for other in points) == p.T]
+            for shape, points in by_shape.items()
+        }
+    found = list(by_shape.values())
+    return found[:1] if impl.compiles == "once" else found
+
+
 def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Iterator[str]:
-    """Compile ahead: each (op, implementation, shape) in a process of its own, ``jobs`` at once.
+    """Compile ahead, ``jobs`` processes at once: see :attr:`bench_lib.spec.Impl.compiles`.
 
     Kernel caches on disk are shared, so that the processes that measure find everything compiled.
     Nothing is measured here; a process that fails or takes too long fails again where it is seen.
@@ -218,9 +235,7 @@ def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Itera
         Group(plan, impl if impl.peer else None, tuple(Task(impl.name, p) for p in points))
         for plan in plans
         for impl in plan.impls
-        if impl.compiles and known_obstacle(impl, plan.device) is None
-        for shape in dict.fromkeys(point.shape for point in plan.points)
-        if (points := [p for p in plan.points if p.shape == shape and impl.covers(p)])
+        for points in warm_points(plan, impl)
     ]
     deadline = time.monotonic() + limit_s
     running: list[tuple[Group, Child, float]] = []

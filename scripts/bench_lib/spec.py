@@ -41,7 +41,8 @@ class Impl:
         ours: repeated more often in the bitwise check.
         peer: third-party code from the peers folder, run in a process of its own.
         needs_cuda: not even tried elsewhere.
-        compiles: has kernels of its own that a warm-up compiles ahead.
+        compiles: what a warm-up compiles ahead: nothing (""), kernels for all sizes ("once"), for
+            each shape ("shapes"), or for each shape and number of tokens ("sizes").
         modules: what its process imports before its turn on the device.
         obstacle: why it cannot run a point on a device, or None; known before it is tried.
         covers: whether a row for this point makes sense at all.
@@ -52,7 +53,7 @@ class Impl:
     ours: bool = False
     peer: bool = False
     needs_cuda: bool = False
-    compiles: bool = False
+    compiles: str = ""
     modules: tuple[str, ...] = ()
     obstacle: Callable[[Point, torch.device], str | None] = lambda point, device: None
     covers: Callable[[Point], bool] = lambda point: True

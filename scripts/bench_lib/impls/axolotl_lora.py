@@ -71,7 +71,7 @@ def build(inputs: LayerInputs, point: Point) -> Program:
 
 
 AXOLOTL_LORA = Impl(
-    "axolotl_lora", build, peer=True, needs_cuda=True, compiles=True,
+    "axolotl_lora", build, peer=True, needs_cuda=True, compiles="shapes",
     modules=("axolotl.integrations.kernels.libs.scattermoe_lora.parallel_linear_lora",),
     covers=lambda point: point.R is not None,
 )  # fmt: skip

@@ -27,6 +27,6 @@ def build(inputs: LayerInputs, point: Point) -> Program:
 
 
 LIGER = Impl(
-    "liger", build, peer=True, needs_cuda=True, compiles=True,
+    "liger", build, peer=True, needs_cuda=True, compiles="shapes",
     modules=("liger_kernel.ops.fused_moe",),
 )  # fmt: skip

@@ -38,6 +38,6 @@ def build(inputs: LayerInputs, point: Point) -> Program:
 
 
 SCATTERMOE = Impl(
-    "scattermoe", build, peer=True, needs_cuda=True, compiles=True,
+    "scattermoe", build, peer=True, needs_cuda=True, compiles="shapes",
     modules=("axolotl.integrations.kernels.libs.scattermoe_lora.parallel_experts",),
 )  # fmt: skip

@@ -125,7 +125,7 @@ MODEL = Op(
     grad=True,
     impls=(
         Impl("peft", _not_a_layer, modules=MODULES),
-        Impl(PATCHED, _not_a_layer, ours=True, compiles=True, modules=MODULES),
+        Impl(PATCHED, _not_a_layer, ours=True, compiles="once", modules=MODULES),
     ),
     required=("peft",),
     work=lambda point: Work(None, 0),

@@ -82,7 +82,7 @@ PLAN = Op(
     timer="cudagraph",
     grad=False,
     impls=(
-        Impl("moe_patch", partial(build, triton=True), ours=True, needs_cuda=True, compiles=True),
+        Impl("moe_patch", partial(build, triton=True), ours=True, needs_cuda=True, compiles="once"),
         Impl("torch", partial(build, triton=False)),
     ),
     required=(),

@@ -91,9 +91,11 @@ ROUTING = Op(
     timer="cudagraph",
     grad=True,
     impls=(
-        Impl("moe_patch", build_triton, ours=True, needs_cuda=True, compiles=True),
+        Impl("moe_patch", build_triton, ours=True, needs_cuda=True, compiles="sizes"),
         Impl("torch", build_torch),
-        Impl("torch_compile", partial(build_torch, compiled=True), needs_cuda=True, compiles=True),
+        Impl(
+            "torch_compile", partial(build_torch, compiled=True), needs_cuda=True, compiles="sizes"
+        ),
     ),
     required=("torch", "torch_compile"),
     make_inputs=make_inputs,
