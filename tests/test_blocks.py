@@ -120,7 +120,7 @@ def shared_output(block: nn.Module, x: Tensor) -> Tensor:
     return block.shared_experts(x)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next", "deepseek_v3", "glm4_moe"])
 def test_without_routed_experts_the_shared_one_is_left(name) -> None:
     block, _ = blocks(name)
     with torch.no_grad():
@@ -129,8 +129,9 @@ def test_without_routed_experts_the_shared_one_is_left(name) -> None:
         assert_close(block(x), shared_output(block, x), 1e-6)
 
 
-def test_a_closed_shared_gate_lets_nothing_through() -> None:
-    block, _ = blocks("qwen2_moe")
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_next"])
+def test_a_closed_shared_gate_lets_nothing_through(name) -> None:
+    block, _ = blocks(name)
     with torch.no_grad():
         block.experts.down_proj.zero_()
         block.shared_expert_gate.weight.fill_(-100.0)
