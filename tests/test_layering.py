@@ -39,6 +39,7 @@ LAYERS = (
     {"patch"},
     {"selftest", "warmup"},
     {"debug.", "signals."},
+    {"plots"},
     {"__init__"},
     {"integrations.", "train."},
     {"cli."},

@@ -1,0 +1,91 @@
+"""A recorder in a safetensors file, for pictures and scores in another process.
+
+Kept are the newest forward's ids, weights, counts and norms of each layer and the load of each
+closed step; logits and router inputs, which are as large as the model's activations, are not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.ops import Signals
+from moe_patch.signals.recorder import Recorder, StepSignals
+from moe_patch.signals.slot import LayerSignals
+
+FORMAT = "moe_patch signals 1"
+FIELDS = ("ids", "weights", "tokens_per_expert")
+
+
+def save_recorder(recorder: Recorder, file: str | Path) -> None:
+    """Write a recorder to a file; a tensor that was not recorded is left out."""
+    from safetensors.torch import save_file
+
+    paths = list(recorder.layers)
+    tensors: dict[str, Tensor] = {}
+    for i, layer in enumerate(recorder.layers.values()):
+        found = {name: getattr(layer, name) for name in FIELDS}
+        if layer.signals is not None:
+            found["act_norm"] = layer.signals.act_norm_TK
+            if layer.grad_norm_params is not None:
+                found["grads"] = layer.signals.grads_3TK
+        tensors |= {f"{i}.{name}": t for name, t in found.items() if t is not None}
+    for i, path in enumerate(paths):
+        steps = [closed.load[path] for closed in recorder.history if path in closed.load]
+        if steps and len(steps) == len(recorder.history):
+            tensors[f"{i}.history"] = torch.stack(steps)
+    about = {
+        "format": FORMAT,
+        "layers": json.dumps(
+            [
+                {"path": path, "missing": layer.missing, "has_lora": layer.has_lora}
+                for path, layer in recorder.layers.items()
+            ]
+        ),
+    }
+    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, str(file), about)
+
+
+def load_recorder(file: str | Path) -> Recorder:
+    """A recorder as :func:`save_recorder` wrote it; it records nothing more.
+
+    Raises:
+        UnsupportedOptionError: it is a safetensors file of another kind.
+    """
+    from safetensors import safe_open
+
+    with safe_open(str(file), framework="pt") as opened:
+        about = opened.metadata() or {}
+        if about.get("format") != FORMAT:
+            raise UnsupportedOptionError(
+                f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}, which "
+                "save_recorder writes"
+            )
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    found = json.loads(about["layers"])
+    layers = {layer["path"]: _layer(layer, tensors, i) for i, layer in enumerate(found)}
+    recorder = Recorder(layers)
+    histories = {path: tensors.get(f"{i}.history") for i, path in enumerate(layers)}
+    kept = {path: steps for path, steps in histories.items() if steps is not None}
+    for step in range(max((len(steps) for steps in kept.values()), default=0)):
+        recorder.history.append(StepSignals({path: steps[step] for path, steps in kept.items()}))
+    return recorder
+
+
+def _layer(about: dict[str, Any], tensors: dict[str, Tensor], index: int) -> LayerSignals:
+    layer = LayerSignals(about["path"], about["missing"], has_lora=about["has_lora"])
+    for name in FIELDS:
+        setattr(layer, name, tensors.get(f"{index}.{name}"))
+    act_norm, grads = tensors.get(f"{index}.act_norm"), tensors.get(f"{index}.grads")
+    if act_norm is not None:
+        written = act_norm.new_empty(0)
+        if grads is not None:
+            # A copy counts as written by a backward pass; the tensor as it was read would not.
+            written = torch.empty_like(grads).copy_(grads)
+        layer.signals = Signals(written, act_norm)
+    return layer
