@@ -75,7 +75,9 @@ def build(sizes: dict[str, Any], layers: int, storage: str, device: torch.device
 
 def adapt(model: Any, rank: int, checkpointing: bool) -> Any:
     """The model with adapters on attention, router and experts, patched, in training mode."""
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, **lora_targets(model)))
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, **lora_targets(model))
+    with torch.device(next(model.parameters()).device):  # PEFT would draw 0.6 billion on the CPU
+        adapted = get_peft_model(model, config)
     patch_model(adapted, fuse_lora="require")
     if checkpointing:
         adapted.gradient_checkpointing_enable({"use_reentrant": False})

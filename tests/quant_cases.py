@@ -35,15 +35,15 @@ from tests.numerics import assert_bits
 
 FROZEN = ("w13", "w2", "b13", "b2")
 SMALL = {
-    "lora": Case(7, 2, 5, 128, 64, rank=4, norms=True, bias=True),
-    "gpt_oss": Case(5, 2, 6, 64, 64, GPT_OSS, rank=3, bias=True, transposed=True),
-    "recompute": Case(5, 1, 3, 64, 64, rank=2, save_h=False),
+    "lora": Case(4, 2, 5, 64, 64, rank=2, norms=True, bias=True),
+    "gpt_oss": Case(4, 2, 5, 64, 64, GPT_OSS, rank=3, bias=True, transposed=True),
+    "recompute": Case(3, 1, 3, 64, 64, rank=2, save_h=False),
     "sparse": Case(6, 2, 12, 64, 64, ids="sparse"),
     "all_empty": Case(6, 2, 3, 64, 64, ids="empty", rank=2, norms=True),
     "no_tokens": Case(0, 2, 3, 64, 64, rank=2),
 }
 LARGE = {
-    "plain": Case(130, 2, 5, 64, 64),
+    "plain": Case(130, 2, 5, 128, 64),
     "qwen3_like": Case(1000, 8, 128, 256, 192, rank=16),
     "tall": Case(3000, 2, 12, 512, 320, rank=16, norms=True),
     "one_takes_all": Case(2000, 1, 8, 128, 64, ids="one", rank=8),
@@ -149,9 +149,7 @@ def check_buffer(device: str) -> None:
 
 INTERPRETED = (
     ("lora", "nf4", torch.float32),
-    ("lora", "fp8", torch.float16),
-    ("gpt_oss", "nf4", torch.float16),
-    ("gpt_oss", "fp8", torch.float32),
+    ("gpt_oss", "fp8", torch.float16),
     ("recompute", "nf4", torch.float32),
     ("sparse", "fp8", torch.float32),
     ("all_empty", "nf4", torch.float32),
