@@ -141,7 +141,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
 def register_experts() -> None:
     """Make EXPERTS_NAME known to transformers' registry of experts implementations (idempotent).
 
-    The FP8 registry gets a named refusal: its weights carry block scales that we do not read.
+    The FP8 registry gets a named refusal: quantize_experts takes its experts over first.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ExpertsInterface
@@ -153,6 +153,7 @@ def register_experts() -> None:
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
     """The entry in transformers' FP8 registry."""
     raise UnsupportedModelError(
-        f"{type(experts).__name__}: FP8 expert weights are not supported; accepted: bf16, fp16, "
-        "fp32 and fp64 weights; unpatch_model goes back to transformers' own implementation"
+        f"{type(experts).__name__}: its weights are not read as they are; accepted: bf16, fp16, "
+        "fp32 and fp64 weights; quantize_experts(model, 'fp8') takes such experts over, "
+        "unpatch_model goes back to transformers' own implementation"
     )

@@ -99,7 +99,11 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
 
 def _no_experts(block: FoundBlock) -> str:
     found = None if block.block is None else block.block._modules.get("experts")
-    other = f"; its experts are {origin_of(type(found))}" if found is not None else ""
+    other = ""
+    if found is not None:
+        other = f"; its experts are {origin_of(type(found))}"
+        if type(found).__name__ == "FP8Experts":
+            other += ", which quantize_experts(model, 'fp8') takes over"
     return f"no {block.spec.experts} found in the block{other}"
 
 

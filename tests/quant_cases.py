@@ -151,7 +151,6 @@ INTERPRETED = (
     ("lora", "nf4", torch.float32),
     ("gpt_oss", "fp8", torch.float16),
     ("recompute", "nf4", torch.float32),
-    ("sparse", "fp8", torch.float32),
     ("all_empty", "nf4", torch.float32),
     ("no_tokens", "fp8", torch.float32),
 )
