@@ -44,15 +44,20 @@ def _load_tile(row_B, e_WL, exists_WL, stride_e):
 
 
 @triton.jit
-def _may_share_softmax(x, row_max, v, MANTISSA: tl.constexpr):
-    """Whether the next smaller 16-bit number than x may have the score v of x; so may NaN.
-
-    It lies at least STEP * |x| below. An fp32 softmax tells the two apart where that exceeds the
-    roundings: of x - max, of its product with log2(e), of the exponential and of the division.
-    """
-    STEP: tl.constexpr = 2.0 ** -(MANTISSA + 1)
-    roundings = (row_max - x) * 2.0**-22 + 2.0**-20
-    return ((tl.abs(x) * STEP > roundings) & (v > 1e-34)) == 0
+def _may_share_score(
+    packed, x, v, row_max, row_inv,
+    SCORE: tl.constexpr, DTYPE: tl.constexpr, MANTISSA: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Whether the next smaller 16-bit logit than x may have the score v of x; so may NaN."""
+    if SCORE == "softmax":
+        # Cheaper than a second exponential. It lies at least STEP * |x| below; is that more than
+        # the roundings of x - max, of its product with log2(e), of exponential and division?
+        STEP: tl.constexpr = 2.0 ** -(MANTISSA + 1)
+        roundings = (row_max - x) * 2.0**-22 + 2.0**-20
+        return ((tl.abs(x) * STEP > roundings) & (v > 1e-34)) == 0
+    else:
+        below = logit_of(packed - (1 << (23 - MANTISSA)), C)
+        return (score_of(below, row_max, row_inv, SCORE, DTYPE) == v) | (v != v)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -133,12 +138,11 @@ def forward_kernel(
         v_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
     if PACKING == "monotone":
         unsure_BK = v_BK != v_BK
-        if BY_SCORES and SCORE == "softmax":
-            unsure_BK = _may_share_softmax(x_BK, max_B[:, None], v_BK, MANTISSA)
-        elif BY_SCORES:
-            below_BK = logit_of(best_BK - (1 << (23 - MANTISSA)), C)
-            below_BK = score_of(below_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-            unsure_BK = (below_BK == v_BK) | (v_BK != v_BK)
+        if BY_SCORES:
+            unsure_BK = _may_share_score(
+                best_BK, x_BK, v_BK, max_B[:, None], inv_B[:, None],
+                SCORE, SCORE_DTYPE, MANTISSA, C,
+            )  # fmt: skip
         bad_B = tl.max((used_BK & unsure_BK).to(tl.int32), axis=1) > 0
     if CHECK:  # noqa: SIM102
         # A compile-time condition and one of the data cannot share an `if`.
