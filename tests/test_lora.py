@@ -71,8 +71,8 @@ def outer_sums(monkeypatch, device):
             shapes.append(tuple(like_EOI.shape))
             return dw.outer_sum(left, right, plan, like_EOI, *args, **kwargs)
 
-        for module in (call, experts):
-            monkeypatch.setattr(module, "outer_sum", counted)
+        monkeypatch.setattr(call, "outer_sum", counted)
+        monkeypatch.setattr(experts, "outer_sum", counted)
         return shapes
     original = moe_patch.grouped.Groups.outer_sum
 
