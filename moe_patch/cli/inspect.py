@@ -130,7 +130,7 @@ def _sizes(found: FoundBlock) -> dict[str, Any]:
 def _top_k(found: FoundBlock) -> int | None:
     for _, router in found.routers:
         source = found.spec_of(router).params.get("top_k")
-        if source is not None:
+        if source is not None and read(router, source) is not None:
             return int(read(router, source))
     return None
 

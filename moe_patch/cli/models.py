@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -84,20 +86,51 @@ def has_weights(name: str) -> bool:
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
+# A config of several towers is also listed as that of its text tower, which is not the whole model.
+AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+AUTO_OF_TOWERS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", *AUTO)
+
+
 def model_class(config: Any) -> Any:
-    """The class that the config's architectures name, else the auto class that knows the config."""
+    """The class that the config's architectures name, else the one that takes the config.
+
+    Raises:
+        UnsupportedModelError: transformers has none.
+    """
     import transformers
 
     for architecture in config.architectures or ():
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel"):
-        auto = getattr(transformers, name)
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
-    raise UnsupportedModelError(
-        f"{type(config).__name__}: transformers {transformers.__version__} has no model for it"
-    )
+    whole = config.get_text_config() is config
+    for name in AUTO if whole else AUTO_OF_TOWERS:
+        mapping = getattr(transformers, name)._model_mapping if hasattr(transformers, name) else {}
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, (list, tuple)) else found
+    return _class_beside(config)
+
+
+def _class_beside(config: Any) -> Any:
+    """A model class of the config's own folder: that of a text tower, which no auto class lists."""
+    import transformers
+
+    module_name = type(config).__module__.replace(".configuration_", ".modeling_")
+    found = []
+    if importlib.util.find_spec(module_name) is not None:
+        found = [
+            cls
+            for name, cls in vars(importlib.import_module(module_name)).items()
+            if isinstance(cls, type)
+            and issubclass(cls, transformers.PreTrainedModel)
+            and cls.config_class is type(config)
+            and not name.endswith("PreTrainedModel")
+        ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(config).__name__}: transformers {transformers.__version__} has no model for it"
+        )
+    return max(found, key=lambda cls: "ForCausalLM" in cls.__name__)
 
 
 @quiet_libraries()
@@ -108,7 +141,6 @@ def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options
         UnsupportedOptionError: the config's values do not make a model.
     """
     cls = model_class(config)
-    cls = cls[0] if isinstance(cls, (list, tuple)) else cls
     try:
         with torch.device(device):
             return cls._from_config(config, dtype=dtype, **options).eval()
