@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -69,7 +70,7 @@ class HereChild:
         self.op, self.tasks, self.settings = OPS[op], tasks, settings
         self.device = torch.device(device)
 
-    def results(self, budget_s):
+    def results(self, budget_s, deadline):
         cache = child.Cache(self.op, self.device, self.settings)
         for task in self.tasks:
             yield child.perform(self.op, task, cache, self.settings)
@@ -519,3 +520,20 @@ def test_a_warm_up_compiles_each_kernel_in_one_process():
     assert points("experts", "moe_patch") == [{("qwen3_30b", 4096)}]
     assert points("lora", "axolotl_lora") == [{(name, 4096)} for name in OPS["lora"].shapes]
     assert points("decode", "moe_patch")[0] == {("qwen3_30b", T) for T in OPS["decode"].tokens}
+
+
+def test_what_is_left_at_the_deadline_has_no_row(tmp_path, monkeypatch):
+    code = (
+        "for name in names:\n"
+        "    if name == 'hf_eager': time.sleep(60)\n"
+        "    deliver({'median_ms': 1.0, 'bitwise': True, 'rel_err': 1e-3})"
+    )
+    op = OPS["experts"]
+    impls = tuple(op.impl(name) for name in ("torch_grouped_mm_early", "hf_eager", "liger"))
+    plan = dataclasses.replace(fake_child(tmp_path, monkeypatch, code), impls=impls, budget_s=60.0)
+    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    found, versions = [], {"triton": None, "transformers": None}
+    measured = runner.execute([plan], where | versions, time.monotonic() + 1.5)
+    with pytest.raises(process.Timeout, match="not finished: experts"):
+        found.extend(row["impl"] for row in measured)
+    assert found == ["torch_grouped_mm_early"]

@@ -87,8 +87,13 @@ class Child:
         lines = self._found.read_text(encoding="utf-8").splitlines(keepends=True)
         return [json.loads(line)["fields"] for line in lines[done:] if line.endswith("\n")]
 
-    def results(self, budget_s: float) -> Iterator[dict[str, Any]]:
-        """Results as they come; after a crash or a hang the last one says why."""
+    def results(self, budget_s: float, deadline: float | None) -> Iterator[dict[str, Any]]:
+        """Results as they come; after a crash or a hang the last one says why.
+
+        Args:
+            budget_s: seconds that one result may take.
+            deadline: ``time.monotonic()`` at which results just end, or None.
+        """
         self.go()
         done, since, alive = 0, time.monotonic(), True
         try:
@@ -97,6 +102,8 @@ class Child:
                 for fields in self._new_results(done):
                     done, since = done + 1, time.monotonic()
                     yield fields
+                if alive and deadline is not None and time.monotonic() > deadline:
+                    return
                 if alive and time.monotonic() - since > budget_s:
                     yield {"skipped": f"took longer than {budget_s:.0f} s"}
                     return

@@ -2,7 +2,7 @@
 
 It measures nothing itself. Everything that needs no third-party code shares one child, so that its
 rows are taken side by side; each peer gets a child of its own. One child measures at a time; the
-next one starts meanwhile, but only imports. Every implementation has a time budget per point. A
+next ones start meanwhile, but only import. Every implementation has a time budget per point. A
 child that dies or hangs costs the point it was at, which is recorded with the reason, and no other.
 """
 
@@ -20,6 +20,9 @@ from bench_lib.process import Child, Timeout
 from bench_lib.rows import Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
+
+# Processes that import while another one measures: a small op takes less time than its imports.
+AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,7 @@ def groups(plan: Plan) -> Iterator[Group]:
 
 
 def run_group(
-    run: str, group: Group, child: Child | None = None
+    run: str, group: Group, child: Child | None = None, deadline: float | None = None
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
     """Every task with what it yields, however many processes that takes.
 
@@ -120,13 +123,16 @@ def run_group(
         run: the id of the invocation.
         group: what to run.
         child: a process started for the whole group already.
+        deadline: ``time.monotonic()`` at which it ends, finished or not.
     """
     pending = list(group.tasks)
     while pending:
         child = child or group.start(run, pending)
-        for fields in child.results(group.plan.budget_s):
+        for fields in child.results(group.plan.budget_s, deadline):
             yield pending.pop(0), fields
         child = None
+        if deadline is not None and time.monotonic() > deadline:
+            return
 
 
 def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, bounds: dict) -> Row:
@@ -169,25 +175,24 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
     """
     run = where["run"]
     todo = [group for plan in plans for group in groups(plan)]
-    child: Child | None = todo[0].start(run, todo[0].tasks) if todo else None
+    ready: list[Child] = []
     bounds: dict[tuple[str, Point], dict[str, Any]] = {}
     try:
         for index, group in enumerate(todo):
-            current, child = child, None
-            if index + 1 < len(todo):
-                child = todo[index + 1].start(run, todo[index + 1].tasks)
+            for later in todo[index + len(ready) : index + 1 + AHEAD]:
+                ready.append(later.start(run, later.tasks))
             op = group.plan.op
-            for task, found in run_group(run, group, current):
+            for task, found in run_group(run, group, ready.pop(0), deadline):
                 if task.impl == BOUNDS:
                     bounds[op.name, task.point] = found
-                else:
-                    known = bounds[op.name, task.point]
-                    yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
-                if deadline is not None and time.monotonic() > deadline:
-                    left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]
-                    raise Timeout(f"out of time; not finished: {', '.join(left)}")
+                    continue
+                known = bounds[op.name, task.point]
+                yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
+            if deadline is not None and time.monotonic() > deadline:
+                left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]
+                raise Timeout(f"out of time; not finished: {', '.join(left)}")
     finally:
-        if child is not None:
+        for child in ready:
             child.stop()
     for plan in plans:
         yield from obstructed(plan, where, bounds)
