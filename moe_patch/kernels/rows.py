@@ -56,7 +56,9 @@ def grouped_linear(
         and alpha == 1.0
         and rows_hopper.supported(inputs, rows, w_EOI, low_rank)
     ):
-        rows_hopper.specialised_grouped_linear(inputs, rows, w_EOI, b_EO, out_NO, low_rank)
+        rows_hopper.specialised_grouped_linear(
+            inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
+        )
         return out_NO
     weight, mode = weight_operand(w_EOI, tile)
     source, described = (inputs, False) if gather else row_operand(inputs, tile)

@@ -64,8 +64,13 @@ def specialised_grouped_linear(
     b_EO: Tensor | None,
     out_NO: Tensor,
     low_rank: tuple[Tensor, Tensor] | None,
+    group: int,
 ) -> None:
-    """Writes out_NO; see :func:`moe_patch.kernels.rows.grouped_linear`."""
+    """Writes out_NO; see :func:`moe_patch.kernels.rows.grouped_linear`.
+
+    Args:
+        group: row tiles that share a pass over the columns.
+    """
     O, I = w_EOI.shape[1:]
     depth_last = w_EOI.stride(2) == 1
     u_NR, l_EOR = low_rank if low_rank is not None else (inputs, w_EOI)
@@ -77,7 +82,7 @@ def specialised_grouped_linear(
         ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias, rows.plan.offsets_S, rows.table,
         rows.bound, columns, O, I, u_NR.shape[1], bias.stride(0), bias.stride(1),
         DEPTH_LAST=depth_last, LOW_RANK=low_rank is not None, BIASED=b_EO is not None,
-        GROUP=8, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
+        GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 

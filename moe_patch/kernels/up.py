@@ -60,7 +60,7 @@ def up(
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
     if tile.specialised and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
-        up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank)
+        up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
         return h_NH, a_NF
     weight, mode = weight_operand(w_EHD, tile, 2 if glu.gated and not glu.interleaved else 1)
     u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)

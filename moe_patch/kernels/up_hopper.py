@@ -71,8 +71,13 @@ def specialised_up(
     h_NH: Tensor,
     a_NF: Tensor,
     low_rank: tuple[Tensor, Tensor] | None,
+    group: int,
 ) -> None:
-    """Writes h_NH and a_NF, where they are not empty; see :func:`moe_patch.kernels.up.up`."""
+    """Writes h_NH and a_NF, where they are not empty; see :func:`moe_patch.kernels.up.up`.
+
+    Args:
+        group: row tiles that share a pass over the columns.
+    """
     F, D = w_EHD.shape[1] // 2, w_EHD.shape[2]
     u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
     bias = b_EH if b_EH is not None else x_TD
@@ -88,7 +93,7 @@ def specialised_up(
         u_NR.stride(0) // 8, rows.top_k, bias.stride(0), bias.stride(1),
         **glu_constants(glu, fast=approximate(x_TD)),
         LOW_RANK=low_rank is not None, BIASED=b_EH is not None, SAVE_H=save_h, SAVE_A=save_a,
-        GROUP=8, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
+        GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 
