@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,13 +37,15 @@ SHAPES = {
 
 
 def search_space(op: str) -> Iterator[Tile]:
-    """The Hopper tiles worth timing for an op."""
+    """The Hopper tiles worth timing for an op: the specialised kernel's, then the plain one's."""
     if op in ("dw2", "dw13"):
-        yield Tile(128, 256, 32, 8, 8, specialised=True)
+        for group in (1, 4, 8, 16):
+            yield Tile(128, 256, 32, 8, 8, specialised=True, group=group)
         for m, n, k, stages in [(128, 256, 32, 8), (128, 256, 64, 4), (256, 128, 32, 6)]:
             yield Tile(m, n, k, 8, stages)
     elif op == "dh":
-        yield Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True)
+        for group in (4, 8, 16):
+            yield Tile(128, 128, 64, 8, 4, descriptors=True, specialised=True, group=group)
         for n, warps, chunks, stages in [
             (128, 8, 2, 4),
             (128, 8, 4, 3),
@@ -51,19 +54,14 @@ def search_space(op: str) -> Iterator[Tile]:
         ]:
             yield Tile(128, n, 64, warps, stages, descriptors=True, chunks=chunks)
     else:
+        for group in (4, 8, 16):
+            yield Tile(128, 256, 64, 8, 3, descriptors=True, specialised=True, group=group)
         for n, stages in [(256, 3), (256, 4), (128, 4)]:
-            for persistent, flatten in [(False, False), (True, False), (True, op != "up")]:
-                if persistent or not flatten:
-                    yield Tile(
-                        128,
-                        n,
-                        64,
-                        8,
-                        stages,
-                        persistent=persistent,
-                        descriptors=True,
-                        flatten=flatten,
-                    )
+            plain = Tile(128, n, 64, 8, stages, descriptors=True)
+            yield plain
+            yield replace(plain, persistent=True)
+            if op != "up":
+                yield replace(plain, persistent=True, flatten=True)
 
 
 def compile_one(job: tuple[str, str, Tile]) -> str | None:
