@@ -19,7 +19,7 @@ from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
 from moe_patch.lora import HANDED_DOWN, is_packed, live_factors, to_lora
 from moe_patch.ops import Signals, experts_mlp
-from moe_patch.quant.tensor import QuantTensor
+from moe_patch.quant.tensor import QuantTensor, packed_weight
 from moe_patch.signals.rows import RowNorms
 from moe_patch.signals.slot import LayerSignals
 from moe_patch.types import ExpertWeights, Glu, Lora
@@ -96,7 +96,7 @@ def read_projection(
         live if live is not None else (getattr(experts, name), handed_down.get(name, []))
     )
     require_float(weight, f"{type(experts).__name__}.{name}")
-    w_EOI: Any = weight.weight if isinstance(weight, QuantTensor) else weight
+    w_EOI: Any = packed_weight(weight) if isinstance(weight, QuantTensor) else weight
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI
     lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora

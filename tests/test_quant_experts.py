@@ -150,18 +150,3 @@ def test_two_storages_in_one_call_are_refused() -> None:
     for w13, w2 in ((nf4[0], fp8[1]), (nf4[0], plain[1]), (nf4[0], turned[1])):
         with pytest.raises(UnsupportedOptionError, match="both in the same way"):
             run(ExpertWeights(w13, w2), make_leaves(torch.float32), random_ids(), GLUS["silu"])
-
-
-def test_a_compiled_call_sees_plain_tensors() -> None:
-    packed, _ = make_weights("nf4", False, torch.float32)
-    leaves, ids_TK = make_leaves(torch.float32), random_ids()
-
-    def call(x: Tensor) -> Tensor:
-        return experts_mlp(x, ids_TK, leaves[1], packed, GLUS["silu"])
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    grads = []
-    for function in (call, compiled):
-        x = leaves[0].clone().requires_grad_()
-        grads.append(torch.autograd.grad(function(x).square().sum(), x)[0])
-    assert_bits(grads[1], grads[0])

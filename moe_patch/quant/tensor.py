@@ -17,16 +17,19 @@ from torch import Tensor
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.quant.packed import PackedWeight
 
+SCALES = ("scale_0", "scale_1", "scale_2", "scale_3")
+
 
 class QuantTensor(Tensor):
     """A tensor [E, rows, columns] of floating dtype, as the module stores it, over packed bytes.
 
     Attributes:
-        weight: the storage; its ``transposed`` is always false here, since how a module reads its
-            weight is the family's affair.
+        stored_in, packed: storage and bytes, see :class:`PackedWeight`.
+        scale_0, ..: its scales. Tensors are attributes of their own so that Dynamo finds them.
     """
 
-    weight: PackedWeight
+    stored_in: str
+    packed: Tensor
 
     @staticmethod
     def __new__(cls, weight: PackedWeight) -> QuantTensor:
@@ -36,10 +39,17 @@ class QuantTensor(Tensor):
 
     def __init__(self, weight: PackedWeight) -> None:
         assert not weight.transposed
-        self.weight = weight
+        self.stored_in, self.packed = weight.storage, weight.packed
+        for name, scale in zip(SCALES, weight.scales, strict=False):
+            setattr(self, name, scale)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The storage, not transposed: how a module reads its weight is its family's affair."""
+        return packed_weight(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"QuantTensor({self.weight.storage}, {tuple(self.shape)}, {self.dtype})"
+        return f"QuantTensor({self.stored_in}, {tuple(self.shape)}, {self.dtype})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (self.weight, isinstance(self, torch.nn.Parameter))
@@ -51,24 +61,15 @@ class QuantTensor(Tensor):
         return memo[id(self)]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed", *(f"scales_{i}" for i in range(len(self.weight.scales)))], (
-            self.weight.storage,
-            self.weight.dtype,
-        )
-
-    def __getattr__(self, name: str) -> Tensor:
-        if name == "packed":
-            return self.weight.packed
-        if name.startswith("scales_"):
-            return self.weight.scales[int(name.removeprefix("scales_"))]
-        raise AttributeError(name)
+        return ["packed", *_scale_names(self.stored_in)], (self.stored_in, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantTensor:
-        scales = tuple(inner[f"scales_{i}"] for i in range(len(inner) - 1))
-        return QuantTensor(PackedWeight(context[0], inner["packed"], scales, context[1]))
+        storage, dtype = context
+        scales = tuple(inner[name] for name in _scale_names(storage))
+        return QuantTensor(PackedWeight(storage, inner["packed"], scales, dtype))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -82,6 +83,20 @@ class QuantTensor(Tensor):
                 "adding adapters); dequantize_experts gives plain weights"
             )
         return handler(*args, **(kwargs or {}))
+
+
+def packed_weight(tensor: QuantTensor) -> PackedWeight:
+    """The storage of a quantised parameter, also while Dynamo traces."""
+    scales = (
+        (tensor.scale_0, tensor.scale_1, tensor.scale_2, tensor.scale_3)  # type: ignore[attr-defined]
+        if tensor.stored_in == "nf4"
+        else (tensor.scale_0,)  # type: ignore[attr-defined]
+    )
+    return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype)
+
+
+def _scale_names(storage: str) -> tuple[str, ...]:
+    return SCALES if storage == "nf4" else SCALES[:1]
 
 
 def _rebuild(weight: PackedWeight, is_parameter: bool) -> QuantTensor:
