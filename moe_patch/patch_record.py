@@ -81,6 +81,9 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             if record.probe is not None:
                 call = functools.partial(function, module, record)
                 return record.probe.run(call, module, args, kwargs)
+            if record.taps is not None and record.role == "router":
+                call = functools.partial(function, module, record, **kwargs)
+                return record.taps.heard(call, record, args)
             return function(module, record, *args, **kwargs)
 
         setattr(run, _MARK, True)

@@ -14,12 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch import (
     PatchStateError,
+    UnsupportedModelError,
     UnsupportedOptionError,
     experts_torch,
     patch_model,
+    patch_report,
     record,
 )
+from moe_patch.discover import discover
 from moe_patch.signals import slot
+from moe_patch.signals.losses import router_logits
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
@@ -243,15 +247,70 @@ def test_recording_changes_no_bit() -> None:
         assert_bits(with_signals, without)
 
 
-@pytest.mark.parametrize("model_type", ["doge", "dbrx", "jetmoe", "zaya", "longcat_flash"])
-def test_what_a_family_cannot_give_is_none_and_said(model_type) -> None:
+FIELDS = (
+    "ids", "weights", "logits", "router_weights", "router_input", "tokens_per_expert", "load",
+    "act_norm", *GRADIENTS,
+)  # fmt: skip
+# What a family cannot give; every other field of every recipe is recorded.
+MISSING = {
+    "dbrx": FIELDS,
+    "doge": FIELDS,
+    "jetmoe": FIELDS,
+    "llama4": ("weights", "router_weights"),
+    "longcat_flash": ("act_norm", "grad_norm_output"),
+}
+
+
+@pytest.mark.parametrize("model_type", tiny_models.patchable())
+def test_every_field_of_every_family_is_recorded_or_named_as_missing(model_type) -> None:
     model = patch_model(tiny_models.build(model_type), self_check=False)
     with record(model, router_input=True) as recorder:
         tiny_models.loss(model(**tiny_models.inputs(model))).backward()
+    assert len(recorder.layers) == len(patch_report(model))
     for layer in recorder.layers.values():
-        assert layer.missing
-        for name in ("ids", "weights", "logits", "router_input", "act_norm", *GRADIENTS):
-            assert (getattr(layer, name) is None) == (name in layer.missing), name
+        missing = {name for name in FIELDS if getattr(layer, name) is None}
+        assert missing == layer.missing.keys() & set(FIELDS) == set(MISSING.get(model_type, ()))
+        if layer.ids is None:
+            continue
+        E = layer.tokens_per_expert.shape[0]
+        T, K = layer.ids.shape
+        assert layer.logits.shape[0] == layer.router_input.shape[0] == T
+        assert layer.logits.shape[1] >= E
+        assert torch.equal(layer.tokens_per_expert, slot.count_rows(layer.ids, E))
+        for name in {"weights", "act_norm", *GRADIENTS} - missing:
+            values = getattr(layer, name)
+            assert values.shape == (T, K), name
+            assert torch.isfinite(values).all(), name
+            assert values.any(), name
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "inkling", "zaya", "llama4", "deepseek_v4"])
+def test_routers_with_a_forward_of_their_own_are_recorded_as_transformers_returns(
+    model_type,
+) -> None:
+    """Logits and weights; smk_loss says that it cannot compute such logits again."""
+    reference = tiny_models.build(model_type).eval()
+    model = patch_model(copy.deepcopy(reference), self_check=False)
+    seen: list[Any] = []
+    for found in discover(reference):
+        for _, router in found.routers:
+            router.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    batch = tiny_models.inputs(model)
+    tiny_models.loss(reference(**batch)).backward()
+    with record(model, router_input=True) as recorder:
+        tiny_models.loss(model(**batch)).backward()
+    own = 0
+    for layer, (hidden, out) in zip(recorder.layers.values(), seen, strict=True):
+        logits, weights = (out[1], None) if model_type == "llama4" else out[:2]
+        assert_close(layer.logits, logits, FP32, "logits")
+        assert_close(layer.router_input, hidden.reshape(layer.router_input.shape), FP32, "input")
+        if weights is not None:
+            assert_close(layer.router_weights, weights, FP32, "weights")
+        if layer.no_logits is not None:
+            own += 1
+            with pytest.raises(UnsupportedModelError, match="run a forward of their own"):
+                router_logits(model, layer)
+    assert own
 
 
 def test_where_transformers_routes_the_experts_are_recorded() -> None:

@@ -150,6 +150,9 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
         bias: Tensor = read(router, patch.spec.bias)
         if type(bias).__name__ == "DTensor":
             require_whole(router, f"update_expert_bias: {layer.router_path}")
+        counts = layer.tokens_per_expert
+        if counts is not None and bias.numel() != counts.numel():
+            return None  # Zaya: one class more, which names no expert
         return bias
     if layer.bias is None:
         return None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
 from moe_patch.lora import is_param_wrapper, paused
 from moe_patch.patch_record import record_of
@@ -124,11 +124,17 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
 
     Raises:
         PatchStateError: the router's input was not recorded.
-        UnsupportedModelError: the router's parameters are sharded.
+        UnsupportedModelError: the router's parameters are sharded, or the family's router runs a
+            forward of its own.
     """
     if layer.router_input is None or layer.router_path is None:
         why = layer.missing.get("router_input", "use record(model, router_input=True)")
         raise PatchStateError(f"{layer.path}: no router input was recorded: {why}")
+    if layer.no_logits is not None:
+        raise UnsupportedModelError(
+            f"{layer.path}: the router's logits cannot be computed again: {layer.no_logits}; "
+            "accepted: blocks whose router runs moe_patch's common router forward"
+        )
     router = model.get_submodule(layer.router_path)
     patch = record_of(router)
     if patch is None:

@@ -14,7 +14,7 @@ from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
 from moe_patch.patch_record import ModulePatch, record_of
-from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps
+from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps, fused
 
 KEEP = ("load", "all")
 
@@ -172,10 +172,12 @@ def router_obstacle(block: FoundBlock) -> str | None:
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
     """An empty layer that knows what this block cannot give."""
     layer = LayerSignals(block.path, keeps_input=router_input)
-    if (why := router_obstacle(block)) is not None:
-        layer.missing |= dict.fromkeys(("logits", "router_weights", "router_input"), why)
-    layout = block.spec.layout
-    if not block.experts or (layout is not None and not layout.fused):
+    layer.no_logits = router_obstacle(block)
+    own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
+    if layer.no_logits and not (own and all(own) and fused(block.spec)):
+        seen = ("logits", "router_weights", "router_input")
+        layer.missing |= dict.fromkeys(seen, layer.no_logits)
+    if not block.experts or not fused(block.spec):
         why = f"the experts of {block.model_type} are stored in a layout of their own"
         names = ("ids", "weights", "tokens_per_expert", "load", *SIGNALS)
         layer.missing |= dict.fromkeys(names, why)
@@ -183,7 +185,8 @@ def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
         # Its routing weights scale the experts' input: rows arrive one by one, already weighted.
         router = block.routers[0][1]
         layer.rows_per_token = read(router, block.spec.params["top_k"])
-        layer.missing["weights"] = "routing weights multiply the experts' input in this family"
+        why = "routing weights multiply the experts' input in this family"
+        layer.missing |= dict.fromkeys(("weights", "router_weights"), why)
     elif block.spec.experts_forward is not None:
         why = f"{block.model_type} adds identity experts outside the experts operator"
         layer.missing |= dict.fromkeys(("act_norm", "grad_norm_output"), why)

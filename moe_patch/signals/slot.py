@@ -70,6 +70,26 @@ class Taps:
             self.layer.routed(self.path, spec, hidden, args, routing)
         return routing
 
+    def heard(self, call: Callable[..., Any], record: Any, args: tuple) -> Any:
+        """A router's call; what a forward of a family's own returns is recorded."""
+        spec = record.spec
+        if self.layer is None or spec.router_forward is None:
+            return call(*args)
+        return self.eagerly(self._heard, call, spec, *args)
+
+    def _heard(self, call: Callable[..., Any], spec: FamilySpec, hidden: Tensor, *args: Any) -> Any:
+        out = call(hidden, *args)
+        if self.layer is not None and isinstance(out, tuple) and fused(spec):
+            # Llama-4's router returns dense scores and logits, the others logits, weights, ids.
+            logits_TE, weights_TK = (out[1], None) if len(out) == 2 else out[:2]
+            self.layer.returned(self.path, hidden, logits_TE, weights_TK)
+        return out
+
+
+def fused(spec: FamilySpec) -> bool:
+    """Whether the experts operator reads the family's experts as they are stored."""
+    return spec.layout is None or spec.layout.fused
+
 
 @dataclass
 class LayerSignals:
@@ -89,11 +109,13 @@ class LayerSignals:
         tokens_per_expert: [E] int64, rows of the newest forward.
         load: [E] int64, rows of all forwards since the last ``Recorder.step``.
         router_path: path of the router module that ran.
+        no_logits: why ``smk_loss`` cannot compute this router's logits again, or None.
     """
 
     path: str
     missing: dict[str, str] = field(default_factory=dict)
     keeps_input: bool = False
+    no_logits: str | None = None
     ids: Tensor | None = None
     weights: Tensor | None = None
     logits: Tensor | None = None
@@ -146,10 +168,18 @@ class LayerSignals:
         """Keep what the router saw and decided."""
         if self._is_recompute():
             return
-        self.router_path = path
-        self.logits = routing.logits_TE.detach()
-        self.router_weights = routing.weights_TK.detach()
+        self.returned(path, hidden, routing.logits_TE, routing.weights_TK)
         self.bias = args[spec.bias.index - 1] if isinstance(spec.bias, Arg) else None
+
+    def returned(
+        self, path: str, hidden: Tensor, logits_TE: Tensor, weights_TK: Tensor | None
+    ) -> None:
+        """Keep what a router saw and returned."""
+        if self._is_recompute():
+            return
+        self.router_path = path
+        self.logits = logits_TE.detach()
+        self.router_weights = None if weights_TK is None else weights_TK.detach()
         if self.keeps_input:
             self.router_input = hidden.detach().reshape(-1, hidden.shape[-1])
 
