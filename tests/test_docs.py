@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import warnings
+from glob import glob
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import transformers
 import yaml
 
 from moe_patch import PatchConfig
-from moe_patch.cli import main
+from moe_patch.cli import bench, main
 from moe_patch.train import data
 from moe_patch.train.config import make_config
 from scripts import docs
@@ -64,6 +65,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Reading the whole standard library is tested elsewhere.
     monkeypatch.setattr(data, "stdlib_docstrings", lambda: iter([TEXT]))
+    monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
     return tmp_path
 
 
@@ -93,8 +95,9 @@ def test_blocks_run(blocks: list[Block], checkout, capfd):
 
 def _run(command: str, cwd: Path) -> int:
     """The command line in this process, where no shell is needed for it; all else by bash."""
-    if command.startswith(OWN) and not set("|>&$`*") & set(command):
-        return main(shlex.split(command)[1 if command.startswith(OWN[0]) else 3 :])
+    if command.startswith(OWN) and not set("|>&$`") & set(command):
+        words = shlex.split(command)[1 if command.startswith(OWN[0]) else 3 :]
+        return main([each for word in words for each in (sorted(glob(word)) or [word])])
     return _shell(command, cwd)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import moe_patch
 from moe_patch._version import __version__
+from scripts import matrix
 
 ROOT = Path(moe_patch.__file__).parents[1]
 
@@ -82,3 +83,23 @@ def test_runs_from_the_wheel_alone(wheel, tmp_path):
     assert done.stdout.startswith(str(wheel))
     assert "usage: moe_patch" in done.stdout
     assert "is part of a source checkout" in done.stderr
+
+
+def test_pages_name_the_lower_bounds_of_the_dependencies():
+    """As the version matrix installs them."""
+    bounds = dict(pin.split("==") for pin in matrix.lower_bounds())
+    names = {"torch": "torch", "transformers": "transformers", "peft": "PEFT"}
+    for page in (ROOT / "README.md", ROOT / "docs" / "getting-started.md"):
+        text = page.read_text(encoding="utf-8")
+        for package, name in names.items():
+            assert f"{name} {bounds[package]}" in text, f"{page.name}: {name} {bounds[package]}"
+
+
+def test_the_matrix_covers_the_promised_pythons():
+    assert {environment.python for environment in matrix.ENVIRONMENTS} == {"3.11", "3.12"}
+    assert {environment.oldest for environment in matrix.ENVIRONMENTS} == {True, False}
+
+
+def test_the_matrix_says_what_to_do_without_a_python():
+    with pytest.raises(SystemExit, match=r"no Python 2\.99 here: install it"):
+        matrix.find_python("2.99")
