@@ -133,7 +133,8 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
         return wrapper.base_layer(x, *args, **kwargs)
     finally:
         if previous is None:
-            del base.__dict__[HANDED_DOWN]
+            # Not by way of __dict__: Dynamo of torch 2.11 traces no deletion there.
+            delattr(base, HANDED_DOWN)
         else:
             base.__dict__[HANDED_DOWN] = previous
 
