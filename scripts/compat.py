@@ -2,10 +2,11 @@
 
     python scripts/compat.py                    run every proof that this machine can run
     python scripts/compat.py --rows ep tp       some of them
+    python scripts/compat.py --on card          only those that use CUDA devices
     python scripts/compat.py --table            only write docs/compatibility.md from the rows
 
-A proof is a selection of tests. Each run appends one line to benchmarks/results/compat.jsonl; the
-table shows the newest line of each proof.
+A proof is a selection of tests (scripts/compat_proofs.py). Each run appends one line to
+benchmarks/results/compat.jsonl; the table shows the newest line of each proof for each place.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,125 +27,56 @@ ROOT = Path(__file__).resolve().parents[1]
 # The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
 sys.path.insert(1, str(ROOT))
 
+import torch  # noqa: E402
 from bench_lib.rows import commit_of, machine, new_run  # noqa: E402
+from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "compat.jsonl"
 DOC = ROOT / "docs" / "compatibility.md"
 PACKAGES = ("transformers", "peft", "accelerate")
 TIMEOUT_S = 600
 FIELDS = (
-    "row", "test", "command", "card", "world", "torch", "triton", *PACKAGES, "commit", "result",
-    "seconds", "date",
+    "row", "test", "command", "card", "world", "torch", "triton", *PACKAGES, "stack", "commit",
+    "result", "seconds", "date",
 )  # fmt: skip
+COLLECTED = re.compile(r"^COLLECTED (tests/.+)$")
+OUTCOME = re.compile(r"^(tests/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 
 
-@dataclass(frozen=True)
-class Proof:
-    """One line of the table.
-
-    Attributes:
-        row: what it belongs to, as in the table.
-        shows: what the tests show, in words.
-        file, select: a test file and the -k expression in it ("" = the whole file).
-        world: number of processes that the tests start.
-        good: what it means if the tests pass, "pass" or "refused" (by name, at patch time).
-    """
-
-    row: str
-    shows: str
-    file: str
-    select: str = ""
-    world: int = 1
-    good: str = "pass"
-
-    @property
-    def test(self) -> str:
-        """The selection as one text."""
-        return f"tests/{self.file}" + (f" -k '{self.select}'" if self.select else "")
+def uses_cards(proof: Proof) -> bool:
+    """Whether the proof's tests compute on CUDA devices here."""
+    return proof.on != "cpu" and torch.cuda.device_count() >= proof.world
 
 
-PROOFS = (
-    Proof("checkpointing", "exact ties, 20 steps, both kinds; early stop; a raising forward; "
-          "selective", "test_stack_checkpointing.py"),
-    Proof("checkpointing", "adapters, both wrap orders", "test_lora_training.py", "checkpointing"),
-    Proof("checkpointing", "frozen base", "test_block_training.py", "checkpointing"),
-    Proof("compile", "fullgraph block and model, dynamic T, patch before and after",
-          "test_stack_compile.py"),
-    Proof("compile", "blocks with adapters", "test_lora_training.py", "compiled"),
-    Proof("compile", "blocks of special families", "test_special_contracts.py", "compiles"),
-    Proof("autocast", "casts after patching, bias dtypes, training under autocast",
-          "test_stack_dtypes.py"),
-    Proof("autocast", "mixed dtypes in one block", "test_block_training.py",
-          "mixed_dtypes or autocast"),
-    Proof("autocast", "adapters", "test_lora_training.py", "autocast"),
-    Proof("ddp", "ranks that use different experts; full and LoRA", "test_stack_ranks.py", "ddp",
-          world=2),
-    Proof("ddp", "the training command under torchrun", "test_train.py", "two_processes", world=2),
-    Proof("ddp", "accelerate launch with configs/accelerate/ddp_cpu.yaml", "test_stack_launch.py",
-          world=2),
-    Proof("fsdp2", "layers, experts, accelerate's plugin; full and LoRA; saved state; bf16 policy",
-          "test_stack_ranks.py", "fsdp2", world=2),
-    Proof("fsdp2", "through transformers' distributed config", "test_stack_parallel.py",
-          "fsdp and not refused", world=2),
-    Proof("zero3", "partitioned weights are not read when patched (no training)",
-          "test_stack_loading.py", "no_size"),
-    Proof("ep", "all-to-all and all-reduce with sentinels, with FSDP; generate",
-          "test_stack_parallel.py", "ep and not refused", world=2),
-    Proof("ep", "adapters on experts that live on another rank (PEFT alone fails too)",
-          "test_stack_parallel.py", "refused and qwen3_moe", world=2, good="refused"),
-    Proof("ep", "closures around the experts' forward, adapters", "test_lora_training.py",
-          "closure or local_weight"),
-    Proof("tp", "loss, gradients, generate", "test_stack_parallel.py", "tp and not refused",
-          world=2),
-    Proof("tp", "experts that transformers does not decorate (llama4)",
-          "test_stack_parallel.py", "refused and llama4", world=2, good="refused"),
-    Proof("device_map", "meta before weights load, disk, from_pretrained", "test_stack_loading.py",
-          "not no_size"),
-    Proof("device_map", "cpu_offload", "test_wrappers.py", "cpu_offload"),
-    Proof("generate", "greedy, sampling, beam, static cache, no cache", "test_stack_generate.py"),
-    Proof("generate", "each experts implementation", "test_wrappers.py", "generate"),
-    Proof("trainer", "MoePatchCallback: losses, best model, resume, accumulation; EMA",
-          "test_stack_trainer.py"),
-    Proof("trainer", "the training command: resume", "test_train.py", "resume"),
-    Proof("axolotl", "the plugin against the documented interface", "test_stack_axolotl.py"),
-    Proof("lifecycle", "patch, undo, hooks, shared configs", "test_lifecycle.py"),
-    Proof("lifecycle", "every family", "test_lifecycle_all.py"),
-    Proof("lifecycle", "deepcopy, pickle, saved files", "test_copies.py"),
-    Proof("lifecycle", "hooks fire once", "test_families.py", "fire_once"),
-    Proof("conflicts", "forwards replaced as Liger and hub kernels do (stand-ins), nn.DataParallel",
-          "test_stack_conflicts.py", good="refused"),
-    Proof("conflicts", "experts kept as a ModuleList", "test_refusals.py", "module_list",
-          good="refused"),
-)  # fmt: skip
-
-NOT_RUN = (
-    ("checkpointing", "device memory at step 50 against step 5", "needs a GPU"),
-    ("compile", "no host sync after warm-up (sync debug mode); inductor", "needs a GPU"),
-    ("ddp, fsdp2", "NCCL; configs/accelerate/ddp.yaml and fsdp2.yaml", "needs two GPUs"),
-    ("zero3", "training, saving, LoRA, leaf modules", "DeepSpeed is not installed here"),
-    ("ep, tp", "four ranks; throughput at 1, 2 and 4", "needs four GPUs"),
-    ("device_map", "a block on another device than the current one", "needs two GPUs"),
-    ("generate", "compiled decode, CUDA-graph capture at T = 1 and 8", "needs a GPU"),
-    ("trl", "SFT, DPO, GRPO", "TRL is not installed here"),
-    ("axolotl", "a training run", "axolotl pins an older transformers than the one tested here"),
-)
-
-
-def run(proof: Proof, where: dict[str, Any], commit: str, date: str) -> dict[str, Any]:
-    """One proof in a process of its own, as a row."""
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{proof.file}"]
-    command += ["-k", proof.select] if proof.select else []
-    start = time.monotonic()
+def version_of(distribution: str | None) -> str | None:
+    """ "name version" of an installed distribution; None without one."""
+    if distribution is None:
+        return None
     try:
-        done = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
-        good, output = done.returncode == 0, done.stdout
-    except subprocess.TimeoutExpired:
-        good, output = False, f"stopped after {TIMEOUT_S} s"
-    print(f"{proof.row:14} {proof.test}: {output.strip().splitlines()[-1]}", flush=True)
-    if not good:
-        print(output)
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def obstacle(proof: Proof) -> str | None:
+    """Why the proof cannot run here."""
+    if proof.on == "card" and not uses_cards(proof):
+        return f"needs {proof.world} CUDA device(s)"
+    if proof.needs is not None and version_of(proof.needs) is None:
+        return f"{proof.needs} is not installed"
+    return None
+
+
+def environment(device: str = "cpu", needs: str | None = None) -> dict[str, Any]:
+    """The card and the versions, as rows have them."""
+    place = machine(device)
+    found = {name: place[name] for name in ("card", "torch", "triton")}
+    found |= {name: importlib.metadata.version(name) for name in PACKAGES}
+    return found | {"stack": version_of(needs)}
+
+
+def row_of(proof: Proof, good: bool, seconds: float, commit: str, date: str) -> dict[str, Any]:
+    """The row of a proof that was run here just now."""
     values = {
         "row": proof.row,
         "test": proof.test,
@@ -151,17 +84,84 @@ def run(proof: Proof, where: dict[str, Any], commit: str, date: str) -> dict[str
         "world": proof.world,
         "commit": commit,
         "result": proof.good if good else "fail",
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": round(seconds, 1),
         "date": date,
-    } | where
+    } | environment("cuda" if uses_cards(proof) else "cpu", proof.needs)
     return {name: values[name] for name in FIELDS}
 
 
-def environment() -> dict[str, Any]:
-    """The card and the versions."""
-    place = machine("cpu")
-    versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    return {name: place[name] for name in ("card", "torch", "triton")} | versions
+def run_alone(proof: Proof, timeout: float) -> tuple[bool, float]:
+    """One proof in a process of its own: whether its tests passed, and the seconds."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{proof.file}"]
+    command += ["-k", proof.select] if proof.select else []
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout
+        )
+        # A selection whose tests were all skipped is no proof.
+        good, output = done.returncode == 0 and " passed" in done.stdout, done.stdout
+    except subprocess.TimeoutExpired:
+        good, output = False, f"stopped after {timeout} s"
+    print(f"{proof.row:14} {proof.test}: {output.strip().splitlines()[-1]}", flush=True)
+    if not good:
+        print(output)
+    return good, time.monotonic() - start
+
+
+def selects(proof: Proof, test: str) -> bool:
+    """Whether a proof's selection takes a test ("tests/file.py::name[case]"), as -k would."""
+    file, _, name = test.partition("::")
+    if file != f"tests/{proof.file}":
+        return False
+
+    def holds(word: str) -> str:
+        return word if word in ("and", "or", "not") else str(word in name)
+
+    # Words, and, or, not: checked by tests/test_stack_compat.py.
+    return not proof.select or eval(" ".join(map(holds, proof.select.split())))
+
+
+def run_together(proofs: list[Proof], timeout: float) -> dict[Proof, tuple[bool, float]]:
+    """All proofs in one pytest process, which pays for start-up once.
+
+    A proof some of whose tests did not end in time is left out.
+    """
+    files = sorted({f"tests/{proof.file}" for proof in proofs})
+    command = ["-m", "pytest", "-v", "--tb=short", "--show-capture=no", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "compat_listing", *files]
+    if all(proof.select for proof in proofs):
+        command += ["-k", " or ".join(f"({proof.select})" for proof in proofs)]
+    command = ["timeout", "-s", "INT", "-k", "10", str(timeout), sys.executable, *command]
+    paths = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    expected, ended, last = [], {}, time.monotonic()
+    for line in process.stdout:
+        if found := COLLECTED.match(line):
+            expected.append(found[1])
+        else:
+            print(line, end="", flush=True)
+        if found := OUTCOME.match(line):
+            now = time.monotonic()
+            ended[found[1]] = (found[2], now - last)
+            last = now
+    process.wait()
+    results = {}
+    for proof in proofs:
+        own = [test for test in expected if selects(proof, test)]
+        if missing := [test for test in own if test not in ended]:
+            print(f"{proof.row:14} {proof.test}: not ended, {len(missing)} of {len(own)} tests")
+            continue
+        words = {ended[test][0] for test in own} - {"SKIPPED"}
+        results[proof] = (words == {"PASSED"}, sum(ended[test][1] for test in own))
+    return results
 
 
 def stored() -> list[dict[str, Any]]:
@@ -169,84 +169,118 @@ def stored() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
 
 
+def place_of(row: dict[str, Any]) -> str:
+    """The card of a row as the table names it."""
+    card = row["card"].partition(",")[0]
+    return card if card.startswith("CPU") or row["world"] == 1 else f"{row['world']} x {card}"
+
+
+def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """A proof's lines of the table: one for each place and result, with all releases tested."""
+    newest = {
+        (place_of(row), row["transformers"], row["torch"]): row
+        for row in rows
+        if (row["row"], row["test"]) == (proof.row, proof.test)
+    }
+    if not newest:
+        cells = [proof.row, proof.shows, "not run", str(proof.world), *[""] * 5, f"`{proof.test}`"]
+        return [f"| {' | '.join(cells)} |"]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for (place, *_), row in newest.items():
+        groups.setdefault((place, row["result"]), []).append(row)
+    lines = []
+    for (place, result), group in groups.items():
+        releases = (
+            ", ".join(sorted({row[name] for row in group})) for name in ("transformers", "torch")
+        )
+        last = group[-1]
+        cells = [
+            proof.row, proof.shows, result, str(last["world"]), *releases, last["stack"] or "",
+            place, last["commit"][:7], f"`{proof.test}`",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def document(rows: list[dict[str, Any]]) -> str:
-    """docs/compatibility.md: the newest row of every proof, and what was not run."""
-    newest = {(row["row"], row["test"]): row for row in rows}
+    """docs/compatibility.md: the newest rows of every proof, and what was not run."""
     lines = [
-        "# Compatibility", "",
-        "Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.", "",
-        "`refused`: an error that names the module, when the model is patched; for adapters under "
-        "`ep`, at the first call.", "",
-        "| row | shown | result | ranks | transformers | torch | on | commit | tests |",
-        "|---|---|---|---|---|---|---|---|---|",
+        INTRODUCTION, "",
+        "| row | shown | result | ranks | transformers | torch | with | on | commit | tests |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for proof in PROOFS:
-        row = newest.get((proof.row, proof.test))
-        if row is None:
-            cells = [proof.row, proof.shows, "not run", *[""] * 5, f"`{proof.test}`"]
-        else:
-            cells = [
-                proof.row, proof.shows, row["result"], str(row["world"]), row["transformers"],
-                row["torch"], row["card"].partition(",")[0], row["commit"][:7], f"`{proof.test}`",
-            ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += _versions(newest.values())
+        lines += lines_of(proof, rows)
+    lines += versions(rows)
     lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
     lines += [f"| {' | '.join(entry)} |" for entry in NOT_RUN]
     return "\n".join([*lines, "", NOTES])
 
 
-def _versions(rows: Iterable[dict[str, Any]]) -> list[str]:
+def versions(rows: list[dict[str, Any]]) -> list[str]:
     """The whole suite on the oldest and newest versions (scripts/matrix.py)."""
     names = ("test", "torch", *PACKAGES, "result", "seconds", "commit")
     lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for row in rows:
-        if row["row"] == "versions":
-            cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
-            lines.append(f"| {' | '.join(cells)} |")
+    newest = {row["test"]: row for row in rows if row["row"] == "versions"}
+    for row in newest.values():
+        cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-NOTES = """\
-## Notes
-
-- **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
-- **axolotl**: the tests use its documented hooks, since it pins another transformers. Its own
-  plugin manager, 0.19.0 from the unpacked wheel, was run by hand: it loads the plugin and calls it.
-- **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
-  one warning says so. Liger, the kernels library and DeepSpeed are not installed here.
-- **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
-  `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
-- **Expert parallelism before `ep_size`** (transformers 5.17 checked by hand): transformers wraps
-  the router as well; the router stays its own, the experts are ours (tier `experts`).
-- **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
-  reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
-  `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert
-  parallelism (ours take them); after `generate` under its FSDP config the next step has no
-  right gradient for `norm` and `lm_head`; a full fine-tuning resumed from a checkpoint does not
-  repeat the losses of the whole run (the resumed losses are equal with and without the patch).
-"""
-
-
-def main() -> int:
-    """Run and store, or only write the table."""
+def arguments() -> argparse.Namespace:
+    """The command line, checked."""
     parser = argparse.ArgumentParser(description="Prove compatibility rows and write the table.")
     names = sorted({proof.row for proof in PROOFS})
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
+    parser.add_argument("--on", choices=("cpu", "card"), help="only proofs that compute there")
+    parser.add_argument("--world", type=int, help="only proofs with this many processes or cards")
+    parser.add_argument("--match", default="", help="only proofs whose tests contain this text")
+    parser.add_argument("--together", action="store_true", help="one pytest process for all")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each process")
+    parser.add_argument("--out", type=Path, default=ROWS, help="append the rows to this file")
+    parser.add_argument("--commit", help="HEAD, where the tree was copied without its .git")
     options = parser.parse_args()
-    failed = 0
-    if not options.table:
-        commit, where, (_, date) = commit_of(ROOT), environment(), new_run()
-        if commit is None:
-            parser.error(f"{ROOT} is not a git checkout; rows name the commit")
-        ROWS.parent.mkdir(parents=True, exist_ok=True)
-        for proof in (p for p in PROOFS if p.row in options.rows):
-            row = run(proof, where, commit, date)
-            failed += row["result"] == "fail"
-            with ROWS.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-    DOC.write_text(document(stored()), encoding="utf-8")
+    options.commit = options.commit or commit_of(ROOT)
+    if options.commit is None and not options.table:
+        parser.error(f"{ROOT} is not a git checkout; rows name the commit: pass --commit")
+    return options
+
+
+def chosen(options: argparse.Namespace) -> list[Proof]:
+    """The proofs to run; prints those that were asked for and cannot run here."""
+    proofs = []
+    for proof in PROOFS:
+        place = "card" if uses_cards(proof) else "cpu"
+        if proof.row not in options.rows or options.world not in (None, proof.world):
+            continue
+        if options.match not in proof.test:
+            continue
+        if (why := obstacle(proof)) is not None:
+            print(f"{proof.row:14} {proof.test}: not run, {why}")
+        elif options.on in (None, place):
+            proofs.append(proof)
+    return proofs
+
+
+def main() -> int:
+    """Run and store, or only write the table."""
+    options, failed = arguments(), 0
+    proofs = [] if options.table else chosen(options)
+    _, date = new_run()
+    together = run_together(proofs, options.timeout) if options.together and proofs else {}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for proof in proofs:
+        if options.together and proof not in together:
+            continue
+        good, seconds = together.get(proof) or run_alone(proof, options.timeout)
+        row = row_of(proof, good, seconds, options.commit, date)
+        failed += row["result"] == "fail"
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    if options.out == ROWS:
+        DOC.write_text(document(stored()), encoding="utf-8")
     return 1 if failed else 0
 
 

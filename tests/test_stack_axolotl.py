@@ -1,8 +1,8 @@
 """The axolotl plugin against the interface that axolotl documents.
 
-axolotl pins its own transformers and cannot be installed beside the one tested here, so its two
-modules that the plugin meets are stood in for, by names and signatures. Where axolotl is
-installed, the real ones are used.
+axolotl pins its own transformers and cannot be installed whole beside the one tested here, so the
+base class that the plugin meets is stood in for, by names and signatures. Where axolotl can be
+imported (its wheel alone will do), its own base class and plugin manager are used.
 """
 
 from __future__ import annotations
@@ -131,3 +131,43 @@ def test_a_dense_model_is_an_error(plugin):
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
     with pytest.raises(UnsupportedModelError, match="no MoE block"):
         plugin.post_model_load(Config(), model)
+
+
+@pytest.fixture
+def own_manager():
+    """axolotl's manager, as its loader uses it, without plugins of other tests."""
+    base = pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
+    base.PluginManager._instance = None
+    yield base.PluginManager.get_instance()
+    base.PluginManager._instance = None
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_own_manager_loads_and_calls_the_plugin(own_manager, lora):
+    from axolotl.utils.dict import DictDefault
+
+    own_manager.register(PLUGIN)
+    assert list(own_manager.plugins) == [PLUGIN]
+    (args,) = own_manager.get_input_args()
+    module_name, _, class_name = args.rpartition(".")
+    assert hasattr(importlib.import_module(module_name), class_name)
+    own_manager.cfg = cfg = DictDefault({"plugins": [PLUGIN], "moe_patch": {"ties": "torch"}})
+    own_manager.pre_model_load(cfg)
+    model = tiny_models.build("qwen3_moe")
+    own_manager.post_model_build(cfg, model)
+    own_manager.pre_lora_load(cfg, model)
+    model = adapt(model, lora_config(EXPERTS)) if lora else model
+    own_manager.post_lora_load(cfg, model)
+    assert not patch_report(model)
+    own_manager.post_model_load(cfg, model)
+    reports = patch_report(model)
+    assert {row.tier for row in reports} == {"full"}
+    assert all(("fused" in row.lora) == lora for row in reports)
+
+
+def test_own_manager_passes_a_conflict_on(own_manager):
+    from axolotl.utils.dict import DictDefault
+
+    own_manager.register(PLUGIN)
+    with pytest.raises(UnsupportedOptionError, match="both serve the experts"):
+        own_manager.pre_model_load(DictDefault({"use_scattermoe": True}))

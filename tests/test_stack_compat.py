@@ -34,9 +34,26 @@ def test_every_proof_selects_tests(compat):
     for proof in compat.PROOFS:
         source = (ROOT / "tests" / proof.file).read_text(encoding="utf-8")
         names = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        assert re.fullmatch(r"[\w ]*", proof.select), "one process for all proofs knows no more"
         for word in set(re.findall(r"\w+", proof.select)) - {"and", "or", "not"}:
             text = "\n".join(n for n in names if n.startswith("test_")) + source
             assert word in text, f"{proof.test}: nothing is called {word}"
+
+
+@pytest.mark.parametrize(
+    ("select", "name", "taken"),
+    [
+        ("", "test_a[x]", True),
+        ("ep and ranks2", "test_two[qwen3_moe-ep-ranks2]", True),
+        ("ep and ranks2", "test_two[qwen3_moe-ep-ranks4]", False),
+        ("not a", "test_b", True),
+        ("a or c", "test_b", False),
+    ],
+)
+def test_a_selection_is_read_as_pytest_reads_it(compat, select, name, taken):
+    proof = compat.Proof("row", "shows", "test_file.py", select)
+    assert compat.selects(proof, f"tests/test_file.py::{name}") == taken
+    assert not compat.selects(proof, f"tests/test_other.py::{name}")
 
 
 def test_document_is_made_from_the_rows(compat):
@@ -52,9 +69,15 @@ def test_a_failure_shows_and_the_newest_row_counts(compat):
     proof = compat.PROOFS[0]
     row = dict.fromkeys(compat.FIELDS, "x") | {"row": proof.row, "test": proof.test}
     failed, passed = row | {"result": "fail"}, row | {"result": "pass"}
-    for rows, shown in (([passed, failed], "fail"), ([failed, passed], "pass")):
-        (line,) = [t for t in compat.document(rows).splitlines() if f"`{proof.test}`" in t]
-        assert line.split(" | ")[2] == shown
+    for rows, shown in (
+        ([passed, failed], ["fail"]),
+        ([failed, passed], ["pass"]),
+        ([passed, passed | {"card": "y"}], ["pass", "pass"]),
+        ([passed, passed | {"transformers": "y"}], ["pass"]),
+        ([passed, failed | {"transformers": "y"}], ["pass", "fail"]),
+    ):
+        lines = [t for t in compat.document(rows).splitlines() if f"`{proof.test}`" in t]
+        assert [line.split(" | ")[2] for line in lines] == shown
     assert "| not run |" in compat.document([])
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from types import MethodType
 
 import pytest
@@ -130,3 +134,55 @@ def test_a_router_inside_expert_parallelism_stays_its_own(model_type):
     patch_model(model)
     unpatch_model(model)
     assert_unchanged(before, snapshot(model))
+
+
+LIGER = """
+from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+model = tiny_models.build("qwen3_moe")
+_apply_liger_kernel_to_instance(model, rope=False, rms_norm=False, swiglu=True,
+                                fused_linear_cross_entropy=False)
+"""
+KERNELS = """
+import kernels
+from torch import nn
+class MegaBlocksMoeMLP(nn.Module):
+    can_torch_compile, has_backward = False, True
+    def forward(self, hidden_states):
+        return hidden_states * 0, None
+class Repository(kernels.LocalLayerRepository):
+    def load(self):
+        return MegaBlocksMoeMLP
+model = tiny_models.build("gpt_oss")
+# As transformers' decorator does with the releases of kernels that it knows.
+kernels.replace_kernel_forward_from_hub(type(model.model.layers[0].mlp), "MegaBlocksMoeMLP")
+found = {"MegaBlocksMoeMLP": {"cpu": Repository("none", layer_name="MegaBlocksMoeMLP")}}
+with kernels.use_kernel_mapping(found, inherit_mapping=False):
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=True)
+"""
+REFUSED = """
+from moe_patch import UnsupportedModelError, patch_model
+try:
+    patch_model(model)
+except UnsupportedModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "code", "named"),
+    [("liger_kernel", LIGER, "LigerExperts"), ("kernels", KERNELS, "MegaBlocksMoeMLP")],
+    ids=["liger", "kernels"],
+)
+def test_own_library(library, code, named):
+    """What the real library binds is refused; it changes classes, so in a process of its own."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tests import tiny_models\n{code}{REFUSED}"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (sentence,) = done.stdout.strip().splitlines()
+    assert named in sentence
+    assert "layers.0.mlp" in sentence

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.generation import CompileConfig
 
 import moe_patch.experts_module
 from moe_patch import patch_model, unpatch_model
@@ -58,6 +59,24 @@ def test_tokens_equal_the_unpatched_models(name, way, monkeypatch):
     unpatch_model(model)
     assert model.get_experts_implementation() == setting
     assert torch.equal(generate(model, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_compiled_decoding(name):
+    """generate compiles its decode step whole where the cache is static."""
+    torch._dynamo.reset()
+    model = tiny_models.build(name, output_router_logits=False).eval()
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    expected = generate(model, **WAYS["static cache"], disable_compile=True)
+    setting = model.get_experts_implementation()
+    patch_model(model)
+    config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
+    config._compile_all_devices = True  # transformers' own switch for tests without a GPU
+    compiled = torch._dynamo.utils.counters["stats"]
+    compiled.clear()
+    assert torch.equal(generate(model, **WAYS["static cache"], compile_config=config), expected)
+    assert compiled["unique_graphs"] >= 1
+    assert model.get_experts_implementation() == setting
 
 
 def test_generation_inside_training():

@@ -86,12 +86,17 @@ def parallel(rank, model_class, folder, options):
 
 CASES = [(name, layout, 2) for name in ("qwen3_moe", "gpt_oss") for layout in layouts(2)]
 CASES += [("qwen2_moe", "ep", 2), ("qwen2_moe", "tp", 2), ("deepseek_v3", "ep", 2)]
+RANKS = {2: "ranks2", 4: "ranks4"}
 # Four ranks share four heads, so that they need keys and values for each.
 CASES += [("qwen3_moe", layout, 4) for layout in ("ep", "tp", "fsdp")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "layout", "world"), CASES)
+@pytest.mark.parametrize(
+    ("name", "layout", "world"),
+    CASES,
+    ids=[f"{name}-{layout}-{RANKS[world]}" for name, layout, world in CASES],
+)
 def test_ranks_equal_one_process(tmp_path, name, layout, world):
     over = {"num_key_value_heads": 4} if world == 4 else {}
     model = tiny_models.build(name, vocab_size=100, **over)

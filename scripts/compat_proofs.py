@@ -1,0 +1,163 @@
+"""The proofs behind docs/compatibility.md, and what that page says beside them. Data only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One line of the table.
+
+    Attributes:
+        row: what it belongs to, as in the table.
+        shows: what the tests show, in words.
+        file, select: a test file and the -k expression in it ("" = the whole file).
+        world: number of processes, or of cards, that the tests use.
+        on: where: "cpu", "card" (CUDA devices, ``world`` of them), or "ranks" (one CUDA device for
+            each of ``world`` processes if there are as many, else the CPU).
+        needs: the distribution that the tests need beside the dependencies; its version is kept.
+        good: what it means if the tests pass, "pass" or "refused" (by name, at patch time).
+    """
+
+    row: str
+    shows: str
+    file: str
+    select: str = ""
+    world: int = 1
+    on: str = "cpu"
+    needs: str | None = None
+    good: str = "pass"
+
+    @property
+    def test(self) -> str:
+        """The selection as one text."""
+        return f"tests/{self.file}" + (f" -k '{self.select}'" if self.select else "")
+
+
+PROOFS = (
+    Proof("checkpointing", "exact ties, 20 steps, both kinds; early stop; a raising forward; "
+          "selective", "test_stack_checkpointing.py"),
+    Proof("checkpointing", "adapters, both wrap orders", "test_lora_training.py", "checkpointing"),
+    Proof("checkpointing", "frozen base", "test_block_training.py", "checkpointing"),
+    Proof("checkpointing", "exact ties, 50 steps in bf16, both kinds; memory at step 50 as at "
+          "step 5", "test_gpu_stacks.py", "checkpointed or memory", on="card"),
+    Proof("compile", "fullgraph block and model, dynamic T, patch before and after",
+          "test_stack_compile.py"),
+    Proof("compile", "blocks with adapters", "test_lora_training.py", "compiled"),
+    Proof("compile", "blocks of special families", "test_special_contracts.py", "compiles"),
+    Proof("compile", "inductor: fullgraph block and model; then no host sync (sync debug mode)",
+          "test_gpu_compile.py", "inductor", on="card"),
+    Proof("autocast", "casts after patching, bias dtypes, training under autocast",
+          "test_stack_dtypes.py"),
+    Proof("autocast", "mixed dtypes in one block", "test_block_training.py",
+          "mixed_dtypes or autocast"),
+    Proof("autocast", "adapters", "test_lora_training.py", "autocast"),
+    Proof("autocast", "mixed dtypes, training under autocast, casts and moves after patching",
+          "test_gpu_stacks.py", "autocast or cast", on="card"),
+    Proof("ddp", "ranks that use different experts; full and LoRA; resume", "test_stack_ranks.py",
+          "ddp", world=2, on="ranks"),
+    Proof("ddp", "the training command under torchrun", "test_train.py", "two_processes", world=2),
+    Proof("ddp", "accelerate launch with configs/accelerate/ddp_cpu.yaml", "test_stack_launch.py",
+          "ddp_cpu", world=2),
+    Proof("ddp", "accelerate launch with configs/accelerate/ddp.yaml; full and LoRA",
+          "test_stack_launch.py", "cards and ddp", world=2, on="card"),
+    Proof("fsdp2", "layers, experts, accelerate's plugin; full and LoRA; saved state, resume; bf16 "
+          "policy", "test_stack_ranks.py", "fsdp2", world=2, on="ranks"),
+    Proof("fsdp2", "through transformers' distributed config", "test_stack_parallel.py",
+          "fsdp and ranks2", world=2, on="ranks"),
+    Proof("fsdp2", "through transformers' distributed config, four ranks",
+          "test_stack_parallel.py", "fsdp and ranks4", world=4, on="ranks"),
+    Proof("fsdp2", "accelerate launch with configs/accelerate/fsdp2.yaml; full and LoRA",
+          "test_stack_launch.py", "cards and fsdp2", world=2, on="card"),
+    Proof("zero3", "partitioned weights are not read when patched", "test_stack_loading.py",
+          "no_size"),
+    Proof("zero3", "ranks that use different experts; full and LoRA; patched before and after "
+          "partitioning, from_pretrained; leaf modules; save and resume", "test_stack_zero3.py",
+          world=2, on="ranks", needs="deepspeed"),
+    Proof("zero3", "accelerate launch with configs/accelerate/zero3.yaml; full and LoRA",
+          "test_stack_launch.py", "cards and zero3", world=2, on="card", needs="deepspeed"),
+    Proof("ep", "all-to-all and all-reduce with sentinels, with FSDP; generate",
+          "test_stack_parallel.py", "ep and ranks2", world=2, on="ranks"),
+    Proof("ep", "four ranks", "test_stack_parallel.py", "ep and ranks4", world=4, on="ranks"),
+    Proof("ep", "adapters on experts that live on another rank (PEFT alone fails too)",
+          "test_stack_parallel.py", "refused and qwen3_moe", world=2, on="ranks", good="refused"),
+    Proof("ep", "closures around the experts' forward, adapters", "test_lora_training.py",
+          "closure or local_weight"),
+    Proof("tp", "loss, gradients, generate", "test_stack_parallel.py", "tp and ranks2",
+          world=2, on="ranks"),
+    Proof("tp", "four ranks", "test_stack_parallel.py", "tp and ranks4", world=4, on="ranks"),
+    Proof("tp", "experts that transformers does not decorate (llama4)",
+          "test_stack_parallel.py", "refused and llama4", world=2, on="ranks", good="refused"),
+    Proof("device_map", "meta before weights load, disk, from_pretrained", "test_stack_loading.py",
+          "not no_size"),
+    Proof("device_map", "cpu_offload", "test_wrappers.py", "cpu_offload"),
+    Proof("device_map", "a layer offloaded to the host", "test_gpu_stacks.py", "offloaded",
+          on="card"),
+    Proof("device_map", "blocks on another card than the current one", "test_gpu_stacks.py",
+          "two_cards or another_card", world=2, on="card"),
+    Proof("generate", "greedy, sampling, beam, static cache, no cache, compiled decoding",
+          "test_stack_generate.py"),
+    Proof("generate", "each experts implementation", "test_wrappers.py", "generate"),
+    Proof("generate", "the same tokens, every step on our kernels (profiler)",
+          "test_gpu_compile.py", "tokens_equal", on="card"),
+    Proof("generate", "decoding compiled into CUDA graphs; captured blocks at T = 1 and 8",
+          "test_gpu_compile.py", "compiled_decoding or captured", on="card"),
+    Proof("trainer", "MoePatchCallback: losses, best model, resume, accumulation; EMA",
+          "test_stack_trainer.py"),
+    Proof("trainer", "the training command: resume", "test_train.py", "resume"),
+    Proof("trl", "SFT, DPO and GRPO with MoePatchCallback; full and LoRA", "test_stack_trl.py",
+          needs="trl"),
+    Proof("axolotl", "the plugin against the documented interface", "test_stack_axolotl.py",
+          "not own_manager"),
+    Proof("axolotl", "axolotl's own plugin manager loads and calls the plugin",
+          "test_stack_axolotl.py", "own_manager", needs="axolotl"),
+    Proof("lifecycle", "patch, undo, hooks, shared configs", "test_lifecycle.py"),
+    Proof("lifecycle", "every family", "test_lifecycle_all.py"),
+    Proof("lifecycle", "deepcopy, pickle, saved files", "test_copies.py"),
+    Proof("lifecycle", "hooks fire once", "test_families.py", "fire_once"),
+    Proof("lifecycle", "patch, train, undo, continue; copies; EMA", "test_gpu_stacks.py",
+          "undo or copies", on="card"),
+    Proof("conflicts", "forwards replaced as Liger and hub kernels do (stand-ins), nn.DataParallel",
+          "test_stack_conflicts.py", "not own_library", good="refused"),
+    Proof("conflicts", "Liger's own functions", "test_stack_conflicts.py",
+          "own_library and liger", needs="liger-kernel", good="refused"),
+    Proof("conflicts", "the kernels library's own functions", "test_stack_conflicts.py",
+          "own_library and kernels", needs="kernels", good="refused"),
+    Proof("conflicts", "experts kept as a ModuleList", "test_refusals.py", "module_list",
+          good="refused"),
+)  # fmt: skip
+
+NOT_RUN = (
+    ("axolotl", "a training run", "axolotl pins an older transformers than the one tested here"),
+)
+
+INTRODUCTION = """\
+# Compatibility
+
+Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
+
+`refused`: an error that names the module, when the model is patched; for adapters under `ep`, at
+the first call. `ranks`: processes, each on a card of its own where `on` names a card."""
+
+NOTES = """\
+## Notes
+
+- **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
+- **DeepSpeed, TRL, axolotl, Liger and the kernels library** are no dependencies. Their proofs run
+  where they are installed; `with` names the version.
+- **axolotl** pins another transformers than the one tested here, so that its documented hooks stand
+  for it in most tests.
+- **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
+  one warning says so.
+- **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
+  `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
+- **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
+  well; the router stays its own, the experts are ours (tier `experts`).
+- **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
+  reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
+  `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert
+  parallelism (ours take them); after `generate` under its FSDP config the next step has no
+  right gradient for `norm` and `lm_head`; a full fine-tuning resumed from a checkpoint does not
+  repeat the losses of the whole run (the resumed losses are equal with and without the patch).
+"""
