@@ -51,7 +51,7 @@ def check_experts(case: Case, dtype: torch.dtype, device: str, shift: int = 0) -
 
 
 def check_plan(device: str) -> None:
-    for T, K, E in [(13, 3, 5), (700, 2, 7), (1, 1, 1)]:
+    for T, K, E in [(13, 3, 5), (300, 2, 7), (1, 1, 1)]:
         ids_TK = torch.randint(-1, E + 1, (T, K), device=device)
         weights_TK = torch.rand(T, K, device=device)
         expected = plans.build_plan(ids_TK, E)
@@ -145,7 +145,7 @@ CASES = {
         f"experts-{name}": lambda device, case=SMALL[name]: check_experts(
             case, torch.float32, device
         )
-        for name in ("gpt_oss", "ungated", "all_empty", "one_token", "odd_strides")
+        for name in ("gpt_oss", "all_empty", "odd_strides")
     },
     "experts-fp16": lambda device: check_experts(SMALL["lora"], torch.float16, device),
     "experts-shifted": lambda device: check_experts(SMALL["lora"], torch.float16, device, shift=1),
