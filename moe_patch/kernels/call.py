@@ -36,6 +36,9 @@ class Call:
     ) -> None:
         self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
         self.lora13, self.lora2 = lora13, lora2
+        # PEFT stores B with the experts innermost: products read it with the rank innermost.
+        self._b13_EOR = None if lora13 is None else lora13.B_EOR.contiguous()
+        self._b2_EOR = None if lora2 is None else lora2.B_EOR.contiguous()
         self.tiles = RowTiles(plan)
         self.device = device_of(x_TD)
         # Another tile may sum in another order: where that must not be, decode takes training's.
@@ -57,7 +60,7 @@ class Call:
     def up(self, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
         low_rank = None
         if self.lora13 is not None:
-            low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self.lora13.B_EOR
+            low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self._b13_EOR
         tile, found = self.tile("up"), None
         for part in self.parts(self.w.w13_EHD):
             found = up(
@@ -70,7 +73,7 @@ class Call:
     def down(self, a_NF: Tensor) -> Tensor:
         low_rank = None
         if self.lora2 is not None:
-            low_rank = self.rank_inputs(a_NF, self.lora2), self.lora2.B_EOR
+            low_rank = self.rank_inputs(a_NF, self.lora2), self._b2_EOR
         return self._linear("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
 
     def hidden_gradients(
@@ -110,6 +113,9 @@ class Call:
         low_rank: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         tile, found = self.tile(op), None
+        if low_rank is not None and tile.flatten:
+            # A factor costs the plain kernel its flattened loop, the specialised one nothing.
+            tile = replace(tile, specialised=True)
         for part in self.parts(w_EOI):
             found = grouped_linear(
                 inputs, part.rows(tile.m), part.w_EOI, part.own(b_EO), tile,
@@ -131,7 +137,8 @@ class Call:
 
     def rank_gradients(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
         """s B_eᵀ dout_n, [N, R]: what the A factor passes on to its input."""
-        return self._thin(source, lora.B_EOR.transpose(1, 2), lora.scaling, gather)
+        b_EOR = self._b13_EOR if lora is self.lora13 else self._b2_EOR
+        return self._thin(source, b_EOR.transpose(1, 2), lora.scaling, gather)
 
     def _thin(self, source: Tensor, w_ERI: Tensor, alpha: float, gather: bool) -> Tensor:
         tile = self.tile("thin")

@@ -19,6 +19,7 @@ from moe_patch.kernels import dh_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     column_chunk,
@@ -79,23 +80,19 @@ def hidden_gradients(
     N, (D, F) = rows.count, w_EDF.shape[1:]
     H = h_NH.shape[1]
     specialised = (
-        tile.specialised
-        and dh and wa and partial
-        and low_rank is None
-        and rows.block_m == dh_hopper.BM
-        and dh_hopper.supported(dout_TD, w_EDF, h_NH, glu)
-    )  # fmt: skip
-    columns = triton.cdiv(F, dh_hopper.BN if specialised else tile.n)
+        tile.specialised and dh and dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
+    )
+    columns = cdiv(F, dh_hopper.BN if specialised else tile.n)
     if into is None:
         into = HiddenGradients(
             h_NH.new_empty((N, H) if dh else 0),
             h_NH.new_empty((N, F) if wa else 0),
-            h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32),
+            h_NH.new_empty((N, columns) if partial or specialised else 0, dtype=torch.float32),
         )
     dh_NH, wa_NF, partial_NC = into
     if specialised:
         dh_hopper.specialised_hidden_gradients(
-            dout_TD, rows, w_EDF, weights_TK, h_NH, glu, dh_NH, wa_NF, partial_NC
+            dout_TD, rows, w_EDF, weights_TK, h_NH, glu, into, low_rank, tile.group
         )
         return HiddenGradients(dh_NH, wa_NF, partial_NC)
     w_EFD = w_EDF.transpose(1, 2)

@@ -41,7 +41,9 @@ def outer_sum(
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
     if tile.specialised and supported(left, right, like_EOI, **gathers):
-        return specialised_outer_sum(left, right, plan, like_EOI, gather_left=gather_left)
+        return specialised_outer_sum(
+            left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
+        )
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
     row_tiles, columns = cdiv(O, tile.m), cdiv(I, tile.n)

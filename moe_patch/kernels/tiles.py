@@ -99,14 +99,17 @@ _THIN = {
     "thin_dw": (Tile(16, 128, 64, 4, 4), Tile(16, 128, 32, 4, 3)),
 }
 
+_SM90_ROWS = Tile(
+    128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, specialised=True
+)
 # Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors.
 _SM90 = {
     "many": {
-        "up": (Tile(128, 256, 64, 8, 4, descriptors=True),),
-        "down": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
+        "up": (Tile(128, 256, 64, 8, 4, descriptors=True, specialised=True),),
+        "down": (_SM90_ROWS,),
         "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
         "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True),),
-        "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, group=4, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "some": {
@@ -114,7 +117,7 @@ _SM90 = {
         "down": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dx": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dh": (Tile(64, 128, 64, 4, 3, descriptors=True, chunks=4),),
-        "dw2": (Tile(128, 256, 32, 8, 8, specialised=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, group=4, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
     },
     "few": {
