@@ -32,6 +32,8 @@ from moe_patch.types import Routing
 ROWS_PER_EXPERT = (32, 128)
 # A plan of more rows than this takes the kernels that a small one needs none of.
 MANY_ROWS = 1024
+# The routing kernels hold this many tokens in a program, or all where there are fewer.
+ROUTED_TOKENS = (1, 2, 4, 8, 16, 32)
 
 
 class WarmedBlock(NamedTuple):
@@ -161,6 +163,8 @@ def _warm(
             return WarmedBlock(found.path, [], 0.0, why)
         rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
         counts = counts or sorted({-(-N // K) for N in rows})
+        for T in () if tokens else ROUTED_TOKENS:
+            _route(found, T)
         for T in counts:
             _run(found, T, _route(found, T) or _even(E, T, K, weight), training)
     if weight.is_cuda:

@@ -133,7 +133,7 @@ def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
         start = time.perf_counter()
         run_block(block, x)
         seconds.append(time.perf_counter() - start)
-    assert not compiled
+    assert set(compiled) == set()
     # The first call also makes torch's own handles.
     assert max(seconds[1:]) <= 50 * sorted(seconds)[len(seconds) // 2]
 
