@@ -166,7 +166,11 @@ def _warm(
         for T in () if tokens else ROUTED_TOKENS:
             _route(found, T)
         for T in counts:
-            _run(found, T, _route(found, T) or _even(E, T, K, weight), training)
+            routing = _route(found, T) or _even(E, T, K, weight)
+            _run(found, T, routing, training)
+            if training:  # evaluation and reentrant checkpoints keep nothing for a backward
+                with torch.no_grad():
+                    _run(found, T, routing, False)
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)
     return WarmedBlock(found.path, counts, round(time.perf_counter() - start, 3), "")
