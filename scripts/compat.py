@@ -15,7 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
 sys.path.insert(1, str(ROOT))
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from bench_lib.rows import commit_of, machine, new_run  # noqa: E402
 from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof  # noqa: E402
@@ -39,8 +40,6 @@ FIELDS = (
     "row", "test", "command", "card", "world", "torch", "triton", *PACKAGES, "stack", "commit",
     "result", "seconds", "date",
 )  # fmt: skip
-COLLECTED = re.compile(r"^COLLECTED (tests/.+)$")
-OUTCOME = re.compile(r"^(tests/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 
 
 def uses_cards(proof: Proof) -> bool:
@@ -122,45 +121,46 @@ def selects(proof: Proof, test: str) -> bool:
     return not proof.select or eval(" ".join(map(holds, proof.select.split())))
 
 
-def run_together(proofs: list[Proof], timeout: float) -> dict[Proof, tuple[bool, float]]:
-    """All proofs in one pytest process, which pays for start-up once.
+class Outcomes:
+    """A pytest plugin: which tests were collected, how each ended, and its seconds."""
 
-    A proof some of whose tests did not end in time is left out.
+    def __init__(self) -> None:
+        self.expected: list[str] = []
+        self.ended: dict[str, tuple[str, float]] = {}
+
+    def pytest_collection_finish(self, session: Any) -> None:
+        """All tests of the run."""
+        self.expected = [item.nodeid for item in session.items]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """One phase of one test: the first that did not pass counts, else the call."""
+        before, seconds = self.ended.get(report.nodeid, ("passed", 0.0))
+        outcome = report.outcome if before == "passed" else before
+        self.ended[report.nodeid] = (outcome, seconds + report.duration)
+
+
+def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
+    """All proofs in this process, which pays for imports and start-up once.
+
+    Ctrl-C or a SIGTERM ends the run; a proof some of whose tests did not end is left out.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     files = sorted({f"tests/{proof.file}" for proof in proofs})
-    command = ["-m", "pytest", "-v", "--tb=short", "--show-capture=no", "-W", "ignore"]
-    command += ["-p", "no:cacheprovider", "-p", "no:xdist", "-p", "compat_listing", *files]
+    command = ["-v", "--tb=short", "--show-capture=no", "-W", "ignore"]
+    command += ["-p", "no:cacheprovider", "-p", "no:xdist", *files]
     if all(proof.select for proof in proofs):
         command += ["-k", " or ".join(f"({proof.select})" for proof in proofs)]
-    command = ["timeout", "-s", "INT", "-k", "10", str(timeout), sys.executable, *command]
-    paths = os.pathsep.join([str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    expected, ended, last = [], {}, time.monotonic()
-    for line in process.stdout:
-        if found := COLLECTED.match(line):
-            expected.append(found[1])
-        else:
-            print(line, end="", flush=True)
-        if found := OUTCOME.match(line):
-            now = time.monotonic()
-            ended[found[1]] = (found[2], now - last)
-            last = now
-    process.wait()
-    results = {}
+    outcomes, results = Outcomes(), {}
+    os.chdir(ROOT)
+    pytest.main(command, plugins=[outcomes])
     for proof in proofs:
-        own = [test for test in expected if selects(proof, test)]
-        if missing := [test for test in own if test not in ended]:
+        own = [test for test in outcomes.expected if selects(proof, test)]
+        if missing := [test for test in own if test not in outcomes.ended]:
             print(f"{proof.row:14} {proof.test}: not ended, {len(missing)} of {len(own)} tests")
             continue
-        words = {ended[test][0] for test in own} - {"SKIPPED"}
-        results[proof] = (words == {"PASSED"}, sum(ended[test][1] for test in own))
+        found = [outcomes.ended[test] for test in own]
+        passed = {outcome for outcome, _ in found} - {"skipped"} == {"passed"}
+        results[proof] = (passed, sum(seconds for _, seconds in found))
     return results
 
 
@@ -237,8 +237,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--on", choices=("cpu", "card"), help="only proofs that compute there")
     parser.add_argument("--world", type=int, help="only proofs with this many processes or cards")
     parser.add_argument("--match", default="", help="only proofs whose tests contain this text")
-    parser.add_argument("--together", action="store_true", help="one pytest process for all")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each process")
+    parser.add_argument("--together", action="store_true", help="all in this process, untimed")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each proof")
     parser.add_argument("--out", type=Path, default=ROWS, help="append the rows to this file")
     parser.add_argument("--commit", help="HEAD, where the tree was copied without its .git")
     options = parser.parse_args()
@@ -269,7 +269,7 @@ def main() -> int:
     options, failed = arguments(), 0
     proofs = [] if options.table else chosen(options)
     _, date = new_run()
-    together = run_together(proofs, options.timeout) if options.together and proofs else {}
+    together = run_together(proofs) if options.together and proofs else {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for proof in proofs:
         if options.together and proof not in together:
