@@ -149,6 +149,7 @@ def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
         peers=args.peers.resolve(),
         budget_s=args.budget,
         settings=settings,
+        left_out=vars(part).get("left_out", {}),
     )
 
 

@@ -536,4 +536,25 @@ def test_what_is_left_at_the_deadline_has_no_row(tmp_path, monkeypatch):
     measured = runner.execute([plan], where | versions, time.monotonic() + 1.5)
     with pytest.raises(process.Timeout, match="not finished: experts"):
         found.extend(row["impl"] for row in measured)
-    assert found == ["torch_grouped_mm_early"]
+    assert found == ["torch_grouped_mm_early", "liger"], "what cannot run is known all the same"
+
+
+def test_what_a_preset_leaves_out_says_why_unless_it_ran_elsewhere(tmp_path, monkeypatch):
+    code = "for name in names: deliver({'median_ms': 1.0, 'bitwise': True, 'rel_err': 1e-3})"
+    op = OPS["lora"]
+    points = (TINY_LORA, dataclasses.replace(TINY_LORA, T=32))
+    some = dataclasses.replace(
+        fake_child(tmp_path, monkeypatch, code),
+        op=op, impls=(op.impl("peft"), op.impl("axolotl_lora")), points=points,
+        device="cuda", left_out={"axolotl_lora": "too slow"},
+    )  # fmt: skip
+    one = dataclasses.replace(some, impls=some.impls[1:], points=points[:1], left_out={})
+    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    found = list(runner.execute([some, one], where | {"triton": None, "transformers": None}))
+    keys = [(row["impl"], row["T"], row.get("skipped")) for row in found]
+    assert sorted(keys, key=str) == [
+        ("axolotl_lora", 16, None),
+        ("axolotl_lora", 32, "too slow"),
+        ("peft", 16, None),
+        ("peft", 32, None),
+    ]

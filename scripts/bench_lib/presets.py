@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,7 @@ class Segment:
         name: what ``--segments`` calls it.
         op: the op.
         impls, shapes, tokens, passes, ranks: the part of the grid.
+        left_out: of the implementations, those that are not run here, and why; they get rows.
     """
 
     name: str
@@ -22,24 +24,31 @@ class Segment:
     tokens: tuple[int, ...] | None = None
     passes: tuple[str, ...] | None = None
     ranks: tuple[int | None, ...] | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
+# Its row at one size is at the end of the grid.
+_SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
 _SMALL, _LARGE = ("qwen3_30b", "olmoe"), ("mixtral", "glm45_air", "dsv3_e64")
 
 PRESETS = {
     "quick": (
         Segment("experts", "experts", _EXPERTS, ("qwen3_30b",), (4096, 32768)),
-        Segment("lora", "lora", _LORA, ("qwen3_30b",), (16384,), ranks=(16,)),
+        Segment(
+            "lora", "lora", _LORA, ("qwen3_30b",), (16384,), ranks=(16,), left_out=_SLOW_TO_TUNE
+        ),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 8, 64)),
     ),
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
-        Segment("lora", "lora", _LORA, _SMALL),
+        Segment("lora", "lora", _LORA, _SMALL, left_out=_SLOW_TO_TUNE),
         Segment("experts_large", "experts", _EXPERTS, _LARGE, (16384,)),
-        Segment("lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,)),
+        Segment(
+            "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
+        ),
         Segment("decode", "decode", shapes=("qwen3_30b",)),
         Segment("model", "model"),
         Segment("experts_long", "experts", _EXPERTS[:3], _LARGE, (32768,)),
@@ -51,5 +60,6 @@ PRESETS = {
         Segment("routing_small", "routing", shapes=("E128_K8",), tokens=(1, 64)),
         Segment("variants", "experts", _VARIANTS, ("qwen3_30b",), (16384,)),
         Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
+        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384,), ranks=(16,)),
     ),
 }

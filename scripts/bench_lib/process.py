@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,9 +41,12 @@ def _environment(peers: Path | None, warm: bool) -> dict[str, str]:
     return env
 
 
-def _last_line(text: str) -> str:
+def _why(text: str) -> str:
+    """The last line that names an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no message"
+    # A CUDA error's own line is followed by advice.
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["no message"])[-1][:300]
 
 
 class Child:
@@ -110,13 +114,13 @@ class Child:
                 time.sleep(POLL_S if alive else 0)
             if done < len(self.tasks):
                 status = self._process.returncode
-                yield {"skipped": f"process ended with {status}: {self.last_line()}"}
+                yield {"skipped": f"process ended with {status}: {self.why()}"}
         finally:
             self.stop()
 
-    def last_line(self) -> str:
-        """The end of what it printed."""
-        return _last_line(self._log.read_text(encoding="utf-8", errors="replace"))
+    def why(self) -> str:
+        """What it printed last about an error."""
+        return _why(self._log.read_text(encoding="utf-8", errors="replace"))
 
     def stop(self) -> str:
         """End it, with the processes that it started (some peers compile in their own).
@@ -125,7 +129,7 @@ class Child:
             "done", or how it ended.
         """
         status = self._process.poll()
-        ended = "stopped" if status is None else "done" if status == 0 else self.last_line()
+        ended = "stopped" if status is None else "done" if status == 0 else self.why()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

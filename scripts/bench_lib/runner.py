@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Plan:
         peers: the folder of third-party packages, or None.
         budget_s: seconds an implementation may take for one point, its compilation included.
         settings: how thorough.
+        left_out: implementations whose rows only say why they were not run.
     """
 
     op: Op
@@ -46,6 +47,7 @@ class Plan:
     peers: Path | None
     budget_s: float
     settings: Settings
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,11 +89,11 @@ def grid(
     )
 
 
-def known_obstacle(impl: Impl, device: str) -> str | None:
+def known_obstacle(plan: Plan, impl: Impl) -> str | None:
     """Why an implementation is not even started, or None."""
-    if impl.needs_cuda and device != "cuda":
-        return f"needs a CUDA device, this run is on {device}"
-    return None
+    if impl.needs_cuda and plan.device != "cuda":
+        return f"needs a CUDA device, this run is on {plan.device}"
+    return plan.left_out.get(impl.name)
 
 
 def groups(plan: Plan) -> Iterator[Group]:
@@ -100,7 +102,7 @@ def groups(plan: Plan) -> Iterator[Group]:
     Both passes of an implementation at a size come one after the other, since they share what they
     are built from.
     """
-    runnable = [impl for impl in plan.impls if known_obstacle(impl, plan.device) is None]
+    runnable = [impl for impl in plan.impls if known_obstacle(plan, impl) is None]
     home = [impl for impl in runnable if not impl.peer]
     shared: list[Task] = []
     for size in dict.fromkeys(dataclasses.replace(point, passes="") for point in plan.points):
@@ -177,6 +179,8 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
     todo = [group for plan in plans for group in groups(plan)]
     ready: list[Child] = []
     bounds: dict[tuple[str, Point], dict[str, Any]] = {}
+    left: list[str] = []
+    measured: set[tuple[str, Task]] = set()
     try:
         for index, group in enumerate(todo):
             for later in todo[index + len(ready) : index + 1 + AHEAD]:
@@ -186,33 +190,37 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
                 if task.impl == BOUNDS:
                     bounds[op.name, task.point] = found
                     continue
+                measured.add((op.name, task))
                 known = bounds[op.name, task.point]
                 yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
             if deadline is not None and time.monotonic() > deadline:
                 left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]
-                raise Timeout(f"out of time; not finished: {', '.join(left)}")
+                break
     finally:
         for child in ready:
             child.stop()
     for plan in plans:
-        yield from obstructed(plan, where, bounds)
+        for task, reason in obstructed(plan):
+            known = bounds.get((plan.op.name, task.point))
+            if known is not None and (plan.op.name, task) not in measured:
+                impl = plan.op.impl(task.impl)
+                yield make_row(plan, where, impl, task.point, {"skipped": reason}, known)
+    if left:
+        raise Timeout(f"out of time; not finished: {', '.join(left)}")
 
 
-def obstructed(
-    plan: Plan, where: Row, bounds: dict[tuple[str, Point], dict[str, Any]]
-) -> Iterator[Row]:
-    """Rows of what was not even started."""
+def obstructed(plan: Plan) -> Iterator[tuple[Task, str]]:
+    """What is not even started, and why."""
     for impl in plan.impls:
-        obstacle = known_obstacle(impl, plan.device)
-        for point in plan.points if obstacle else ():
+        reason = known_obstacle(plan, impl)
+        for point in plan.points if reason else ():
             if impl.covers(point):
-                known = bounds[plan.op.name, point]
-                yield make_row(plan, where, impl, point, {"skipped": obstacle}, known)
+                yield Task(impl.name, point), reason or ""
 
 
 def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
     """The points to compile at, by process: the smallest T will do where T makes no kernel."""
-    if not impl.compiles or known_obstacle(impl, plan.device) is not None:
+    if not impl.compiles or known_obstacle(plan, impl) is not None:
         return []
     by_shape: dict[str, list[Point]] = {}
     for point in plan.points:
