@@ -3,10 +3,9 @@
 
     python scripts/smk_study.py                              # every variant, three seeds, a CPU
     python scripts/smk_study.py --variants none delta_sc --seeds 0 --steps 50 --out /tmp/rows.jsonl
-    python scripts/smk_study.py --table                      # the table of docs/signals.md
-    python scripts/smk_study.py --draw docs/img              # its pictures
+    python scripts/smk_report.py                             # the table and picture of the rows
 
-Each run appends one JSON line to benchmarks/results/smk_tiny.jsonl: the losses and the routers'
+Each run appends one JSON line to docs/data/smk_tiny.jsonl: the losses and the routers'
 measures by step, and at the end the measures of one held-out batch, for every target and norm.
 """
 
@@ -167,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="in place of the file's max_steps")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "smk_tiny.jsonl"
+        "--out", type=Path, default=ROOT / "docs" / "data" / "smk_tiny.jsonl"
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

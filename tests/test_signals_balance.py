@@ -196,18 +196,36 @@ def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path
         assert_bits(bias0[name], bias1[name], name)
 
 
-def test_a_trainer_logs_the_load_and_prints_a_table(tmp_path, capsys) -> None:
+def trainer_of(model: Any, folder: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
-    model = patched("qwen3_moe")
     batch = tiny_models.inputs(model)
     rows = [{name: t[i] for name, t in batch.items()} for i in (0, 1)] * 4
     args = TrainingArguments(
-        str(tmp_path), max_steps=4, logging_steps=2, per_device_train_batch_size=2,
+        str(folder), max_steps=4, logging_steps=2, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
         disable_tqdm=True,
     )  # fmt: skip
-    trainer = Trainer(model, args, train_dataset=rows)
+    return Trainer(model, args, train_dataset=rows)
+
+
+def test_a_trainer_updates_the_biases_once_a_step(tmp_path) -> None:
+    model = patched("deepseek_v3")
+    before = {name: bias.clone() for name, bias in biases(model).items()}
+    trainer = trainer_of(model, tmp_path)
+    with record(model) as recorder:
+        log_balance(trainer, recorder, print_table=False, bias_rate=RATE)
+        trainer.train()
+    for (path, bias), old in zip(biases(model).items(), before.values(), strict=True):
+        loads = [closed.load[path.partition(".gate.")[0]].double() for closed in recorder.history]
+        signs = sum(torch.sign(load.mean() - load) for load in loads)
+        assert len(loads) == 4
+        assert_close(bias - old, RATE * signs, 1e-4, path)
+
+
+def test_a_trainer_logs_the_load_and_prints_a_table(tmp_path, capsys) -> None:
+    model = patched("qwen3_moe")
+    trainer = trainer_of(model, tmp_path)
     with record(model) as recorder:
         log_balance(trainer, recorder)
         trainer.train()

@@ -115,6 +115,14 @@ def test_first_choice_is_the_target_and_ties_go_to_the_lower_id() -> None:
     assert gate_accuracy(silent, "surprise")["layer"] == 0.5
 
 
+def test_by_expert_every_token_of_the_same_experts_has_the_same_target() -> None:
+    """So a router that sends all tokens one way, in the right order, is right every time."""
+    surprise = [[1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [0.1, 3.0, 4.0]]
+    recorder = made_up([[1.0, 1.0, 1.0]] * 3, surprise)
+    assert gate_accuracy(recorder, "surprise")["layer"] == pytest.approx(2 / 3)
+    assert gate_accuracy(recorder, "surprise", "expert")["layer"] == 1.0
+
+
 def expected_loss(logits_TE: Tensor, layer: LayerSignals, target: str, ce: float, kl: float) -> Any:
     """Row by row with torch's own losses."""
     delta_TK = expected_delta(layer, layer.grad_norm_params)

@@ -164,17 +164,25 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
     return layer.bias
 
 
-def log_balance(trainer: Any, recorder: Recorder, print_table: bool = True) -> Any:
+def log_balance(
+    trainer: Any,
+    recorder: Recorder,
+    print_table: bool = True,
+    *,
+    bias_rate: float | None = None,
+    group: Any = None,
+) -> Any:
     """Log load measures of a transformers Trainer's model to whatever its ``report_to`` says.
 
     Args:
         trainer: transformers.Trainer; gets one callback more.
         recorder: of the model that it trains, active while it trains.
         print_table: print :func:`balance_table` when training ends.
+        bias_rate: also call :func:`update_expert_bias` with this rate after each optimiser step.
+        group: process group over which counts are summed; None keeps this process's own.
 
     Returns:
-        The callback. It closes the recorder's step after each optimiser step; counts are this
-        process's own.
+        The callback. It closes the recorder's step after each optimiser step.
     """
     from transformers import TrainerCallback
 
@@ -182,7 +190,9 @@ def log_balance(trainer: Any, recorder: Recorder, print_table: bool = True) -> A
         """Closes a step per optimiser step, logs with the Trainer's own logs, prints at the end."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            closed = recorder.step()
+            if bias_rate is not None:
+                update_expert_bias(trainer.model, recorder, bias_rate, group)
+            closed = recorder.step(group)
             if control.should_log:
                 trainer.log(balance_metrics(closed))
 
