@@ -7,7 +7,7 @@
     python scripts/bench.py all --preset h100 --warm-jobs 12   # the whole grid within one run
     python scripts/bench.py table benchmarks/results/experts.jsonl --over hf_grouped_mm
     python scripts/bench.py docs                         # the tables of README and docs
-    python scripts/bench.py chart                        # docs/images/bench_*.svg
+    python scripts/bench.py chart                        # docs/img/bench_*.svg
 
 docs/performance.md says what is measured and how; benchmarks/README.md what a row means.
 """
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--over", help="the implementation that ratios are taken over")
     sub.add_argument("--show", choices=table.CELLS, default="time")
     sub = commands.add_parser("chart", help="the newest rows as SVG (needs matplotlib)")
-    sub.add_argument("--out", type=Path, default=ROOT / "docs" / "images", metavar="DIR")
+    sub.add_argument("--out", type=Path, default=ROOT / "docs" / "img", metavar="DIR")
     sub = commands.add_parser("docs", help="rewrite the marked tables of README and docs")
     sub.add_argument("--check", action="store_true", help="write nothing; fail if one is stale")
     sub = commands.add_parser("child", help="(internal) measure what a job file says")

@@ -174,9 +174,24 @@ def headline(results: Path) -> str:
     return f"{_markdown(header, body)}\n{provenance(used)}\n"
 
 
+PICTURES = {
+    "experts": "TFLOP/s of the experts, forward and backward, beside the peers",
+    "lora": "TFLOP/s of LoRA on the experts, forward and backward, beside the peers",
+    "model": "time of a training step, patched and unpatched",
+}
+
+
+def pictures(results: Path) -> str:
+    """The charts that ``bench.py chart`` has drawn, for a page in docs/."""
+    folder = results.parent.parent / "docs" / "img"
+    drawn = [name for name in PICTURES if (folder / f"bench_{name}.svg").exists()]
+    return "".join(f"![{PICTURES[name]}](img/bench_{name}.svg)\n" for name in drawn) or NOTHING
+
+
 POINT = ("shape", "T", "pass")
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
+    "pictures": pictures,
     "experts": times("experts", POINT),
     "experts_memory": memory("experts", ("shape", "T")),
     "lora": times("lora", ("shape", "T", "R", "pass")),
