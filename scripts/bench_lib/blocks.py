@@ -191,7 +191,6 @@ def pictures(results: Path) -> str:
 POINT = ("shape", "T", "pass")
 BLOCKS: dict[str, Callable[[Path], str]] = {
     "headline": headline,
-    "pictures": pictures,
     "experts": times("experts", POINT),
     "experts_memory": memory("experts", ("shape", "T")),
     "lora": times("lora", ("shape", "T", "R", "pass")),
@@ -204,6 +203,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "routing": times("routing", ("shape", "T", "dtype", "pass"), "µs", floors=True),
     "product_key": times("product_key", POINT, "µs"),
     "plan": times("plan", ("shape", "T"), "µs", floors=True),
+    "pictures": pictures,
 }
 
 
