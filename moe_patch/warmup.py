@@ -239,7 +239,8 @@ def _route(found: FoundBlock, T: int) -> Routing | None:
         impl = route_impl(record.config.backend, record.config.batch_invariant)
         routing = spec.route(router, x, args, ties=record.config.ties, impl=impl)
         if routing.weights_TK.requires_grad:
-            torch.autograd.grad(routing.weights_TK.sum(), x_TD, allow_unused=True)
+            ones_TK = torch.ones_like(routing.weights_TK)
+            torch.autograd.grad(routing.weights_TK, x_TD, ones_TK, allow_unused=True)
     return routing
 
 
