@@ -1,0 +1,173 @@
+"""Tokens per second of one MoE model on several cards, through transformers' distributed config.
+
+    python scripts/bench_parallel.py --world 1 2 4     appends to benchmarks/results/parallel.jsonl
+
+One training step (forward and backward, bf16, no optimizer) of a few layers of Qwen3-30B-A3B's
+sizes with random weights. ``tp`` and ``ep`` work on one batch together, ``fsdp`` on one batch per
+rank. transformers' own experts run from the same weights in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
+sys.path.insert(1, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from bench_lib.rows import commit_of, machine, new_run  # noqa: E402
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
+
+from moe_patch import patch_model, patch_report, unpatch_model  # noqa: E402
+
+OUT = ROOT / "benchmarks" / "results" / "parallel.jsonl"
+SIZES = {
+    "card": {
+        "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+        "vocab_size": 16384,
+    },
+    # For a trial of this script on a CPU; its numbers mean nothing.
+    "tiny": {
+        "hidden_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 96,
+    },
+}  # fmt: skip
+PORT = 29611
+
+
+def layouts(world: int) -> dict[str, dict[str, Any]]:
+    """The options of transformers' config for each way to use ``world`` ranks."""
+    if world == 1:
+        return {"one": {}}
+    expert_parallel: dict[str, Any] = {"tp_size": world, "enable_expert_parallel": True}
+    if "ep_size" in {field.name for field in fields(DistributedConfig)}:
+        expert_parallel = {"tp_size": world, "ep_size": world}
+    return {"ep": expert_parallel, "tp": {"tp_size": world}, "fsdp": {"fsdp_size": world}}
+
+
+def random_model(size: str, layers: int, options: dict[str, Any], device: torch.device) -> Any:
+    """The same weights on every rank, placed as the options say; no file is read or written."""
+    config = Qwen3MoeConfig(**SIZES[size], num_hidden_layers=layers, output_router_logits=False)
+    with torch.device("meta"):
+        shapes = Qwen3MoeForCausalLM(config).state_dict()
+    generator = torch.Generator(device).manual_seed(0)
+    weights = {
+        name: torch.empty(t.shape, device=device, dtype=torch.bfloat16).normal_(
+            mean=float(t.dim() == 1), std=0.02, generator=generator
+        )
+        for name, t in shapes.items()
+    }
+    distributed = {"distributed_config": DistributedConfig(**options)} if options else {}
+    model = Qwen3MoeForCausalLM.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.bfloat16,
+        experts_implementation="grouped_mm",
+        **distributed,
+    )
+    return model.train() if options else model.to(device).train()
+
+
+def step_ms(model: Any, ids: torch.Tensor, steps: int) -> float:
+    """Median wall time of a forward and backward, all ranks together."""
+    times = []
+    for _ in range(steps + 2):
+        model.zero_grad(set_to_none=True)
+        wait(ids.device)
+        start = time.perf_counter()
+        model(input_ids=ids, labels=ids).loss.backward()
+        wait(ids.device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(times[2:])
+
+
+def wait(device: torch.device) -> None:
+    """Until every rank has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def work(rank: int, world: int, options: argparse.Namespace, rows: Path) -> None:
+    """One rank: every layout, with and without the patch; rank 0 writes the rows."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": PORT + world}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    for layout, distributed in layouts(world).items():
+        model = random_model(options.size, options.layers, distributed, device)
+        # FSDP ranks work on batches of their own; elsewhere all see the same one.
+        batches = world if layout == "fsdp" else 1
+        generator = torch.Generator().manual_seed(rank if batches > 1 else 0)
+        vocabulary = model.config.vocab_size
+        ids = torch.randint(vocabulary, (1, options.tokens), generator=generator).to(device)
+        for impl in ("moe_patch", "hf_grouped_mm"):
+            if impl == "moe_patch":
+                patch_model(model)
+                tiers = sorted({row.tier for row in patch_report(model)})
+            else:
+                unpatch_model(model)
+            median = step_ms(model, ids, options.steps)
+            measured = {
+                "layout": layout, "world": world, "impl": impl, "median_ms": round(median, 3),
+                "tokens_per_s": round(batches * options.tokens / median * 1e3),
+                "tier": tiers[0] if impl == "moe_patch" else None,
+            }  # fmt: skip
+            if rank == 0:
+                with rows.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(measured) + "\n")
+        del model
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the ranks of each world, and store what they measured."""
+    parser = argparse.ArgumentParser(description="Tokens per second on several cards.")
+    parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=8192, help="of one batch")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--size", choices=sorted(SIZES), default="card")
+    parser.add_argument("--commit", help="HEAD, where the tree was copied without its .git")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args()
+    run, date = new_run()
+    place = machine("cuda" if torch.cuda.is_available() else "cpu")
+    common = {"run": run, "date": date, "commit": options.commit or commit_of(ROOT)} | place
+    common |= {name: getattr(options, name) for name in ("size", "layers", "tokens", "steps")}
+    measured = options.out.with_suffix(f".{run}")
+    for world in options.world:
+        measured.touch()
+        torch.multiprocessing.start_processes(
+            work, (world, options, measured), nprocs=world, start_method="spawn"
+        )
+        rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
+        measured.unlink()
+        with options.out.open("a", encoding="utf-8") as file:
+            for row in rows:
+                print(row, flush=True)
+                file.write(json.dumps(common | row) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
