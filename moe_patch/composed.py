@@ -73,6 +73,8 @@ def grouped_linear(
 ) -> Tensor:
     """W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable."""
     refuse_forward_mode(x_NI, w_EOI, b_EO, *(lora or ())[:2])
+    if lora is not None:
+        lora = Lora(lora.A_ERI.to(x_NI.dtype), lora.B_EOR.to(x_NI.dtype), lora.scaling)
     return _ops.linear(x_NI, w_EOI, b_EO, *(lora or (None, None, 1.0)), *plan)
 
 

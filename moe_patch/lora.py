@@ -22,7 +22,7 @@ EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
 
 
 class Factors(NamedTuple):
-    """One adapter's factors as PEFT gives them: delta = scaling * lhs @ rhs, in storage layout."""
+    """One adapter's factors: delta = scaling * lhs @ rhs, in the weight's storage layout."""
 
     lhs: Tensor
     rhs: Tensor
@@ -66,9 +66,20 @@ def paused(wrapper: Any) -> str | None:
 
 
 def active_factors(wrapper: Any) -> list[Factors]:
-    """The factors of a wrapper's active adapters, in their order; read at call time."""
-    names = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
-    return [Factors(*wrapper.get_delta_factors(name)) for name in names]
+    """The factors of a wrapper's active adapters, in their order and own dtype; read at call time.
+
+    PEFT's ``get_delta_factors`` without its cast to the weight's dtype: those copies would be held
+    until backward. It packs A expert by expert and B rank by rank.
+    """
+    found = []
+    for name in wrapper.active_adapters:
+        if name in wrapper.lora_A:
+            a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+            a_ERI = a.reshape(wrapper.num_experts, -1, a.shape[1])
+            b_EOR = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+            pair = (b_EOR, a_ERI) if wrapper._did_swap_in_out_features else (a_ERI.mT, b_EOR.mT)
+            found.append(Factors(*pair, wrapper.scaling[name]))
+    return found
 
 
 def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None:
@@ -93,13 +104,15 @@ def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None
 def to_lora(
     factors: list[Factors], w_EOI: Tensor, transposed: bool, dtype: torch.dtype, where: str
 ) -> Lora | None:
-    """One Lora for all active adapters: concatenated along the rank, scalings folded into B.
+    """One Lora for all active adapters, in the factors' own dtype where there is one adapter.
+
+    Several are cast, and concatenated along the rank with their scalings folded into B.
 
     Args:
         factors: per adapter, in storage layout.
         w_EOI: the weight in logical [E, out, in] orientation, for the shape check.
         transposed: the storage is [E, in, out], so that lhs is [E, in, R].
-        dtype: compute dtype; factors are cast, their gradients keep the factors' own dtype.
+        dtype: compute dtype.
         where: names the module and parameter in errors.
 
     Raises:
@@ -117,9 +130,9 @@ def to_lora(
                 f"({type(a_ERI).__name__} on {a_ERI.device}), "
                 f"the local weight is {tuple(w_EOI.shape)}; sharded experts need fuse_lora='off'"
             )
-        pairs.append((a_ERI.to(dtype), b_EOR.to(dtype), scaling))
+        pairs.append((a_ERI, b_EOR, scaling))
     if len(pairs) == 1:
         return Lora(*pairs[0])
-    a_ERI = torch.cat([a for a, _, _ in pairs], dim=1)
-    b_EOR = torch.cat([b * scaling for _, b, scaling in pairs], dim=2)
+    a_ERI = torch.cat([a.to(dtype) for a, _, _ in pairs], dim=1)
+    b_EOR = torch.cat([b.to(dtype) * scaling for _, b, scaling in pairs], dim=2)
     return Lora(a_ERI, b_EOR, 1.0)

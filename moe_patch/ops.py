@@ -8,6 +8,7 @@ graphs and checkpointing see one call; inside, a backend module supplies ``exper
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
@@ -71,12 +72,13 @@ def experts_mlp(
     """The weighted sum of each token's expert MLPs, differentiable in every floating input.
 
     Args:
-        x_TD: hidden states; x, the weights and the low-rank factors share one floating dtype.
+        x_TD: hidden states; x and the weights share one floating dtype.
         ids_TK: integer expert ids; outside [0, E) is an empty slot (weight and gradient 0).
         weights_TK: routing weights, any floating dtype.
         w, glu: the experts' weights ([E, out, in] views, or both of them PackedWeight) and their
             activation.
-        lora13, lora2: low-rank factors of the up and the down projection.
+        lora13, lora2: low-rank factors of the up and the down projection, of any floating dtype:
+            cast for the products, and their gradients cast back; no copy is held for backward.
         backend: "auto", "torch" or "triton".
         recompute: keep no h between forward and backward.
         batch_invariant: a token's output, and its gradients to x and to the routing weights, are
@@ -159,22 +161,31 @@ def _unflatten(
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, storage, dtype),
         Glu(kind, gated, interleaved, alpha, limit),
-        None if a13 is None else Lora(a13, lb13, s13),
-        None if a2 is None else Lora(a2, lb2, s2),
+        None if a13 is None else Lora(a13.to(dtype), lb13.to(dtype), s13),
+        None if a2 is None else Lora(a2.to(dtype), lb2.to(dtype), s2),
         importlib.import_module(_BACKEND_MODULES[backend]),
         # The torch backend does not know the option: it cannot hold there.
         {"batch_invariant": True} if batch_invariant else {},
     )
 
 
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     *flat, save_h, norms, _ = args
     w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x.device.type):
         out, plan, h, act_norm = backend.experts_forward(
             x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms, **options
         )
     return out, *plan, h, act_norm
+
+
+_FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
@@ -182,11 +193,16 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
-    with torch.autocast(x.device.type, enabled=False):
+    with _no_autocast(x.device.type):
         grads = backend.experts_backward(
             dout, x, weights, w, glu, lora13, lora2, plan, h, needs, **options
         )
-    return [x.new_empty(0) if g is None else g for g in grads]
+    typed = {
+        name: getattr(grads, name).to(factor.dtype)
+        for name, factor in zip(_FACTORS, flat[4:8], strict=True)
+        if getattr(grads, name) is not None
+    }
+    return [x.new_empty(0) if g is None else g for g in grads._replace(**typed)]
 
 
 def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any) -> Any:

@@ -173,6 +173,8 @@ def test_opcheck(full, T) -> None:
         *(getattr(glu, f.name) for f in fields(glu)),
         "torch",
         False,
+        [],
+        "",
     )
     for keep in (True, False):
         args = (x, ids, weights, *rest, keep, keep, None)
