@@ -115,7 +115,7 @@ def _not_a_layer(inputs: Any, point: Point) -> Program:
 MODEL = Op(
     name="model",
     shapes=tuple(
-        f"qwen3_30b_12L_{batch}{ckpt}" for batch in ("4x4096", "1x16384") for ckpt in ("", "_ckpt")
+        f"qwen3_30b_12L_{batch}{ckpt}" for ckpt in ("", "_ckpt") for batch in ("4x4096", "1x16384")
     ),
     tokens=(16384,),
     ranks=(16,),
