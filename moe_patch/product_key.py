@@ -178,10 +178,14 @@ def _backward_fake(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[0])
+    ctx.mark_non_differentiable(output[0])
+    ctx.set_materialize_grads(False)
     ctx.options = inputs[3:]
 
 
-def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor) -> tuple[Any, ...]:
+def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...]:
+    if dweights_TK is None:
+        return None, None, None, None, None
     dx_TP, dy_TP = torch.ops.moe_patch.product_key_backward(
         dweights_TK, *ctx.saved_tensors, *ctx.options
     )

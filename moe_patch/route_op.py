@@ -200,12 +200,18 @@ def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fiel
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], output[0])
-    ctx.mark_non_differentiable(output[2], output[3])
+    ctx.mark_non_differentiable(output[0], output[2], output[3])
+    # Or backward begins by filling a gradient of zeros for each of them.
+    ctx.set_materialize_grads(False)
     ctx.fields = inputs[4:]
 
 
-def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor, dtokens: Any, dlse: Any) -> tuple[Any, ...]:
+def _autograd(
+    ctx: Any, dids: Any, dweights_TK: Tensor | None, dtokens: Any, dlse: Any
+) -> tuple[Any, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
+    if dweights_TK is None:
+        return (None, None, None, None, *[None] * len(_SPEC_FIELDS))
     dlogits_TE = torch.ops.moe_patch.route_backward(dweights_TK, logits_TE, ids_TK, *ctx.fields)
     return (dlogits_TE, None, None, None, *[None] * len(_SPEC_FIELDS))
 
