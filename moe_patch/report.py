@@ -134,13 +134,19 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
 
 def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     """The backend that routes, and why where it is not the experts' own."""
-    if not found.routers or experts_backend == "torch":
+    if experts_backend == "torch":
         return "torch", ""
+    if not found.routers:  # Doge: the block itself asks for product keys
+        ties = record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
+        why = "routing: ties='torch' chooses among all pairs of keys, as torch.topk does"
+        return ("triton", "") if ties == "lower" else ("torch", why)
     router = found.routers[0][1]
     spec = found.spec_of(router)
     if spec.routing is None:
         return "torch", "the family routes in a forward of its own"
-    weight = next(p for p in router.parameters() if p.dim() == 2)
+    rows, dtype = next(
+        (shape[0], p.dtype) for p in router.parameters() if len(shape := _whole_shape(p)) == 2
+    )
     obstacles = []
 
     def look(logits: torch.Tensor, route_spec: RouteSpec, bias: torch.Tensor | None) -> Routing:
@@ -148,10 +154,15 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         return Routing(logits, logits, logits)
 
     ties = record_of(router).config.ties  # type: ignore[union-attr]
-    logits = torch.empty(1, weight.shape[0], dtype=weight.dtype, device="meta")
+    logits = torch.empty(1, rows, dtype=dtype, device="meta")
     args = (None,) * (spec.bias.index if isinstance(spec.bias, Arg) else 0)
     spec.choose(router, logits, logits, args, ties=ties, impl=look)
     return ("triton", "") if obstacles[0] is None else ("torch", f"routing: {obstacles[0]}")
+
+
+def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """The shape of a weight, also of one that ZeRO-3 leaves empty between its module's calls."""
+    return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
 
 def _router(found: FoundBlock) -> str:

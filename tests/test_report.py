@@ -8,7 +8,9 @@ import warnings
 import pytest
 from torch import nn
 
+import moe_patch.report
 from moe_patch import BlockReport, patch_model, patch_report, unpatch_model
+from moe_patch.backend import BackendChoice
 from tests import tiny_models
 from tests.adapters import EXPERTS, UP, adapt, lora_config
 
@@ -153,6 +155,22 @@ def test_lora_column_names_what_cannot_be_fused():
         "fused (gate_up_proj); "
         "peft (down_proj_bias: parameter 'down_proj_bias' is not an expert projection)"
     )
+
+
+@pytest.mark.parametrize("ties", ["lower", "torch"])
+@pytest.mark.parametrize(
+    ("model_type", "routing"), [("qwen3_moe", "softmax_topk"), ("doge", "product_key_block")]
+)
+def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, monkeypatch):
+    """Where Triton would run, it routes unless torch.topk's own ties are asked for."""
+    model = patch_model(tiny_models.build(model_type), ties=ties)
+    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    for row in patch_report(model):
+        assert (row.router, row.router_backend) == (
+            routing,
+            "triton" if ties == "lower" else "torch",
+        )
+        assert ("ties='torch'" in row.reason) == (ties == "torch")
 
 
 def test_refused_block_has_a_row():
