@@ -19,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,11 @@ sys.path.insert(1, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from bench_lib.rows import commit_of, machine, new_run  # noqa: E402
-from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof  # noqa: E402
+from compat_page import document  # noqa: E402
+from compat_proofs import PROOFS, Proof  # noqa: E402
 
 ROWS = ROOT / "benchmarks" / "results" / "compat.jsonl"
+PARALLEL = ROOT / "benchmarks" / "results" / "parallel.jsonl"
 DOC = ROOT / "docs" / "compatibility.md"
 PACKAGES = ("transformers", "peft", "accelerate")
 TIMEOUT_S = 600
@@ -155,6 +156,9 @@ def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
     pytest.main(command, plugins=[outcomes])
     for proof in proofs:
         own = [test for test in outcomes.expected if selects(proof, test)]
+        if not own:
+            print(f"{proof.row:14} {proof.test}: no such test with these releases")
+            continue
         if missing := [test for test in own if test not in outcomes.ended]:
             print(f"{proof.row:14} {proof.test}: not ended, {len(missing)} of {len(own)} tests")
             continue
@@ -164,68 +168,10 @@ def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
     return results
 
 
-def stored() -> list[dict[str, Any]]:
-    """All rows so far."""
-    return [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
-
-
-def place_of(row: dict[str, Any]) -> str:
-    """The card of a row as the table names it."""
-    card = row["card"].partition(",")[0]
-    return card if card.startswith("CPU") or row["world"] == 1 else f"{row['world']} x {card}"
-
-
-def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A proof's lines of the table: one for each place and result, with all releases tested."""
-    newest = {
-        (place_of(row), row["transformers"], row["torch"]): row
-        for row in rows
-        if (row["row"], row["test"]) == (proof.row, proof.test)
-    }
-    if not newest:
-        cells = [proof.row, proof.shows, "not run", str(proof.world), *[""] * 5, f"`{proof.test}`"]
-        return [f"| {' | '.join(cells)} |"]
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for (place, *_), row in newest.items():
-        groups.setdefault((place, row["result"]), []).append(row)
-    lines = []
-    for (place, result), group in groups.items():
-        releases = (
-            ", ".join(sorted({row[name] for row in group})) for name in ("transformers", "torch")
-        )
-        last = group[-1]
-        cells = [
-            proof.row, proof.shows, result, str(last["world"]), *releases, last["stack"] or "",
-            place, last["commit"][:7], f"`{proof.test}`",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def document(rows: list[dict[str, Any]]) -> str:
-    """docs/compatibility.md: the newest rows of every proof, and what was not run."""
-    lines = [
-        INTRODUCTION, "",
-        "| row | shown | result | ranks | transformers | torch | with | on | commit | tests |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for proof in PROOFS:
-        lines += lines_of(proof, rows)
-    lines += versions(rows)
-    lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
-    lines += [f"| {' | '.join(entry)} |" for entry in NOT_RUN]
-    return "\n".join([*lines, "", NOTES])
-
-
-def versions(rows: list[dict[str, Any]]) -> list[str]:
-    """The whole suite on the oldest and newest versions (scripts/matrix.py)."""
-    names = ("test", "torch", *PACKAGES, "result", "seconds", "commit")
-    lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    newest = {row["test"]: row for row in rows if row["row"] == "versions"}
-    for row in newest.values():
-        cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+def stored(path: Path = ROWS) -> list[dict[str, Any]]:
+    """All rows of a file so far; none without it."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def arguments() -> argparse.Namespace:
@@ -280,7 +226,7 @@ def main() -> int:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     if options.out == ROWS:
-        DOC.write_text(document(stored()), encoding="utf-8")
+        DOC.write_text(document(stored(), stored(PARALLEL)), encoding="utf-8")
     return 1 if failed else 0
 
 

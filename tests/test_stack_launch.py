@@ -28,9 +28,10 @@ def train(folder, launcher, lora=True, **options):
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(launcher)]
     command += ["--main_process_port", "0", "-m", "moe_patch", "train", str(folder / "c.yaml")]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=240,

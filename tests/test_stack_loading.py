@@ -11,7 +11,9 @@ import accelerate
 import pytest
 import torch
 
+import moe_patch.report
 from moe_patch import patch_model, patch_report, unpatch_model
+from moe_patch.backend import BackendChoice
 from tests import tiny_models
 from tests.numerics import assert_bits
 from tests.snapshots import logits
@@ -88,7 +90,7 @@ def test_layers_on_disk_and_cpu(trained, order, tmp_path):
     assert_bits(logits(trained, batch), plain)
 
 
-def test_weights_of_no_size_are_not_read_when_patched():
+def test_weights_of_no_size_are_not_read_when_patched(monkeypatch):
     """ZeRO-3 leaves an empty tensor where a partitioned parameter was; it is not looked at."""
     model = tiny_models.build("qwen3_moe")
     held = {}
@@ -100,6 +102,10 @@ def test_weights_of_no_size_are_not_read_when_patched():
     assert {row.self_check for row in patch_report(model)} == {
         "skipped: ZeRO-3 partitioned weights"
     }
+    with monkeypatch.context() as on_a_card:
+        choice = BackendChoice("triton", "")
+        on_a_card.setattr(moe_patch.report, "choose_backend", lambda *_: choice)
+        assert {row.router_backend for row in patch_report(model)} == {"triton"}
     for name, p in model.named_parameters():
         p.data = held[name]
     batch = tiny_models.inputs(model)

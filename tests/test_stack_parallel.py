@@ -46,9 +46,22 @@ def step(model, batch):
     run = {"loss": out.loss.detach(), "logits": out.logits.detach()}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            run[name] = grad.detach().clone()
+            run[name] = whole(p.grad).detach().clone()
     return run
+
+
+def whole(t):
+    """A tensor gathered from all ranks; torch 2.11 cannot do it for shards of a packed weight."""
+    if not isinstance(t, DTensor):
+        return t
+    packed = [p for p in t.placements if type(p).__name__ == "_StridedShard"]
+    if not packed:
+        return t.full_tensor()
+    (shard,), local = packed, t.to_local().contiguous()
+    parts = [torch.empty_like(local) for _ in range(t.device_mesh.size())]
+    torch.distributed.all_gather(parts, local, group=t.device_mesh.get_group())
+    pieces = zip(*(part.chunk(shard.split_factor, shard.dim) for part in parts), strict=True)
+    return torch.cat([torch.cat(piece, shard.dim) for piece in pieces], shard.dim)
 
 
 def inputs(model):
