@@ -58,7 +58,9 @@ def test_a_selection_is_read_as_pytest_reads_it(compat, select, name, taken):
 
 def test_document_is_made_from_the_rows(compat):
     rows = compat.stored()
-    assert compat.DOC.read_text(encoding="utf-8") == compat.document(rows)
+    assert compat.DOC.read_text(encoding="utf-8") == compat.document(
+        rows, compat.stored(compat.PARALLEL)
+    )
     for row in rows:
         assert tuple(row) == compat.FIELDS
         assert row["result"] in ("pass", "refused", "fail")
@@ -79,6 +81,19 @@ def test_a_failure_shows_and_the_newest_row_counts(compat):
         lines = [t for t in compat.document(rows).splitlines() if f"`{proof.test}`" in t]
         assert [line.split(" | ")[2] for line in lines] == shown
     assert "| not run |" in compat.document([])
+
+
+def test_the_table_of_several_cards(compat):
+    common = {"card": "c", "layers": 2, "tokens": 8, "torch": "t", "transformers": "v"}
+    common |= {"commit": "0" * 40, "world": 2, "layout": "ep"}
+    ours, theirs = ({"impl": impl} | common for impl in ("moe_patch", "hf_grouped_mm"))
+    rows = [
+        ours | {"run": "old", "tokens_per_s": 7},
+        ours | {"run": "new", "tokens_per_s": 30},
+        theirs | {"run": "new", "tokens_per_s": 20},
+    ]
+    assert "| 2 | ep | 30 | 20 | 1.50 |" in compat.document([], rows)
+    assert "Several cards" not in compat.document([])
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda p: p.stem)

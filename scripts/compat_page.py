@@ -1,0 +1,94 @@
+"""docs/compatibility.md: made from the rows of compat.py, matrix.py and bench_parallel.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof
+
+
+def several_cards(rows: list[dict[str, Any]]) -> list[str]:
+    """Tokens per second on several cards, of the newest run on each number of cards."""
+    if not rows:
+        return []
+    runs = {row["world"]: row["run"] for row in rows}
+    shown = [row for row in rows if row["run"] == runs[row["world"]]]
+    last = shown[-1]
+    lines = [
+        "", "## Several cards", "",
+        f"`scripts/bench_parallel.py` on {last['card']}: forward and backward of {last['layers']} "
+        f"layers of Qwen3-30B-A3B's sizes, {last['tokens']} tokens in one batch (`fsdp`: one batch "
+        f"per card), bf16, torch {last['torch']}, transformers {last['transformers']}, "
+        f"{last['commit'][:7]}. `transformers`: its own experts (`grouped_mm`) in the same "
+        "processes.", "",
+        "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",
+        "|---|---|---|---|---|",
+    ]  # fmt: skip
+    speed = {(row["world"], row["layout"], row["impl"]): row["tokens_per_s"] for row in shown}
+    for world, layout, impl in sorted(speed):
+        theirs = speed.get((world, layout, "hf_grouped_mm"))
+        if impl == "moe_patch" and theirs is not None:
+            ours = speed[world, layout, impl]
+            lines.append(f"| {world} | {layout} | {ours} | {theirs} | {ours / theirs:.2f} |")
+    return lines
+
+
+def place_of(row: dict[str, Any]) -> str:
+    """The card of a row as the table names it."""
+    card = row["card"].partition(",")[0]
+    return card if card.startswith("CPU") or row["world"] == 1 else f"{row['world']} x {card}"
+
+
+def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """A proof's lines of the table: one for each place and result, with all releases tested."""
+    newest = {
+        (place_of(row), row["transformers"], row["torch"]): row
+        for row in rows
+        if (row["row"], row["test"]) == (proof.row, proof.test)
+    }
+    if not newest:
+        cells = [proof.row, proof.shows, "not run", str(proof.world), *[""] * 5, f"`{proof.test}`"]
+        return [f"| {' | '.join(cells)} |"]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for (place, *_), row in newest.items():
+        groups.setdefault((place, row["result"]), []).append(row)
+    lines = []
+    for (place, result), group in groups.items():
+        releases = (
+            ", ".join(sorted({row[name] for row in group})) for name in ("transformers", "torch")
+        )
+        last = group[-1]
+        cells = [
+            proof.row, proof.shows, result, str(last["world"]), *releases, last["stack"] or "",
+            place, last["commit"][:7], f"`{proof.test}`",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def document(rows: list[dict[str, Any]], parallel: list[dict[str, Any]] | None = None) -> str:
+    """docs/compatibility.md: the newest rows of every proof, and what was not run."""
+    lines = [
+        INTRODUCTION, "",
+        "| row | shown | result | ranks | transformers | torch | with | on | commit | tests |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for proof in PROOFS:
+        lines += lines_of(proof, rows)
+    lines += several_cards(parallel or [])
+    lines += versions(rows)
+    lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
+    lines += [f"| {' | '.join(entry)} |" for entry in NOT_RUN]
+    return "\n".join([*lines, "", NOTES])
+
+
+def versions(rows: list[dict[str, Any]]) -> list[str]:
+    """The whole suite on the oldest and newest versions (scripts/matrix.py)."""
+    names = ("test", "torch", "transformers", "peft", "accelerate", "result", "seconds", "commit")
+    lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    newest = {row["test"]: row for row in rows if row["row"] == "versions"}
+    for row in newest.values():
+        cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
