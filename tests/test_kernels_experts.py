@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,12 @@ def test_gpu_repeats_bit_for_bit(case: str, poisoned_memory: None) -> None:
 def _all_tiles() -> list[tuple[str, Tile]]:
     return sorted(
         {
-            (op, tile)
+            (op, chosen)
             for op in ("up", "down", "dh", "dx", "dw2", "dw13")
             for bucket in ("few", "some", "many")
             for capability in ((8, 0), (8, 6), (9, 0))
             for tile in candidates(op, bucket, torch.bfloat16, capability)
+            for chosen in (tile, replace(tile, specialised=False))
         },
         key=str,
     )
