@@ -18,8 +18,13 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from moe_patch import reference
 from moe_patch.kernels.dequant import dequantize_into
+from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.parts import PackedParts
+from moe_patch.kernels.rows import grouped_linear
+from moe_patch.kernels.rows_packed import packed_linear
+from moe_patch.kernels.tiles import Tile
 from moe_patch.quant.packed import PackedWeight, pack
 from moe_patch.types import ExpertsNeeds
 from tests import interpreted
@@ -30,8 +35,9 @@ from tests.kernels_cases import (
     Inputs,
     make_inputs,
     run_kernels,
+    run_reference,
 )
-from tests.numerics import assert_bits
+from tests.numerics import assert_bits, assert_close, bf16_rule
 
 FROZEN = ("w13", "w2", "b13", "b2")
 SMALL = {
@@ -73,11 +79,31 @@ def plain_inputs(inputs: Inputs) -> Inputs:
     return replace(inputs, tensors=inputs.tensors | plain)
 
 
-def check(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
-    """Output and every gradient but the weights', bit for bit."""
-    packed = pack_inputs(make_inputs(case, dtype, device), storage)
+def wanted_gradients(packed: Inputs) -> tuple[list[str], ExpertsNeeds]:
+    """All but those of the frozen weights, by name and as the kernels are asked for them."""
     wanted = [name for name in NAMES if name in packed.tensors and name not in FROZEN]
-    needs = ExpertsNeeds(**dict.fromkeys(wanted, True), norms=case.norms)
+    return wanted, ExpertsNeeds(**dict.fromkeys(wanted, True), norms=packed.case.norms)
+
+
+def check_close(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
+    """Output and gradients as close to fp64 as eager evaluation of the dequantised weights."""
+    packed = pack_inputs(make_inputs(case, dtype, device), storage)
+    wanted, needs = wanted_gradients(packed)
+    found, _ = run_kernels(packed, needs)
+    plain = plain_inputs(packed)
+    exact, eager = run_reference(plain, torch.float64), run_reference(plain, dtype)
+    for name in ("out", *wanted):
+        assert torch.isfinite(found[name]).all(), name
+        bf16_rule(found[name], eager[name].to(found[name].dtype), exact[name], name)
+    again, _ = run_kernels(packed, needs)
+    for name in ("out", *wanted):
+        assert_bits(again[name], found[name], name)
+
+
+def check(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
+    """Through the buffer: output and every gradient but the weights', bit for bit."""
+    packed = pack_inputs(make_inputs(case, dtype, device), storage)
+    wanted, needs = wanted_gradients(packed)
     found, gradients = run_kernels(packed, needs)
     expected, plain_gradients = run_kernels(plain_inputs(packed), needs)
     for name in ("out", *wanted):
@@ -111,6 +137,36 @@ def check_dequantised(device: str) -> None:
                     assert buffer[i].isnan().all()
                 else:
                     assert_bits(buffer[i], w.stored_experts(first + i, first + i + 1)[0])
+
+
+def check_packed_linear(device: str) -> None:
+    """Decoding in front of the product: against the product with the dequantised weights."""
+    for storage, turned, rank in itertools.product(("nf4", "fp8"), (False, True), (0, 3)):
+        E, O, I, T, K = 3, 192, 128, 25, 2
+        stored = (
+            torch.randn(E, I, O, device=device) if turned else torch.randn(E, O, I, device=device)
+        )
+        w = pack(stored * I**-0.5, storage, torch.device(device), "w").to(torch.float16)
+        plain = w.stored_experts(0, E)
+        if turned:
+            w, plain = w.transpose(1, 2), plain.transpose(1, 2)
+        ids_TK = torch.where(torch.rand(T, K, device=device) < 0.4, 0, 2)
+        ids_TK[0] = -1
+        tiles = RowTiles(reference.build_plan(ids_TK, E))
+        inputs = torch.randn(T * K, I, device=device).half()
+        bias = torch.randn(E, O, device=device).half()
+        low_rank = None
+        if rank:
+            factor = torch.randn(E, O, rank, device=device).half()
+            low_rank = torch.randn(T * K, rank, device=device).half(), factor
+        found = packed_linear(
+            inputs, tiles.rows(32), w, bias, Tile(32, 128, 64, 4, 1), low_rank=low_rank
+        )
+        expected = grouped_linear(
+            inputs, tiles.rows(16), plain, bias, Tile(16, 64, 32, 4, 1), low_rank=low_rank
+        )
+        valid = int(tiles.plan.offsets_S[-1])
+        assert_close(found[:valid], expected[:valid], 1e-3, f"{storage} {turned} {rank}")
 
 
 def check_untouched(device: str) -> None:
@@ -160,6 +216,7 @@ CASES: dict[str, Callable[[str], None]] = {
         for name, storage, dtype in INTERPRETED
     },
     "dequantised": check_dequantised,
+    "packed_linear": check_packed_linear,
     "untouched": check_untouched,
     "buffer": check_buffer,
 }

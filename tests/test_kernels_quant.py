@@ -9,6 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
+from moe_patch.kernels import call  # noqa: E402
 from tests import interpreted  # noqa: E402
 from tests.quant_cases import (  # noqa: E402
     CASES,
@@ -16,7 +17,9 @@ from tests.quant_cases import (  # noqa: E402
     SMALL,
     check,
     check_buffer,
+    check_close,
     check_dequantised,
+    check_packed_linear,
     check_untouched,
 )
 
@@ -37,12 +40,24 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("case", SMALL | LARGE)
-def test_bits_of_the_plain_kernels(case: str, storage: str, poisoned_memory: None) -> None:
+def test_close_to_fp64(case: str, storage: str, poisoned_memory: None) -> None:
+    check_close((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("case", SMALL | LARGE)
+def test_through_the_buffer_the_bits_of_the_plain_kernels(
+    case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call, "decoding_tile", lambda *_: None)
     check((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
 
 
 @pytest.mark.gpu
-def test_parts(poisoned_memory: None) -> None:
+def test_parts(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_dequantised("cuda")
     check_untouched("cuda")
+    check_packed_linear("cuda")
+    monkeypatch.setattr(call, "decoding_tile", lambda *_: None)
     check_buffer("cuda")

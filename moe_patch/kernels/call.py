@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
+from moe_patch.kernels.activation import activation
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
 from moe_patch.kernels.dw import outer_sum
@@ -15,6 +17,7 @@ from moe_patch.kernels.launch import RowTiles, depth_block
 from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
 from moe_patch.kernels.reduce import combine
 from moe_patch.kernels.rows import grouped_linear
+from moe_patch.kernels.rows_packed import decoding_tile, packed_linear
 from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
 from moe_patch.kernels.up import up
 from moe_patch.quant.packed import PackedWeight
@@ -41,6 +44,7 @@ class Call:
         self._b2_EOR = None if lora2 is None else lora2.B_EOR.contiguous()
         self.tiles = RowTiles(plan)
         self.device = device_of(x_TD)
+        self.batch_invariant = batch_invariant
         # Another tile may sum in another order: where that must not be, decode takes training's.
         self.bucket = (
             "many" if batch_invariant else rows_bucket(self.tiles.count, self.tiles.num_experts)
@@ -61,6 +65,8 @@ class Call:
         low_rank = None
         if self.lora13 is not None:
             low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self._b13_EOR
+        if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
+            return self._decoded_up(decoding, low_rank, save_h=save_h, save_a=save_a)
         tile, found = self.tile("up"), None
         for part in self.parts(self.w.w13_EHD):
             found = up(
@@ -69,6 +75,29 @@ class Call:
             )  # fmt: skip
         assert found is not None
         return found
+
+    def _decoded_up(
+        self,
+        tile: Tile,
+        low_rank: tuple[Tensor, Tensor] | None,
+        *,
+        save_h: bool,
+        save_a: bool,
+    ) -> tuple[Tensor, Tensor]:
+        w13: Any = self.w.w13_EHD
+        # Tensor descriptors take rows as they lie; the copy costs less than it saves.
+        token_N = self.plan.row_of_N.clamp(min=0) // self.tiles.top_k
+        x_ND = self.x_TD.index_select(0, token_N)
+        rows = self.tiles.rows(tile.m)
+        h_NH = packed_linear(x_ND, rows, w13, self.w.b13_EH, tile, low_rank=low_rank)
+        nothing = h_NH.new_empty(0)
+        return h_NH if save_h else nothing, activation(h_NH, self.glu) if save_a else nothing
+
+    def _decoding_tile(self, w_EOI: Tensor | PackedWeight) -> Tile | None:
+        """The tile of the kernel that decodes in front of its product, where that is the one."""
+        if not isinstance(w_EOI, PackedWeight) or self.batch_invariant:
+            return None
+        return decoding_tile(w_EOI, self.x_TD.dtype, self.device, self.tiles.count)
 
     def down(self, a_NF: Tensor) -> Tensor:
         low_rank = None
@@ -112,6 +141,10 @@ class Call:
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
+        if (decoding := self._decoding_tile(w_EOI)) is not None:
+            w: Any = w_EOI
+            rows = self.tiles.rows(decoding.m)
+            return packed_linear(inputs, rows, w, b_EO, decoding, low_rank=low_rank)
         tile, found = self.tile(op), None
         if low_rank is not None and tile.flatten:
             # A factor costs the plain kernel its flattened loop, the specialised one nothing.

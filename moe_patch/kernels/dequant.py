@@ -16,6 +16,7 @@ from moe_patch.quant.packed import PackedWeight
 # Blocks of 64 values a program decodes.
 _BLOCKS = 128
 _ROWS = 64
+_SCALES = 1024
 
 
 def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
@@ -44,6 +45,48 @@ def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: i
     )  # fmt: skip
 
 
+def decoded_scales(w: PackedWeight, offsets_S: Tensor) -> Tensor:
+    """fp32 scales of NF4, [E, rows, columns / 64] as stored; those of experts without rows are not.
+
+    Args:
+        w: the packed weight.
+        offsets_S: the plan's offsets.
+    """
+    E, rows, columns = w.stored_shape
+    absmax, nested_absmax, code, offset = w.scales
+    scale = nested_absmax.new_empty(E, rows, columns // nf4.BLOCK)
+    blocks = rows * columns // nf4.BLOCK
+    _scales_kernel[(E, triton.cdiv(blocks, _SCALES))](
+        absmax, nested_absmax, code, offset, scale, offsets_S, blocks,
+        NESTED=nf4.NESTED_BLOCK, SCALES=_SCALES, enable_fp_fusion=False,
+    )  # fmt: skip
+    return scale
+
+
+@triton.jit
+def _scales_kernel(
+    absmax_ptr, nested_ptr, code_ptr, offset_ptr, out_ptr, offsets_ptr, blocks,
+    NESTED: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Grid (E, cdiv(blocks, SCALES)): SCALES scales of one expert."""
+    e = tl.program_id(0)
+    if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
+        inside = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
+        block = e.to(tl.int64) * blocks + inside
+        exists = inside < blocks
+        scale = _scale(absmax_ptr, nested_ptr, code_ptr, offset_ptr, block, exists, NESTED)
+        tl.store(out_ptr + block, scale, mask=exists)
+
+
+@triton.jit
+def _scale(
+    absmax_ptr, nested_ptr, code_ptr, offset_ptr, block, exists, NESTED: tl.constexpr
+):  # fmt: skip
+    index = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
+    nested = tl.load(nested_ptr + block // NESTED, mask=exists, other=0.0)
+    return tl.load(code_ptr + index) * nested + tl.load(offset_ptr)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _nf4_kernel(
     packed_ptr, absmax_ptr, nested_ptr, code_ptr, offset_ptr, levels_ptr, out_ptr, offsets_ptr,
@@ -56,9 +99,7 @@ def _nf4_kernel(
         inside = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         exists = inside < blocks
         block = e.to(tl.int64) * blocks + inside
-        index = tl.load(absmax_ptr + block, mask=exists, other=0).to(tl.int32)
-        nested = tl.load(nested_ptr + block // NESTED, mask=exists, other=0.0)
-        scale = tl.load(code_ptr + index) * nested + tl.load(offset_ptr)
+        scale = _scale(absmax_ptr, nested_ptr, code_ptr, offset_ptr, block, exists, NESTED)
         byte = tl.load(
             packed_ptr + block[:, None] * 32 + tl.arange(0, 32)[None, :],
             mask=exists[:, None],

@@ -1,0 +1,232 @@
+"""Grouped product of rows with packed weights, decoded in front of the product that uses them.
+
+The product is transposed, outᵀ = W inᵀ: the weight is the operand that the matrix instruction takes
+from registers, where it was decoded, and it serves a tile of 256 rows at once. For few rows an
+expert this beats decoding into a buffer (:mod:`moe_patch.kernels.parts`), which moves more bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moe_patch.kernels.dequant import decoded_scales
+from moe_patch.kernels.device import INTERPRETER, Device, device_of
+from moe_patch.kernels.launch import Rows, depth_block
+from moe_patch.kernels.nf4_levels import nf4_levels
+from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.tiling import locate_tile
+from moe_patch.quant import fp8, nf4
+from moe_patch.quant.packed import PackedWeight
+
+# Decoding in front of the product pays until an expert has so many rows that it is repeated for too
+# many of their tiles (measured, docs/quantisation.md); few rows do with a smaller tile.
+_MOST_ROWS = 384
+_FEW_ROWS = 32
+_TILE = Tile(256, 128, 64, 8, 4)
+_FEW_TILE = Tile(64, 128, 64, 8, 4)
+
+
+def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int) -> Tile | None:
+    """The tile of :func:`packed_linear`, or None where decoding into a buffer is the better way.
+
+    Args:
+        w: the packed weight.
+        dtype: of the rows.
+        device: where it runs; only Hopper's matrix instructions take an operand from registers.
+        rows: of all experts.
+    """
+    mean = rows / w.shape[0]
+    aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
+    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned or mean > _MOST_ROWS:
+        return None
+    return _FEW_TILE if mean <= _FEW_ROWS else _TILE
+
+
+def packed_linear(
+    inputs: Tensor,
+    rows: Rows,
+    w: PackedWeight,
+    b_EO: Tensor | None,
+    tile: Tile,
+    *,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """[N, out] in plan order: W_e in_n (+ b_e) (+ L_e u_n), in the dtype of ``inputs``.
+
+    Args:
+        inputs: [N, in] in plan order, contiguous, rows of whole 16 bytes.
+        rows: the plan and its tile table for ``tile.m``.
+        w, b_EO: weight, packed along either axis, and optional bias.
+        tile: m rows, n columns of out, k of depth; n and k are multiples of 64.
+        low_rank: (u_NR, L_EOR): adds L_e u_n.
+    """
+    E, O, I = w.shape
+    out_NO = inputs.new_empty(rows.count, O)
+    u_NR, l_EOR = low_rank if low_rank is not None else (inputs, inputs[None])
+    R = u_NR.shape[1] if low_rank is not None else 0
+    bias = b_EO if b_EO is not None else inputs
+    columns = triton.cdiv(O, tile.n)
+    nf4_stored = w.storage == "nf4"
+    scales = decoded_scales(w, rows.plan.offsets_S) if nf4_stored else w.scales[0]
+    device = device_of(inputs)
+    _packed_rows_kernel[(min(rows.bound * columns, device.multiprocessors),)](
+        TensorDescriptor.from_tensor(inputs, [tile.m, tile.k]),
+        TensorDescriptor.from_tensor(inputs, [tile.m // 2, tile.k]),
+        _weight_descriptor(w, tile), scales, nf4.levels(inputs.device), bias, u_NR, l_EOR, out_NO,
+        rows.plan.offsets_S, rows.table,
+        rows.bound, columns, O, I, R, *scales.stride()[:2], bias.stride(0), bias.stride(1),
+        *l_EOR.stride(),
+        NF4=nf4_stored, ALONG_DEPTH=not w.transposed, FAST=device != INTERPRETER,
+        BIASED=b_EO is not None, LOW_RANK=low_rank is not None, BLOCK=fp8.BLOCK,
+        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out_NO
+
+
+def _weight_descriptor(w: PackedWeight, tile: Tile) -> Any:
+    halves = 2 if w.storage == "nf4" else 1
+    box = [1, tile.k, tile.n // halves] if w.transposed else [1, tile.n, tile.k // halves]
+    return TensorDescriptor.from_tensor(w.packed, box)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_rows_kernel(
+    in_whole, in_half, w, scale_ptr, levels_ptr, b_ptr, u_ptr, l_ptr, out_ptr, offsets_ptr,
+    table_ptr, M, columns, O, I, R, stride_se, stride_sr, stride_be, stride_bo, stride_le,
+    stride_lo, stride_li,
+    NF4: tl.constexpr, ALONG_DEPTH: tl.constexpr, FAST: tl.constexpr, BIASED: tl.constexpr,
+    LOW_RANK: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid: persistent. One tile: BM rows by BN columns of out, half of them where they suffice."""
+    row_tiles = tl.load(table_ptr)
+    for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
+        row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
+        e = tl.load(table_ptr + 1 + row_tile)
+        start = tl.load(table_ptr + 1 + M + row_tile)
+        end = tl.load(offsets_ptr + e + 1)
+        if end - start <= BM // 2:
+            _tile(
+                in_half, w, scale_ptr, levels_ptr, b_ptr, u_ptr, l_ptr, out_ptr, e, column_tile,
+                start, end, O, I, R, stride_se, stride_sr, stride_be, stride_bo, stride_le,
+                stride_lo, stride_li, NF4, ALONG_DEPTH, FAST, BIASED, LOW_RANK, BLOCK, BM // 2, BN,
+                BK, BR,
+            )  # fmt: skip
+        else:
+            _tile(
+                in_whole, w, scale_ptr, levels_ptr, b_ptr, u_ptr, l_ptr, out_ptr, e, column_tile,
+                start, end, O, I, R, stride_se, stride_sr, stride_be, stride_bo, stride_le,
+                stride_lo, stride_li, NF4, ALONG_DEPTH, FAST, BIASED, LOW_RANK, BLOCK, BM, BN, BK,
+                BR,
+            )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    inputs, w, scale_ptr, levels_ptr, b_ptr, u_ptr, l_ptr, out_ptr, e, column_tile, start, end,
+    O, I, R, stride_se, stride_sr, stride_be, stride_bo, stride_le, stride_lo, stride_li,
+    NF4: tl.constexpr, ALONG_DEPTH: tl.constexpr, FAST: tl.constexpr, BIASED: tl.constexpr,
+    LOW_RANK: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    n = start + tl.arange(0, BM)
+    column = column_tile * BN + tl.arange(0, BN)
+    exists = column < O
+    scales = scale_ptr + e.to(tl.int64) * stride_se
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    for k0 in range(0, I, BK):
+        x = inputs.load([start, k0])
+        if NF4:
+            weight = _nf4_weight(
+                w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH, FAST,
+                BN, BK,
+            )  # fmt: skip
+        else:
+            weight = _fp8_weight(
+                w, scales, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH, BLOCK, BN, BK
+            )
+        acc = tl.dot(weight.to(x.dtype), x.T, acc, input_precision="ieee")
+    n64 = n.to(tl.int64)
+    if LOW_RANK:
+        low = l_ptr + e.to(tl.int64) * stride_le
+        for r0 in range(0, R, BR):
+            r = r0 + tl.arange(0, BR)
+            factor = tl.load(
+                low + column[:, None] * stride_lo + r[None, :] * stride_li,
+                mask=exists[:, None] & (r < R)[None, :],
+                other=0.0,
+            )
+            u = tl.load(
+                u_ptr + n64[:, None] * R + r[None, :],
+                mask=(n < end)[:, None] & (r < R)[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(factor, u.T, acc, input_precision="ieee")
+    if BIASED:
+        here = b_ptr + e.to(tl.int64) * stride_be + column * stride_bo
+        acc += tl.load(here, mask=exists, other=0.0).to(tl.float32)[:, None]
+    out = acc.to(out_ptr.dtype.element_ty).T
+    tl.store(
+        out_ptr + n64[:, None] * O + column[None, :], out, mask=(n < end)[:, None] & exists[None, :]
+    )
+
+
+@triton.jit
+def _nf4_weight(
+    w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH: tl.constexpr,
+    FAST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BN, BK] of one expert's weight; scales are [rows, columns / 64] as stored."""
+    if ALONG_DEPTH:
+        byte = tl.reshape(w.load([e, column_tile * BN, k0 // 2]), (BN, BK // 2))
+        row = column_tile * BN + tl.arange(0, BN)
+        block = k0 // 64 + tl.arange(0, BK // 64)
+        scale = tl.load(
+            scales + row[:, None] * stride_sr + block[None, :],
+            mask=(row < O)[:, None] & (block < I // 64)[None, :],
+            other=0.0,
+        )
+        weight = _decoded(byte, scale, levels_ptr, FAST, BN, BK)
+    else:
+        byte = tl.reshape(w.load([e, k0, column_tile * (BN // 2)]), (BK, BN // 2))
+        row = k0 + tl.arange(0, BK)
+        block = column_tile * (BN // 64) + tl.arange(0, BN // 64)
+        scale = tl.load(
+            scales + row[:, None] * stride_sr + block[None, :],
+            mask=(row < I)[:, None] & (block < O // 64)[None, :],
+            other=0.0,
+        )
+        weight = _decoded(byte, scale, levels_ptr, FAST, BK, BN).T
+    return weight
+
+
+@triton.jit
+def _decoded(
+    byte, scale, levels_ptr, FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    high, low = nf4_levels(byte, levels_ptr, FAST)
+    scale = tl.broadcast_to(scale[:, :, None], (ROWS, COLUMNS // 64, 32))
+    scale = tl.reshape(scale, (ROWS, COLUMNS // 2))
+    return tl.reshape(tl.join(high * scale, low * scale), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _fp8_weight(
+    w, scales, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """fp32 [BN, BK] of one expert's weight; a tile lies in one block of BLOCK x BLOCK."""
+    if ALONG_DEPTH:
+        value = tl.reshape(w.load([e, column_tile * BN, k0]), (BN, BK))
+        scale = tl.load(scales + column_tile * BN // BLOCK * stride_sr + k0 // BLOCK)
+    else:
+        value = tl.reshape(w.load([e, k0, column_tile * BN]), (BK, BN)).T
+        scale = tl.load(scales + k0 // BLOCK * stride_sr + column_tile * BN // BLOCK)
+    return value.to(tl.float32) * scale
