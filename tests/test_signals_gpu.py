@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_patch import patch_model, patch_report, record
+from moe_patch.debug.replay import replay_file
+from moe_patch.debug.shadow import shadow_results
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import assert_bits, assert_close
@@ -150,3 +152,27 @@ def test_a_recorded_block_does_not_wait_for_the_device() -> None:
                 recorder.step()
     assert experts_below(block) is block.experts
     assert recorder.history[1].load
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora", [(), EXPERTS], ids=["plain", "lora"])
+def test_shadow_check_finds_the_kernels_within_the_limit(lora, dtype) -> None:
+    model = patched(dtype=dtype, lora=lora, shadow_check=1)
+    for _ in range(3):
+        sum_loss(model, batch_of(model)).backward()
+    results = shadow_results(model)
+    assert sum(result.role == "experts" for result in results) == 3
+    for result in results:
+        assert not result.skipped
+        assert result.within, str(result)
+
+
+def test_a_nan_is_written_on_the_device_and_replayed_on_both_machines(tmp_path) -> None:
+    model = patched(debug_nan=True, debug_dir=str(tmp_path))
+    experts_below(last_layer(model).mlp).down_proj.data[:, 1, 1] = float("nan")
+    sum_loss(model, batch_of(model))
+    (file,) = tmp_path.iterdir()
+    for device, backend in (("cuda", "triton"), ("cpu", "torch")):
+        result = replay_file(file, device)
+        assert (result.device, result.backend) == (device, backend)
+        assert len(result.ours) == len(result.theirs) == result.tokens == 64
