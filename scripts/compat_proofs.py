@@ -88,8 +88,6 @@ PROOFS = (
     Proof("ep", "all-to-all and all-reduce with sentinels, with FSDP; generate",
           "test_stack_parallel.py", "ep and ranks2", world=2, on="ranks"),
     Proof("ep", "four ranks", "test_stack_parallel.py", "ep and ranks4", world=4, on="ranks"),
-    Proof("ep", "adapters on experts that live on another rank (PEFT alone fails too)",
-          "test_stack_parallel.py", "refused and qwen3_moe", world=2, on="ranks", good="refused"),
     Proof("ep", "closures around the experts' forward, adapters", "test_lora_training.py",
           "closure or local_weight"),
     Proof("tp", "loss, gradients, generate", "test_stack_parallel.py", "tp and ranks2",
@@ -132,11 +130,19 @@ PROOFS = (
           "own_library and liger", needs="liger-kernel", good="refused"),
     Proof("conflicts", "the kernels library's own functions", "test_stack_conflicts.py",
           "own_library and kernels", needs="kernels", good="refused"),
+    Proof("conflicts", "adapters on experts under expert parallelism, which PEFT alone cannot run",
+          "test_stack_parallel.py", "refused and qwen3_moe", world=2, on="ranks", good="refused"),
     Proof("conflicts", "experts kept as a ModuleList", "test_refusals.py", "module_list",
           good="refused"),
 )  # fmt: skip
 
 NOT_RUN = (
+    (
+        "ep, tp, fsdp2",
+        "four cards; tokens per second at 1, 2 and 4 (scripts/bench_parallel.py)",
+        "no machine with four cards was to be had; four processes on a CPU stand for the equality",
+    ),
+    ("ep", "the all-to-all of transformers 5.24 on cards", "the cards had transformers 5.17"),
     ("axolotl", "a training run", "axolotl pins an older transformers than the one tested here"),
 )
 
@@ -145,8 +151,8 @@ INTRODUCTION = """\
 
 Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
 
-`refused`: an error that names the module, when the model is patched; for adapters under `ep`, at
-the first call. `ranks`: processes, each on a card of its own where `on` names a card."""
+`refused`: an error that names the module, when the model is patched; for adapters under expert
+parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards."""
 
 NOTES = """\
 ## Notes
@@ -160,6 +166,8 @@ NOTES = """\
   one warning says so.
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
+- **Adapters on experts under expert or tensor parallelism**: PEFT 0.21.2 cannot attach them to
+  transformers 5.24's sharded experts, or attaches them (with FSDP) and fails in its own forward.
 - **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
   well; the router stays its own, the experts are ours (tier `experts`).
 - **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
