@@ -5,6 +5,9 @@ model = patch_model(model)
 """
 
 from moe_patch.config import PatchConfig
+from moe_patch.debug.replay import replay_file
+from moe_patch.debug.shadow import shadow_results
+from moe_patch.debug.unpatched import reference
 from moe_patch.errors import (
     MoePatchError,
     PatchStateError,
@@ -42,8 +45,11 @@ __all__ = [
     "quantize_experts",
     "record",
     "record_routing",
+    "reference",
     "register_family",
+    "replay_file",
     "replay_routing",
+    "shadow_results",
     "smk_loss",
     "supported_model_types",
     "unpatch_model",

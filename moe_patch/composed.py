@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.definition import build_plan
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.experts_torch import gather_sum, rows_to_slots, token_rows
 from moe_patch.grouped import Groups
-from moe_patch.reference import build_plan
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"

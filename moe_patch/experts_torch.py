@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from moe_patch.activations import gated_activation, gated_activation_backward
+from moe_patch.definition import build_plan
 from moe_patch.grouped import Groups
-from moe_patch.reference import build_plan
 from moe_patch.types import (
     ExpertsBackward,
     ExpertsForward,

@@ -1,4 +1,4 @@
-"""The forwards that a patch binds: where the library meets the model. Read after reference.py.
+"""The forwards that a patch binds: where the library meets the model. Read after definition.py.
 
     router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
     experts_forward  in transformers' ExpertsInterface, chosen per instance by its config

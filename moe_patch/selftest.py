@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from moe_patch.backend import choose_backend
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops import experts_mlp

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from moe_patch import reference  # noqa: E402
+from moe_patch import definition as reference  # noqa: E402
 from moe_patch.kernels import dh, rows, up  # noqa: E402
 from moe_patch.kernels.experts import experts_backward, experts_forward  # noqa: E402
 from moe_patch.kernels.launch import RowTiles  # noqa: E402

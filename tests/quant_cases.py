@@ -18,7 +18,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from moe_patch.kernels.dequant import dequantize_into
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.parts import PackedParts

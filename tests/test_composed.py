@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from moe_patch.composed import experts_composed
 from tests.experts_cases import (
     FULL,

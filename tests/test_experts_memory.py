@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from tests.experts_cases import (
     FULL,
     Case,

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from moe_patch.ops import Signals
 from tests.experts_cases import (
     FULL,

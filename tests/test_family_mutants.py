@@ -15,11 +15,11 @@ import pytest
 from torch import Tensor, nn
 
 from moe_patch import forward, register_family
+from moe_patch.definition import activate, split_gate
 from moe_patch.families import families
 from moe_patch.families.logits import linear_then_fp32
 from moe_patch.families.spec import Const, FamilySpec, GluRule
 from moe_patch.patch_record import bound
-from moe_patch.reference import activate, split_gate
 from moe_patch.routing import NEG_INF, softmax_topk
 from tests import tiny_models
 from tests.all_families import check

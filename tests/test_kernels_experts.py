@@ -15,7 +15,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import reference  # noqa: E402
+from moe_patch import definition as reference  # noqa: E402
 from moe_patch.kernels import dh, dh_hopper, dw, rows, rows_hopper, up, up_hopper  # noqa: E402
 from moe_patch.kernels.device import device_of  # noqa: E402
 from moe_patch.kernels.launch import RowTiles  # noqa: E402

@@ -11,6 +11,7 @@ import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
+from moe_patch.definition import build_plan as reference_plan  # noqa: E402
 from moe_patch.kernels.plan import (  # noqa: E402
     build_plan,
     build_plan_blocked,
@@ -18,7 +19,6 @@ from moe_patch.kernels.plan import (  # noqa: E402
     tile_bound,
     tile_table,
 )
-from moe_patch.reference import build_plan as reference_plan  # noqa: E402
 from tests import interpreted  # noqa: E402
 
 # T, K, E, rows per program, experts per program, integer dtype: why

@@ -22,7 +22,7 @@ LAYERS = (
     {"quant.nf4", "quant.fp8"},
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
-    {"backend", "reference", "routing"},
+    {"backend", "definition", "routing"},
     {"activations", "config", "grouped", "kernels."},
     {"balance_loss", "experts_torch", "product_key", "route_op"},
     {"composed", "ops"},

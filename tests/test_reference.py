@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_patch import reference
+from moe_patch import definition as reference
 from moe_patch.types import ExpertWeights, Glu
 from tests import tiny_models
 from tests.numerics import FP64, assert_close, probe
@@ -56,7 +56,8 @@ def test_gated_side_by_side(hidden_act, kind) -> None:
 
 @pytest.mark.parametrize("limit", [7.0, 0.5], ids=["clamp rare", "clamp often"])
 def test_interleaved_transposed_biased_and_clamped(limit) -> None:
-    experts = first_experts("gpt_oss", swiglu_limit=limit)
+    experts = first_experts("gpt_oss")
+    experts.limit = limit
     w = ExpertWeights(
         experts.gate_up_proj.mT, experts.down_proj.mT,
         experts.gate_up_proj_bias, experts.down_proj_bias,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from moe_patch.composed import combine_rows, gather_rows, grouped_linear
+from moe_patch.definition import build_plan
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.patch_record import ModulePatch, bound, bound_method
-from moe_patch.reference import build_plan
 from moe_patch.routing import softmax_topk
 
 

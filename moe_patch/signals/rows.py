@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moe_patch.definition import build_plan
 from moe_patch.experts_torch import rows_to_slots
 from moe_patch.ops import Signals
-from moe_patch.reference import build_plan
 
 Step = Callable[[Tensor], Tensor]
 
