@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import (
     UnsupportedModelError,
@@ -23,6 +24,7 @@ from moe_patch import (
     unpatch_model,
 )
 from moe_patch.quant.memory import experts_memory
+from moe_patch.quant.surgery import ignore_in_ddp
 from moe_patch.quant.tensor import QuantTensor
 from tests import tiny_models
 from tests.adapters import adapt, adapter_gradients, lora_config, step
@@ -304,3 +306,23 @@ def test_compiled_as_one_graph() -> None:
     assert_bits(step(compiled, batch), expected)
     for name, gradient in adapter_gradients(model).items():
         assert_bits(gradient, gradients[name], name)
+
+
+def test_data_parallel_leaves_packed_experts_to_each_rank(tmp_path: Any) -> None:
+    model = build(num_hidden_layers=1)
+    batch = tiny_models.inputs(model)
+    model = patch_model(adapted(quantize_experts(model, "nf4")))
+    expected = step(model, batch)
+    gradients = {name: g.clone() for name, g in adapter_gradients(model).items()}
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(UnsupportedModelError, match="experts stored in 4 or 8 bits"):
+            DistributedDataParallel(model)
+        ignore_in_ddp(model)
+        wrapped = DistributedDataParallel(model)
+        assert_bits(step(wrapped, batch), expected)
+        for name, gradient in adapter_gradients(model).items():
+            assert_bits(gradient, gradients[name], name)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
@@ -88,6 +89,19 @@ def quantize_experts(
         state.watch(module)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
+
+
+def ignore_in_ddp(model: nn.Module) -> None:
+    """Tell DistributedDataParallel to leave packed experts to each rank.
+
+    DDP broadcasts every parameter when it wraps a model, which packed ones refuse; they are frozen
+    and equal wherever the same checkpoint was loaded.
+
+    Args:
+        model: exactly what DDP (or a Trainer) will wrap, adapters included.
+    """
+    names = [name for name, p in model.named_parameters() if isinstance(p, QuantTensor)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
 def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from moe_patch.patch import patch_model
-from moe_patch.quant.surgery import dequantize_experts
+from moe_patch.quant.surgery import dequantize_experts, ignore_in_ddp
 from moe_patch.report import BlockReport, patch_report
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
@@ -158,6 +158,8 @@ def _patch(model: Any, config: TrainConfig) -> str:
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says"
     patch_model(model, config.moe_patch)
+    if config.quantize_experts is not None:
+        ignore_in_ddp(model)
     return f"moe_patch: {len(patch_report(model))} MoE blocks patched"
 
 
