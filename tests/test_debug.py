@@ -22,11 +22,11 @@ from moe_patch import (
     patch_model,
     patch_report,
     record,
+    reference,
+    replay_file,
+    shadow_results,
     unpatch_model,
 )
-from moe_patch.debug.replay import replay_file
-from moe_patch.debug.shadow import shadow_results
-from moe_patch.debug.unpatched import reference
 from moe_patch.patch_record import record_of
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config

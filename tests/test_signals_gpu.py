@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch import patch_model, patch_report, record
-from moe_patch.debug.replay import replay_file
-from moe_patch.debug.shadow import shadow_results
+from moe_patch import patch_model, patch_report, record, replay_file, shadow_results
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import assert_bits, assert_close
