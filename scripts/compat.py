@@ -94,6 +94,7 @@ def run_alone(proof: Proof, timeout: float) -> tuple[bool, float]:
     """One proof in a process of its own: whether its tests passed, and the seconds."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{proof.file}"]
     command += ["-k", proof.select] if proof.select else []
+    command += [] if proof.on == "card" else ["-m", "not gpu"]
     start = time.monotonic()
     try:
         done = subprocess.run(
@@ -151,6 +152,8 @@ def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
     command += ["-p", "no:cacheprovider", "-p", "no:xdist", *files]
     if all(proof.select for proof in proofs):
         command += ["-k", " or ".join(f"({proof.select})" for proof in proofs)]
+    if all(proof.on != "card" for proof in proofs):
+        command += ["-m", "not gpu"]
     outcomes, results = Outcomes(), {}
     os.chdir(ROOT)
     pytest.main(command, plugins=[outcomes])
