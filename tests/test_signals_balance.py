@@ -19,6 +19,7 @@ from moe_patch import (
     UnsupportedOptionError,
     patch_model,
     record,
+    shadow_results,
     smk_loss,
     update_expert_bias,
 )
@@ -160,7 +161,7 @@ def _rank(rank: int, file: str, folder: str) -> None:
 def _sharded() -> None:
     """FSDP2, each rank the same batch: equal to the whole model; sharded parameters are refused."""
     whole = patch_model(build("qwen3_moe", layers=2), self_check=False)
-    sharded = patch_model(build("qwen3_moe", layers=2), self_check=False)
+    sharded = patch_model(build("qwen3_moe", layers=2), self_check=False, shadow_check=1)
     for unit in (*sharded.model.layers, sharded):
         fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
     recorders = []
@@ -173,6 +174,10 @@ def _sharded() -> None:
         assert torch.equal(found.ids, layer.ids)
         assert_close(found.act_norm, layer.act_norm, FP64, path)
         assert_close(found.grad_norm_params, layer.grad_norm_params, FP64, path)
+    compared = shadow_results(sharded)
+    assert {result.role for result in compared} == {"router", "experts"}
+    assert not any(result.skipped for result in compared)
+    assert all(result.within for result in compared)
     with pytest.raises(UnsupportedModelError, match=r"gate: weight is sharded \(DTensor\)"):
         smk_loss(recorders[1], sharded)
     with pytest.raises(UnsupportedModelError, match="experts: gate_up_proj is sharded"):
