@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,6 +20,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moe_patch import definition as reference
+from moe_patch.kernels import call
 from moe_patch.kernels.dequant import dequantize_into
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.parts import PackedParts
@@ -203,6 +205,13 @@ def check_buffer(device: str) -> None:
     assert sizes == [12, 12, 9] * 4
 
 
+def check_decoding(case: Case, storage: str, device: str) -> None:
+    """The whole call with every product decoding its own weight, as on a Hopper card."""
+    tile = Tile(32, 128, 64, 4, 1)
+    with mock.patch.object(call, "decoding_tile", return_value=tile):
+        check_close(case, storage, torch.float16, device)
+
+
 INTERPRETED = (
     ("lora", "nf4", torch.float32),
     ("gpt_oss", "fp8", torch.float16),
@@ -215,6 +224,8 @@ CASES: dict[str, Callable[[str], None]] = {
         f"{name}-{storage}-{str(dtype)[6:]}": partial(check, SMALL[name], storage, dtype)
         for name, storage, dtype in INTERPRETED
     },
+    "decoding-nf4": partial(check_decoding, SMALL["gpt_oss"], "nf4"),
+    "decoding-fp8": partial(check_decoding, SMALL["recompute"], "fp8"),
     "dequantised": check_dequantised,
     "packed_linear": check_packed_linear,
     "untouched": check_untouched,

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_patch.kernels.activation import activation
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
+from moe_patch.kernels.dh_epilogue import hidden_gradients_from
 from moe_patch.kernels.dw import outer_sum
 from moe_patch.kernels.launch import RowTiles, depth_block
 from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
@@ -85,13 +86,16 @@ class Call:
         save_a: bool,
     ) -> tuple[Tensor, Tensor]:
         w13: Any = self.w.w13_EHD
-        # Tensor descriptors take rows as they lie; the copy costs less than it saves.
-        token_N = self.plan.row_of_N.clamp(min=0) // self.tiles.top_k
-        x_ND = self.x_TD.index_select(0, token_N)
         rows = self.tiles.rows(tile.m)
-        h_NH = packed_linear(x_ND, rows, w13, self.w.b13_EH, tile, low_rank=low_rank)
+        h_NH = packed_linear(
+            self._gathered(self.x_TD), rows, w13, self.w.b13_EH, tile, low_rank=low_rank
+        )
         nothing = h_NH.new_empty(0)
         return h_NH if save_h else nothing, activation(h_NH, self.glu) if save_a else nothing
+
+    def _gathered(self, source_TD: Tensor) -> Tensor:
+        """Rows in plan order: descriptors take them as they lie, and the copy costs little."""
+        return source_TD.index_select(0, self.plan.row_of_N.clamp(min=0) // self.tiles.top_k)
 
     def _decoding_tile(self, w_EOI: Tensor | PackedWeight) -> Tile | None:
         """The tile of the kernel that decodes in front of its product, where that is the one."""
@@ -117,6 +121,18 @@ class Call:
         partial: bool,
     ) -> HiddenGradients:
         """What the down projection and the activation pass on; see :mod:`moe_patch.kernels.dh`."""
+        if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
+            w_EFD: Any = self.w.w2_EDF.transpose(1, 2)
+            rows, da_NF = self.tiles.rows(decoding.m), h_NH
+            if dh or partial:
+                factor = None if low_rank is None else (low_rank[0], low_rank[1].transpose(1, 2))
+                source_ND = self._gathered(dout_TD)
+                da_NF = packed_linear(source_ND, rows, w_EFD, None, decoding, low_rank=factor)
+            else:
+                da_NF = h_NH.new_zeros(h_NH.shape[0], w_EFD.shape[1])
+            return hidden_gradients_from(
+                da_NF, rows, weights_TK, h_NH, self.glu, dh=dh, wa=wa, partial=partial
+            )
         tile, found = self.tile("dh"), None
         for part in self.parts(self.w.w2_EDF):
             found = hidden_gradients(

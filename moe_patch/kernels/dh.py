@@ -156,14 +156,14 @@ def _dh_kernel(
         # one chunk ahead, since a load cannot move above the stores of the chunk before.
         partial = tl.zeros((BM,), dtype=tl.float32)
         first = column_tile * CHUNKS
-        gate, up = _load_h(h_ptr, first, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS)
+        gate, up = load_h(h_ptr, first, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS)
         for chunk in tl.static_range(CHUNKS):
             gate_now, up_now = gate, up
             if chunk + 1 < CHUNKS:
-                gate, up = _load_h(
+                gate, up = load_h(
                     h_ptr, first + chunk + 1, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS
                 )
-            partial += _emit(
+            partial += emit(
                 column_chunk(acc, chunk, CHUNKS, BM, BN), gate_now, up_now, first + chunk,
                 weight_n, n, end,
                 F, dh_ptr, wa_ptr, KIND, GATED, INTERLEAVED, ALPHA, LIMIT, CLAMPED, FAST,
@@ -174,7 +174,7 @@ def _dh_kernel(
 
 
 @triton.jit
-def _load_h(
+def load_h(
     h_ptr, column_chunk, n, end, F,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +197,7 @@ def _load_h(
 
 
 @triton.jit
-def _emit(
+def emit(
     acc, gate, up, column_chunk, weight_n, n, end, F, dh_ptr, wa_ptr,
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
