@@ -147,16 +147,17 @@ def check_zeros(device: str) -> None:
     for dtype in (F32, F16):
         zero_TE = torch.zeros(3, 20, dtype=dtype, device=device)
         zero_TE[:, ::3] = -0.0
-        ours = triton_route(zero_TE, RouteSpec(6), None)
-        assert ours.ids_TK.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+        for spec in (RouteSpec(6), RouteSpec(6, order="topk_score")):
+            assert triton_route(zero_TE, spec).ids_TK.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
 
 
 def check_all_negative_and_large(device: str) -> None:
     logits_TE = torch.randint(-9, 1, (5, 64), device=device).float()
     for spec in (RouteSpec(8, renormalize=True), RouteSpec(8)):
-        shifted = triton_route(logits_TE - 50, spec)
-        assert_bits(shifted.ids_TK, route(logits_TE, spec).ids_TK)
-        assert_close(shifted.weights_TK, route(logits_TE, spec).weights_TK, 1e-5)
+        for dtype in (F32, F16):
+            shifted = triton_route(logits_TE.to(dtype) - 50, spec)
+            assert_bits(shifted.ids_TK, route(logits_TE, spec).ids_TK)
+            assert_close(shifted.weights_TK, route(logits_TE, spec).weights_TK, 1e-5)
         large = triton_route(logits_TE * 1e4, spec)
         assert_bits(large.ids_TK, route(logits_TE * 1e4, spec).ids_TK)
         assert large.weights_TK.isfinite().all()
