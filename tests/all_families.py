@@ -96,7 +96,9 @@ def _check_model(
 ) -> None:
     batch, options = tiny_models.inputs(model), _options(name)
     result.tier = min(
-        (b.spec.tier for b in discover(model)), key=("refused", "experts", "full").index
+        (b.spec.tier for b in discover(model)),
+        key=("refused", "experts", "full").index,
+        default="refused",
     )
     if result.tier == "refused":
         _check_refused(model, batch)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import tiny_models
+
 # Tiny tensors: threads of one operator only wait for each other, more so beside another worker.
 torch.set_num_threads(1)
 
@@ -33,6 +35,30 @@ def poisoned_memory() -> Iterator[None]:
     yield
     torch.utils.deterministic.fill_uninitialized_memory = filled
     torch.use_deterministic_algorithms(before)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of families that the installed transformers does not have.
+
+    Which those are is the registry's and the recipes' word (tiny_models.absent), never a test's
+    own. A test is of the recipes among its parameters and in its mark `families`.
+    """
+    absent = tiny_models.absent()
+    gone = [item for item in items if _recipes_of(item) & absent]
+    if gone:
+        config.hook.pytest_deselected(items=gone)
+        items[:] = [item for item in items if item not in set(gone)]
+
+
+def _recipes_of(item: pytest.Item) -> set[str]:
+    if item.get_closest_marker("every_release") is not None:
+        return set()
+    names = {name for mark in item.iter_markers("families") for name in mark.args}
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+        for value in item.callspec.params.values():
+            several = value if isinstance(value, (tuple, list)) else (value,)
+            names |= {each for each in several if isinstance(each, str)}
+    return names
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

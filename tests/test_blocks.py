@@ -42,8 +42,11 @@ def test_recorded_router_logits_are_raw_and_one_per_sparse_layer(name) -> None:
     seen: list[Tensor] = []
     for _, block in tiny_models.blocks(model):
         gate_of(block).register_forward_hook(lambda m, args, out: seen.append(args[0].detach()))
-    logits = model(**tiny_models.inputs(model)).router_logits
-    expected = reference(**tiny_models.inputs(model)).router_logits
+    out, wanted = model(**tiny_models.inputs(model)), reference(**tiny_models.inputs(model))
+    assert ("router_logits" in out) == ("router_logits" in wanted)
+    if "router_logits" not in wanted:
+        return  # older releases record none in some of these families
+    logits, expected = out.router_logits, wanted.router_logits
     assert len(logits) == len(expected) == len(seen) == 2
     for found, ref, x, (_, block) in zip(
         logits, expected, seen, tiny_models.blocks(model), strict=True

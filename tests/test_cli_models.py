@@ -147,7 +147,8 @@ def test_verify_agrees_on_random_weights(capsys, folder, name):
     assert found["weights"] == "random"
     names = {check["name"] for check in found["checks"]}
     result = {"hidden states"} if name == "qwen3_vl_moe" else {"logits", "loss"}
-    assert names >= {"expert choice", "gradients", "router logits", *result}
+    assert names >= {"expert choice", "gradients", *result}
+    assert "router logits" in names or name != "qwen3_moe"
     assert all(check["error"] <= 2 * FP32 for check in found["checks"]), found["checks"]
     assert len(found["blocks"]) == 2
 

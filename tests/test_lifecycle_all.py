@@ -29,8 +29,8 @@ from tests.snapshots import (
 )
 
 TIERS = supported_model_types()
-REFUSED = [n for n in tiny_models.FAMILIES if TIERS[tiny_models.config(n).model_type] == "refused"]
-PATCHED = [name for name in tiny_models.FAMILIES if name not in REFUSED]
+PATCHED = tiny_models.patchable()
+REFUSED = [name for name in tiny_models.runnable() if name not in PATCHED]
 
 
 def add_hooks(model: nn.Module) -> None:
