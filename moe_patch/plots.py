@@ -35,7 +35,7 @@ def load_heatmap(source: Source) -> Any:
     loads = _loads(recorder)
     if not loads:
         raise _nothing("load", "run a forward inside `with record(model)`")
-    figure, axes = _figure(_wide(loads), 1.6 + 0.22 * len(loads))
+    figure, axes = _figure(_wide(loads), _high(loads))
     image = axes.imshow(
         _even_shares(list(loads.values())), aspect="auto", cmap="RdBu_r", norm=_around_one(),
         interpolation="nearest",
@@ -102,7 +102,7 @@ def delta_sc_per_expert(source: Source, gradient: str = "params") -> Any:
     recorder = _recorder(source)
     scores = delta_sc(recorder, gradient)
     rows = {path: _mean_by_expert(recorder.layers[path], scores[path]) for path in scores}
-    figure, axes = _figure(_wide(rows), 1.6 + 0.22 * len(rows))
+    figure, axes = _figure(_wide(rows), _high(rows))
     values = [row.tolist() for row in rows.values()]
     largest = max((abs(v) for row in values for v in row if v == v), default=1.0) or 1.0
     image = axes.imshow(
@@ -132,7 +132,7 @@ def router_confidence(source: Source) -> Any:
     low, lower, middle, upper, high = (
         [torch.quantile(values, q).item() for values in found.values()] for q in QUANTILES
     )
-    figure, axes = _figure(max(5.0, 1.8 + 0.35 * len(found)), 3.6)
+    figure, axes = _figure(min(12.0, max(5.0, 1.8 + 0.35 * len(found))), 3.6)
     at = list(range(len(found)))
     axes.bar(
         at,
@@ -157,7 +157,8 @@ def router_confidence(source: Source) -> Any:
     if len(ks) == 1:
         axes.axhline(1 / ks.pop(), linestyle="--", linewidth=1, color="0.4", label="1 / K")
     axes.set(ylabel="largest weight of a token", ylim=(0, 1.02), title="Router confidence")
-    axes.set_xticks(at, [_short(path) for path in found])
+    every = max(1, len(found) // 24)
+    axes.set_xticks(at[::every], [_short(path) for path in list(found)[::every]])
     axes.set_xlabel("layer")
     axes.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=4)
@@ -185,6 +186,10 @@ def _figure(width: float, height: float, rows: int = 1, heights: Any = None) -> 
 
 def _wide(rows: dict[str, Tensor]) -> float:
     return min(12.0, max(5.0, 2.5 + 0.09 * max(row.shape[0] for row in rows.values())))
+
+
+def _high(rows: dict[str, Tensor]) -> float:
+    return min(9.0, 1.6 + 0.22 * len(rows))
 
 
 def _loads(recorder: Recorder) -> dict[str, Tensor]:
