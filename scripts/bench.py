@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 import torch  # noqa: E402
-from bench_lib import blocks, charts, child, rows, runner, table  # noqa: E402
+from bench_lib import blocks, charts, child, rows, runner, table, warmup  # noqa: E402
 from bench_lib.measure import Settings  # noqa: E402
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.presets import PRESETS  # noqa: E402
@@ -168,7 +168,7 @@ def _run(
     where = {"run": run, "date": date, "commit": _commit(args.commit)}
     where |= rows.machine(plans[0].device)
     if args.warm_jobs:
-        for line in runner.warm_up(run, plans, args.warm_jobs, args.warm_limit):
+        for line in warmup.warm_up(run, plans, args.warm_jobs, args.warm_limit):
             print(line, file=sys.stderr, flush=True)
     if vars(args).get("warm_only"):
         return

@@ -29,6 +29,7 @@ from bench_lib import (  # noqa: E402
     runner,
     table,
     timers,
+    warmup,
 )
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.rows import RowError  # noqa: E402
@@ -513,7 +514,7 @@ def test_a_warm_up_compiles_each_kernel_in_one_process():
         grid = runner.grid(op, "cuda", None, None, None, None, None)
         plan = runner.Plan(op, op.impls, grid, "cuda", None, 60.0, bench.DRY_SETTINGS)
         return [
-            {(p.shape, p.T) for p in group} for group in runner.warm_points(plan, op.impl(impl))
+            {(p.shape, p.T) for p in group} for group in warmup.warm_points(plan, op.impl(impl))
         ]
 
     assert points("experts", "hf_grouped_mm") == []

@@ -27,16 +27,18 @@ class Segment:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
 
-_EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe")
+_EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
 # Its row at one size is at the end of the grid.
 _SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
+_CHECKPOINTED = ("qwen3_30b_12L_4x4096_ckpt", "qwen3_30b_12L_1x16384_ckpt")
+_PLAIN = ("qwen3_30b_12L_4x4096", "qwen3_30b_12L_1x16384")
 _SMALL, _LARGE = ("qwen3_30b", "olmoe"), ("mixtral", "glm45_air", "dsv3_e64")
 
 PRESETS = {
     "quick": (
-        Segment("experts", "experts", _EXPERTS, ("qwen3_30b",), (4096, 32768)),
+        Segment("experts", "experts", (*_EXPERTS, "sonicmoe"), ("qwen3_30b",), (4096, 32768)),
         Segment(
             "lora", "lora", _LORA, ("qwen3_30b",), (16384,), ranks=(16,), left_out=_SLOW_TO_TUNE
         ),
@@ -49,16 +51,21 @@ PRESETS = {
         Segment(
             "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
         ),
+        Segment("model", "model", shapes=_CHECKPOINTED),
+        # SonicMoE times some 80 tiles at each new size, hence a segment of its own.
+        Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384, 32768)),
+        Segment("sonicmoe_others", "experts", ("sonicmoe",), ("olmoe", *_LARGE), (16384,)),
         Segment("decode", "decode", shapes=("qwen3_30b",)),
         Segment("signals", "signals", passes=("fwd+bwd",)),
         Segment("routing", "routing", tokens=(32768,)),
         Segment("product_key", "product_key"),
         Segment("plan", "plan"),
         Segment("quantised", "quantised"),
-        Segment("model", "model"),
-        Segment("experts_long", "experts", _EXPERTS[:3], _LARGE, (32768,)),
+        Segment("model_plain", "model", shapes=_PLAIN),
+        Segment("experts_long", "experts", _EXPERTS[:2], _LARGE, (32768,)),
         Segment("variants", "experts", _VARIANTS, ("qwen3_30b",), (16384,)),
         Segment("routing_small", "routing", shapes=("E128_K8",), tokens=(1, 64)),
+        Segment("sonicmoe_short", "experts", ("sonicmoe",), ("qwen3_30b",), (4096,)),
         Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
         Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384,), ranks=(16,)),
     ),

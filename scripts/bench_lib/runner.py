@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,19 @@ def groups(plan: Plan) -> Iterator[Group]:
             yield Group(plan, impl, tasks)
 
 
+def all_groups(plans: Sequence[Plan]) -> list[Group]:
+    """The groups of all plans, without those that would only find known bounds again."""
+    found: list[Group] = []
+    known: set[tuple[str, Point]] = set()
+    for plan in plans:
+        for group in groups(plan):
+            bounds = {(plan.op.name, t.point) for t in group.tasks if t.impl == BOUNDS}
+            if len(bounds) < len(group.tasks) or not bounds <= known:
+                found.append(group)
+            known |= bounds
+    return found
+
+
 def run_group(
     run: str, group: Group, child: Child | None = None, deadline: float | None = None
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
@@ -176,7 +189,7 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
         Timeout: the deadline passed; what was left is named, and has no rows.
     """
     run = where["run"]
-    todo = [group for plan in plans for group in groups(plan)]
+    todo = all_groups(plans)
     ready: list[Child] = []
     bounds: dict[tuple[str, Point], dict[str, Any]] = {}
     left: list[str] = []
@@ -216,58 +229,3 @@ def obstructed(plan: Plan) -> Iterator[tuple[Task, str]]:
         for point in plan.points if reason else ():
             if impl.covers(point):
                 yield Task(impl.name, point), reason or ""
-
-
-def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
-    """The points to compile at, by process: the smallest T will do where T makes no kernel."""
-    if not impl.compiles or known_obstacle(plan, impl) is not None:
-        return []
-    by_shape: dict[str, list[Point]] = {}
-    for point in plan.points:
-        if impl.covers(point):
-            by_shape.setdefault(point.shape, []).append(point)
-    if impl.compiles != "sizes":
-        by_shape = {
-            shape: [p for p in points if min(other.T for other in points) == p.T]
-            for shape, points in by_shape.items()
-        }
-    found = list(by_shape.values())
-    return found[:1] if impl.compiles == "once" else found
-
-
-def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Iterator[str]:
-    """Compile ahead, ``jobs`` processes at once: see :attr:`bench_lib.spec.Impl.compiles`.
-
-    Kernel caches on disk are shared, so that the processes that measure find everything compiled.
-    Nothing is measured here; a process that fails or takes too long fails again where it is seen.
-
-    Yields:
-        A line of progress as each process ends.
-    """
-    waiting = [
-        Group(plan, impl if impl.peer else None, tuple(Task(impl.name, p) for p in points))
-        for plan in plans
-        for impl in plan.impls
-        for points in warm_points(plan, impl)
-    ]
-    deadline = time.monotonic() + limit_s
-    running: list[tuple[Group, Child, float]] = []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            group = waiting.pop(0)
-            child = group.start(run, group.tasks, warm=True)
-            child.go()
-            running.append((group, child, time.monotonic()))
-        time.sleep(0.1)
-        late = time.monotonic() > deadline
-        for entry in [e for e in running if late or not e[1].alive()]:
-            running.remove(entry)
-            group, child, since = entry
-            status = child.stop()
-            first = group.tasks[0]
-            yield (
-                f"warm {group.plan.op.name} {first.impl} {first.point.shape}: "
-                f"{time.monotonic() - since:.0f} s, {status}"
-            )
-        if late:
-            return

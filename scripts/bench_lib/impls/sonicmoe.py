@@ -52,6 +52,6 @@ def obstacle(point: Point, device: torch.device) -> str | None:
 
 
 SONICMOE = Impl(
-    "sonicmoe", build, peer=True, needs_cuda=True, compiles="once", modules=("sonicmoe",),
+    "sonicmoe", build, peer=True, needs_cuda=True, compiles="shapes", modules=("sonicmoe",),
     obstacle=obstacle,
 )  # fmt: skip
