@@ -559,3 +559,24 @@ def test_what_a_preset_leaves_out_says_why_unless_it_ran_elsewhere(tmp_path, mon
         ("peft", 16, None),
         ("peft", 32, None),
     ]
+
+
+def test_what_hangs_or_crashes_twice_is_not_tried_again(tmp_path, monkeypatch):
+    code = (
+        "for task in job['tasks']:\n"
+        "    if task['impl'] == 'liger': time.sleep(60)\n"
+        "    if task['impl'] == 'scattermoe': sys.exit('an illegal memory access')\n"
+        "    deliver({'median_ms': 1.0})"
+    )
+    plan = fake_child(tmp_path, monkeypatch, code)
+    sizes = [dataclasses.replace(TINY, T=T) for T in (8, 16, 32)]
+    names = ("scattermoe", "liger", "hf_eager")
+    tasks = tuple(child.Task(name, size) for size in sizes for name in names)
+    found = list(runner.run_group("run-7", runner.Group(plan, None, tasks)))
+    reasons = {name: [f.get("skipped") for t, f in found if t.impl == name] for name in names}
+    assert len(found) == len(tasks)
+    again = "not tried: it hung or crashed at an earlier point"
+    assert reasons["liger"] == ["took longer than 2 s", again, again]
+    assert reasons["scattermoe"][:2] == ["process ended with 1: an illegal memory access"] * 2
+    assert reasons["scattermoe"][2] == again
+    assert reasons["hf_eager"] == [None] * 3

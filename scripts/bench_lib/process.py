@@ -20,6 +20,8 @@ from bench_lib.measure import Settings
 
 SCRIPT = Path(__file__).resolve().parent.parent / "bench.py"
 POLL_S = 0.1
+# In a result: how much a lost process weighs against its implementation.
+LOST = "lost"
 
 
 class Timeout(RuntimeError):
@@ -109,12 +111,12 @@ class Child:
                 if alive and deadline is not None and time.monotonic() > deadline:
                     return
                 if alive and time.monotonic() - since > budget_s:
-                    yield {"skipped": f"took longer than {budget_s:.0f} s"}
+                    yield {"skipped": f"took longer than {budget_s:.0f} s", LOST: 2}
                     return
                 time.sleep(POLL_S if alive else 0)
             if done < len(self.tasks):
                 status = self._process.returncode
-                yield {"skipped": f"process ended with {status}: {self.why()}"}
+                yield {"skipped": f"process ended with {status}: {self.why()}", LOST: 1}
         finally:
             self.stop()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench_lib.child import BOUNDS, Task
 from bench_lib.measure import Settings
-from bench_lib.process import Child, Timeout
+from bench_lib.process import LOST, Child, Timeout
 from bench_lib.rows import Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
@@ -134,6 +134,9 @@ def run_group(
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
     """Every task with what it yields, however many processes that takes.
 
+    An implementation that hangs, or crashes twice, is not tried at its later points: each try costs
+    a process.
+
     Args:
         run: the id of the invocation.
         group: what to run.
@@ -141,11 +144,17 @@ def run_group(
         deadline: ``time.monotonic()`` at which it ends, finished or not.
     """
     pending = list(group.tasks)
+    strikes: dict[str, int] = {}
     while pending:
         child = child or group.start(run, pending)
         for fields in child.results(group.plan.budget_s, deadline):
-            yield pending.pop(0), fields
+            task = pending.pop(0)
+            yield task, {name: value for name, value in fields.items() if name != LOST}
+            strikes[task.impl] = strikes.get(task.impl, 0) + fields.get(LOST, 0)
         child = None
+        for task in [t for t in pending if strikes.get(t.impl, 0) >= 2]:
+            pending.remove(task)
+            yield task, {"skipped": "not tried: it hung or crashed at an earlier point"}
         if deadline is not None and time.monotonic() > deadline:
             return
 
