@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench_lib.newest import OURS, Line, lines_of, provenance
+from bench_lib.newest import OURS, Line, lines_of, one_per_shape, provenance
 from bench_lib.ops import OPS
 from bench_lib.rows import RowError
 
@@ -154,23 +154,27 @@ def model(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The README's table: forward and backward of the largest T of each shape."""
+    """The README's table: forward and backward of each shape."""
     body, used = [], []
-    for op_name, what in (("experts", "full fine-tuning"), ("lora", "LoRA r = 16")):
+    parts = {
+        "experts": "experts, every weight trained",
+        "lora": "experts, LoRA r = 16",
+        "model": "training step of 12 layers, LoRA",
+    }
+    for op_name, what in parts.items():
         lines = [
             line
             for line in lines_of(op_name, results)
             if line.passes == "fwd+bwd" and (op_name == "experts" or line.R)
         ]
-        largest = {line.shape: line for line in lines}.values()
-        for line in largest:
+        for line in one_per_shape(lines):
             peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
             cells = ", ".join(f"{line.faster(impl):.2f}x {impl}" for impl in peers)
             body.append([what, line.shape, str(line.T), _time(line, OURS, 1.0), cells])
             used.append(line)
     if not body:
         return NOTHING
-    header = ["experts, forward + backward", "shape", "tokens", "ms", "times faster than"]
+    header = ["forward + backward", "shape", "tokens", "ms", "times faster than"]
     return f"{_markdown(header, body)}\n{provenance(used)}\n"
 
 

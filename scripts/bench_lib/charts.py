@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_lib.newest import OURS, Line, lines_of
+from bench_lib.newest import OURS, Line, lines_of, one_per_shape
 from bench_lib.ops import OPS
 
 COLOURS = ("#1b6ca8", "#8d99ae", "#c9a227", "#5b8c5a", "#b5533c", "#7b5ea7")
@@ -73,18 +73,10 @@ def _rates(op_name: str, title: str, lines: list[Line], path: Path) -> None:
     _save(figure, path)
 
 
-def _largest(lines: list[Line], T: int) -> list[Line]:
-    """One line per shape: that of T, else of the largest T there is."""
-    chosen: dict[str, Line] = {}
-    for line in sorted(lines, key=lambda line: (line.T == T, line.T)):
-        chosen[line.shape] = line
-    return [chosen[shape] for shape in dict.fromkeys(line.shape for line in lines)]
-
-
 def experts(results: Path, path: Path) -> bool:
     lines = [line for line in lines_of("experts", results) if line.passes == "fwd+bwd"]
     if lines:
-        _rates("experts", "Experts, forward + backward, bf16", _largest(lines, 16384), path)
+        _rates("experts", "Experts, forward + backward, bf16", one_per_shape(lines), path)
     return bool(lines)
 
 
@@ -92,7 +84,7 @@ def lora(results: Path, path: Path) -> bool:
     lines = [line for line in lines_of("lora", results) if line.passes == "fwd+bwd" and line.R]
     if lines:
         title = "LoRA r = 16 on both projections, forward + backward, bf16"
-        _rates("lora", title, _largest(lines, 16384), path)
+        _rates("lora", title, one_per_shape(lines), path)
     return bool(lines)
 
 

@@ -11,6 +11,8 @@ from bench_lib.rows import Row, read_rows
 from bench_lib.spec import Op
 
 OURS = "moe_patch"
+# The tokens at which every op and peer is measured.
+SHOWN_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,14 @@ def lines_of(op_name: str, results: Path) -> list[Line]:
     """The lines of an op's file; none without the file."""
     path = results / f"{op_name}.jsonl"
     return newest_lines(read_rows(path), OPS[op_name]) if path.exists() else []
+
+
+def one_per_shape(lines: Sequence[Line]) -> list[Line]:
+    """The line of each shape at :data:`SHOWN_TOKENS`, else at the largest T there is."""
+    chosen: dict[str, Line] = {}
+    for line in sorted(lines, key=lambda line: (line.T == SHOWN_TOKENS, line.T)):
+        chosen[line.shape] = line
+    return [chosen[shape] for shape in dict.fromkeys(line.shape for line in lines)]
 
 
 def provenance(lines: Sequence[Line]) -> str:
