@@ -152,7 +152,10 @@ INTRODUCTION = """\
 Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
 
 `refused`: an error that names the module, when the model is patched; for adapters under expert
-parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards."""
+parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards.
+
+`python scripts/compat.py` runs what a machine can run; `--on card` takes what uses its CUDA devices
+alone, `--world 2` what uses two of them or two processes, `--together` one process for all."""
 
 NOTES = """\
 ## Notes
