@@ -20,7 +20,7 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
         f"`scripts/bench_parallel.py` on {last['card']}: forward and backward of {last['layers']} "
         f"layers of Qwen3-30B-A3B's sizes, {last['tokens']} tokens in one batch (`fsdp`: one batch "
         f"per card), bf16, torch {last['torch']}, transformers {last['transformers']}, "
-        f"{last['commit'][:7]}. `transformers`: its own experts (`grouped_mm`) in the same "
+        f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "
         "processes.", "",
         "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",
         "|---|---|---|---|---|",
@@ -32,6 +32,11 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
             ours = speed[world, layout, impl]
             lines.append(f"| {world} | {layout} | {ours} | {theirs} | {ours / theirs:.2f} |")
     return lines
+
+
+def short(commit: str) -> str:
+    """A commit's first digits, and a plus where the tree had changes besides."""
+    return commit[:7] + ("+" if commit.endswith("+dirty") else "")
 
 
 def place_of(row: dict[str, Any]) -> str:
@@ -61,7 +66,7 @@ def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
         last = group[-1]
         cells = [
             proof.row, proof.shows, result, str(last["world"]), *releases, last["stack"] or "",
-            place, last["commit"][:7], f"`{proof.test}`",
+            place, short(last["commit"]), f"`{proof.test}`",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines
@@ -89,6 +94,6 @@ def versions(rows: list[dict[str, Any]]) -> list[str]:
     lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     newest = {row["test"]: row for row in rows if row["row"] == "versions"}
     for row in newest.values():
-        cells = [str(row[name]) for name in names[:-1]] + [row["commit"][:7]]
+        cells = [str(row[name]) for name in names[:-1]] + [short(row["commit"])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -140,7 +140,19 @@ NOT_RUN = (
     (
         "ep, tp, fsdp2",
         "four cards; tokens per second at 1, 2 and 4 (scripts/bench_parallel.py)",
-        "no machine with four cards was to be had; four processes on a CPU stand for the equality",
+        "two cards only so far; for equality, four processes on a CPU",
+    ),
+    (
+        "zero3",
+        "two cards, all of it: on two H100 at ea0e991 training with leaf modules passed, "
+        "five tests failed in `patch_report`, and the launch lines did not find DeepSpeed",
+        "`patch_report` and the tests' environment are mended, not run again there",
+    ),
+    (
+        "tp",
+        "two cards after the `fail` above, which is the test's own: gathering a packed weight's "
+        "gradient (qwen3_moe), which torch 2.11 cannot; gpt_oss and qwen2_moe passed",
+        "the test is mended, not run again there",
     ),
     ("ep", "the all-to-all of transformers 5.24 on cards", "the cards had transformers 5.17"),
     ("axolotl", "a training run", "axolotl pins an older transformers than the one tested here"),
@@ -152,7 +164,8 @@ INTRODUCTION = """\
 Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
 
 `refused`: an error that names the module, when the model is patched; for adapters under expert
-parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards.
+parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards. A
+`+` after the commit: with changes that were not committed.
 
 `python scripts/compat.py` runs what a machine can run; `--on card` takes what uses its CUDA devices
 alone, `--world 2` what uses two of them or two processes, `--together` one process for all."""
