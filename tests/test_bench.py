@@ -18,6 +18,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import bench  # noqa: E402
 from bench_lib import (  # noqa: E402
+    aims,
     blocks,
     charts,
     child,
@@ -300,6 +301,23 @@ def test_blocks_are_made_from_rows_alone(tmp_path):
     with pytest.raises(RowError, match="no block 'expert'; there are headline, experts"):
         blocks.rewrite(text.replace("experts", "expert"), tmp_path)
     assert all(block(tmp_path / "nothing") == blocks.NOTHING for block in blocks.BLOCKS.values())
+
+
+def test_aims_are_judged_within_one_run(tmp_path):
+    def row(**changes):
+        return good_row(**{"op": "lora", "impl": "moe_patch", "shape": "qwen3_30b", "T": 16384,
+                           "pass": "fwd+bwd", "tflops": 400.0} | changes)  # fmt: skip
+
+    bases = [row(run=run, median_ms=ms) for run, ms in (("r1", 5.0), ("r2", 9.0))]
+    adapted = [row(R=16, median_ms=6.0), row(R=16, impl="peft", median_ms=18.0)]
+    rows.append_rows(tmp_path / "lora.jsonl", [*adapted, bases[0]])
+    found = {line[1]: line[3:] for line in aims.table(tmp_path, aims.all_aims())}
+    assert found["over the fastest peer"] == ["≥ 2.5", "3.00", "met"]
+    assert found["times the frozen base"] == ["≤ 1.35", "1.20", "met"]
+    assert found["share of bmm"] == ["≥ 0.65", "0.67", "met"]
+    other = tmp_path / "other"
+    rows.append_rows(other / "lora.jsonl", [*adapted, bases[1]])
+    assert "times the frozen base" not in {line[1] for line in aims.table(other, aims.all_aims())}
 
 
 def test_documents_are_not_older_than_their_rows():

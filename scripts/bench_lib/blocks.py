@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench_lib import aims
 from bench_lib.newest import OURS, Line, lines_of, one_per_shape, provenance
 from bench_lib.ops import OPS
 from bench_lib.rows import RowError
@@ -178,6 +179,13 @@ def headline(results: Path) -> str:
     return f"{_markdown(header, body)}\n{provenance(used)}\n"
 
 
+def aims_table(results: Path) -> str:
+    """Every aim that there is a row for."""
+    body = list(aims.table(results, aims.all_aims()))
+    header = ["op", "quantity", "at", "aim", "measured", ""]
+    return _markdown(header, body) if body else NOTHING
+
+
 PICTURES = {
     "experts": "TFLOP/s of the experts, forward and backward, beside the peers",
     "lora": "TFLOP/s of LoRA on the experts, forward and backward, beside the peers",
@@ -207,6 +215,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "routing": times("routing", ("shape", "T", "dtype", "pass"), "µs", floors=True),
     "product_key": times("product_key", POINT, "µs"),
     "plan": times("plan", ("shape", "T"), "µs", floors=True),
+    "aims": aims_table,
     "pictures": pictures,
 }
 
