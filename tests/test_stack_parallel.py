@@ -54,10 +54,9 @@ def whole(t):
     """A tensor gathered from all ranks; torch 2.11 cannot do it for shards of a packed weight."""
     if not isinstance(t, DTensor):
         return t
-    packed = [p for p in t.placements if type(p).__name__ == "_StridedShard"]
-    if not packed:
+    if t.device_mesh.ndim > 1 or type(t.placements[0]).__name__ != "_StridedShard":
         return t.full_tensor()
-    (shard,), local = packed, t.to_local().contiguous()
+    (shard,), local = t.placements, t.to_local().contiguous()
     parts = [torch.empty_like(local) for _ in range(t.device_mesh.size())]
     torch.distributed.all_gather(parts, local, group=t.device_mesh.get_group())
     pieces = zip(*(part.chunk(shard.split_factor, shard.dim) for part in parts), strict=True)
