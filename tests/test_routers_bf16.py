@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from moe_patch import supported_model_types
 from moe_patch.families import lookup
 from moe_patch.families.spec import Arg, FamilySpec
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close, dense_weights
 from tests.parity import theirs
-from tests.tiny_recipes import FAMILIES
 
 T = 64
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
@@ -32,11 +32,12 @@ def routers(name: str, dtype: torch.dtype = torch.bfloat16) -> list[tuple[nn.Mod
     ]
 
 
-ORDINARY = [name for name in FAMILIES if name not in (
+TIERS = supported_model_types()
+ORDINARY = [name for name in tiny_models.patchable() if name not in (
     # refused, or with a router of their own code (tests/test_special_families.py)
     "dbrx", "doge", "inkling", "jetmoe", "llama4", "nllb_moe", "phimoe", "switch_transformers",
     "vitpose_backbone", "zaya",
-)]  # fmt: skip
+) and TIERS[tiny_models.config(name).model_type] == "full"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ORDINARY)

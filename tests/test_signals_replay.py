@@ -20,6 +20,7 @@ from moe_patch import (
     record,
     record_routing,
     replay_routing,
+    supported_model_types,
 )
 from moe_patch.signals.trace import RoutingTrace
 from tests import tiny_models
@@ -33,6 +34,8 @@ FAMILIES = (
     "openai_privacy_filter",
 )  # fmt: skip
 NAMES = {"gemma4_text": "gemma4", "muse_spark_text": "muse_spark"}
+TIERS = supported_model_types()
+FAMILIES = tuple(name for name in FAMILIES if TIERS.get(name) == "full")
 
 
 def patched(model_type: str = "qwen3_moe", **options: Any) -> Any:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from packaging.version import Version
 from torch import Tensor, nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
@@ -131,6 +133,8 @@ def test_under_accelerate_hooks(name, order) -> None:
 @pytest.mark.parametrize("name", SPECIAL)
 def test_bf16_is_finite_and_near(name) -> None:
     """A sanity check: ids may differ at ties, so norms are compared, not rows."""
+    if name == "deepseek_v4" and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip("transformers' own model fails in bf16 before 5.18")
     reference = tiny_models.build(name, torch.bfloat16)
     model = patch_model(copy.deepcopy(reference))
     ours, theirs = (run_model(m, cast_batch(tiny_models.inputs(m))) for m in (model, reference))

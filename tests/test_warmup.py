@@ -98,6 +98,7 @@ def test_a_config_needs_no_model() -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
+@pytest.mark.families("muse_spark", "doge")
 def test_what_is_not_run_says_why() -> None:
     phimoe = patch_model(tiny_models.build("phimoe"))
     assert "give top_k" in warmup(phimoe, progress=False)[0].skipped

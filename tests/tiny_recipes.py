@@ -70,6 +70,8 @@ class Tiny:
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MHA = {"num_key_value_heads": 4}
 SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
+# On by default in some families, where releases before 5.18 fail on it as soon as there are labels.
+NO_AUX = {"output_router_logits": False}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 
@@ -93,7 +95,8 @@ FAMILIES: dict[str, Tiny] = {
     "beam": Tiny({"mlp_layer_types": ["dense", "sparse"]}),
     "cohere2_moe": Tiny(),
     "dbrx": Tiny(
-        {
+        NO_AUX
+        | {
             "d_model": 32,
             "n_heads": 4,
             "n_layers": 2,
@@ -160,10 +163,10 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "glm_moe_dsa": Tiny(MHA),
     "gpt_oss": Tiny({"intermediate_size": 16, "rope_parameters": ROPE}),
-    "granitemoe": Tiny({"intermediate_size": 16}),
-    "granitemoe_swa": Tiny({"intermediate_size": 16}),
-    "granitemoehybrid": Tiny(HYBRID | {"intermediate_size": 16}),
-    "granitemoeshared": Tiny({"intermediate_size": 16}),
+    "granitemoe": Tiny({"intermediate_size": 16} | NO_AUX),
+    "granitemoe_swa": Tiny({"intermediate_size": 16} | NO_AUX),
+    "granitemoehybrid": Tiny(HYBRID | {"intermediate_size": 16} | NO_AUX),
+    "granitemoeshared": Tiny({"intermediate_size": 16} | NO_AUX),
     "hunyuan_v1_moe": Tiny({"intermediate_size": 16}),
     "hy_v3": Tiny(),
     "hy_v4": Tiny(MHA),
