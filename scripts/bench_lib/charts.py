@@ -13,14 +13,14 @@ COLOURS = ("#1b6ca8", "#8d99ae", "#c9a227", "#5b8c5a", "#b5533c", "#7b5ea7")
 WIDTH = 0.8
 
 
-def _figure(title: str, height: float = 3.6) -> tuple[Any, Any]:
+def _figure(title: str, lines: Sequence[Line], height: float = 3.6) -> tuple[Any, Any]:
     import matplotlib
     from matplotlib import pyplot
 
     matplotlib.use("svg")
     matplotlib.rcParams |= {"svg.hashsalt": "moe_patch", "svg.fonttype": "none", "font.size": 9}
     figure, axes = pyplot.subplots(figsize=(8, height), layout="constrained")
-    axes.set_title(title, loc="left")
+    axes.set_title(f"{title}\n{_caption(lines)}", loc="left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
@@ -59,9 +59,9 @@ def _bars(
 
 def _rates(op_name: str, title: str, lines: list[Line], path: Path) -> None:
     """TFLOP/s per shape, with the ceiling of dense batched products above each group."""
-    figure, axes = _figure(f"{title} ({_caption(lines)})")
+    figure, axes = _figure(title, lines)
     names = OPS[op_name].names()
-    impls = [n for n in names if any(n in line.by_impl for line in lines) and ":" not in n]
+    impls = [n for n in names if any(line.time(n) for line in lines) and ":" not in n]
     _bars(axes, lines, impls, lambda row: row["tflops"])
     for x, line in enumerate(lines):
         ceiling = line.ours["ceiling_tflops"]
@@ -69,7 +69,7 @@ def _rates(op_name: str, title: str, lines: list[Line], path: Path) -> None:
             label = "cuBLAS bmm, same work" if x == 0 else None
             axes.hlines(ceiling, x - WIDTH / 2, x + WIDTH / 2, "black", lw=1, label=label)
     axes.set_ylabel("TFLOP/s")
-    axes.legend(frameon=False, ncols=3, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes.legend(frameon=False, ncols=3, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.17))
     _save(figure, path)
 
 
@@ -93,7 +93,7 @@ def model(results: Path, path: Path) -> bool:
     lines = lines_of("model", results)
     if not lines:
         return False
-    figure, axes = _figure(f"12 layers of Qwen3-30B-A3B, LoRA, HF Trainer ({_caption(lines)})", 3.2)
+    figure, axes = _figure("12 layers of Qwen3-30B-A3B, LoRA, HF Trainer", lines, 3.4)
     for x, line in enumerate(lines):
         for i, impl in enumerate(("peft", OURS)):
             row = line.by_impl.get(impl)
@@ -114,7 +114,10 @@ def model(results: Path, path: Path) -> bool:
     )
     axes.set_ylabel("ms per step")
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(handles.values(), handles.keys(), frameon=False, fontsize=7)
+    axes.legend(
+        handles.values(), handles.keys(), frameon=False, fontsize=7, ncols=4, loc="upper center",
+        bbox_to_anchor=(0.5, -0.08),
+    )  # fmt: skip
     _save(figure, path)
     return True
 

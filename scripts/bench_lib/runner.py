@@ -143,7 +143,7 @@ def run_group(
         child: a process started for the whole group already.
         deadline: ``time.monotonic()`` at which it ends, finished or not.
     """
-    pending = list(group.tasks)
+    pending, given_up = list(group.tasks), []
     strikes: dict[str, int] = {}
     while pending:
         child = child or group.start(run, pending)
@@ -152,11 +152,13 @@ def run_group(
             yield task, {name: value for name, value in fields.items() if name != LOST}
             strikes[task.impl] = strikes.get(task.impl, 0) + fields.get(LOST, 0)
         child = None
-        for task in [t for t in pending if strikes.get(t.impl, 0) >= 2]:
-            pending.remove(task)
-            yield task, {"skipped": "not tried: it hung or crashed at an earlier point"}
+        given_up += [task for task in pending if strikes.get(task.impl, 0) >= 2]
+        pending = [task for task in pending if task not in given_up]
         if deadline is not None and time.monotonic() > deadline:
             return
+    # Last, since the bounds of their points have to be known.
+    for task in given_up:
+        yield task, {"skipped": "not tried: it hung or crashed at an earlier point"}
 
 
 def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, bounds: dict) -> Row:
@@ -213,7 +215,7 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
                     bounds[op.name, task.point] = found
                     continue
                 measured.add((op.name, task))
-                known = bounds[op.name, task.point]
+                known = bounds.get((op.name, task.point), {})
                 yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
             if deadline is not None and time.monotonic() > deadline:
                 left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -47,6 +49,17 @@ def _one_ms(run: Run, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """What a collection frees in the middle of a capture can end the capture."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
     """Median time of one call in milliseconds.
 
@@ -62,7 +75,10 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
     from triton import testing
 
     if timer == "cudagraph":
-        return testing.do_bench_cudagraph(run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median")
+        with _no_collection():
+            return testing.do_bench_cudagraph(
+                run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median"
+            )
     if timer == "do_bench":
         rep_ms = max(rep_ms, MIN_SAMPLES * _one_ms(run, device))
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
