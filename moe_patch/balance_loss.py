@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_patch.backend import choose_backend
 from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
-from moe_patch.routing import stable_topk
+from moe_patch.routing import best_ids
 
 
 def load_balancing_loss(
@@ -123,7 +123,7 @@ def sums_torch(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
     """(tokens_E, probabilities_E, z): what ``kernels.routing_losses.router_sums`` computes."""
     T, E = logits_TE.shape
     softmax_TE = torch.softmax(logits_TE, dim=-1)
-    _, ids_TK = stable_topk(softmax_TE, top_k)
+    ids_TK = best_ids(softmax_TE, top_k)
     weight_T = logits_TE.new_ones(T, dtype=torch.float32) if mask_T is None else mask_T
     tokens_E = torch.zeros(E, dtype=torch.float32, device=logits_TE.device)
     tokens_E.scatter_add_(0, ids_TK.reshape(-1), weight_T.repeat_interleave(top_k))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moe_patch.backend import choose_backend
 from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
-from moe_patch.routing import stable_topk
+from moe_patch.routing import best_ids, stable_topk
 from moe_patch.types import Routing
 
 NEG_INF = float("-inf")
@@ -42,7 +42,7 @@ def product_key_reference(
     absent_TC = absent_TC | (sum_TC == NEG_INF)
     id_TC, order_TC = id_TC.sort(dim=-1)
     candidate_TC = sum_TC.masked_fill(absent_TC, NEG_INF).gather(1, order_TC)
-    _, place_TK = stable_topk(candidate_TC, min(top_k, kept * kept))
+    place_TK = best_ids(candidate_TC, min(top_k, kept * kept))
     value_TK = candidate_TC.gather(1, place_TK)
     ids_TK = id_TC.gather(1, place_TK).masked_fill(value_TK == NEG_INF, -1)
     missing = top_k - ids_TK.shape[1]

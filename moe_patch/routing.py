@@ -64,8 +64,8 @@ class RouteSpec:
     batch_invariant: bool = False
 
 
-def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor, Tensor]:
-    """The k largest of each row, descending; equal values in order of their index.
+def best_ids(scores_TE: Tensor, k: int, ties: str = "lower") -> Tensor:
+    """Indices of the k largest of each row, descending; equal values in order of their index.
 
     Args:
         scores_TE: [rows, candidates], any floating dtype. NaN counts as the largest value.
@@ -73,18 +73,22 @@ def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor,
         ties: "lower" or "torch" (torch.topk's own, undefined, choice).
 
     Returns:
-        (values [rows, k], indices [rows, k] int64).
+        [rows, k], int64.
     """
+    scores_TE = scores_TE.detach()
     if ties == "torch":
-        values, ids = torch.topk(scores_TE, k, dim=-1)
-        return values, ids
-    order_TE = scores_TE.detach()
-    if order_TE.is_cuda:
+        return torch.topk(scores_TE, k, dim=-1).indices
+    if scores_TE.is_cuda:
         # Its sort puts a NaN whose sign bit is set below every number
         # (https://github.com/pytorch/pytorch/issues/190781).
-        order_TE = order_TE.masked_fill(order_TE.isnan(), float("nan"))
-    ids = torch.sort(order_TE, dim=-1, descending=True, stable=True).indices[:, :k]
-    return scores_TE.gather(-1, ids), ids
+        scores_TE = scores_TE.masked_fill(scores_TE.isnan(), float("nan"))
+    return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor, Tensor]:
+    """(values, indices) of :func:`best_ids`; the values are differentiable."""
+    ids_TK = best_ids(scores_TE, k, ties)
+    return scores_TE.gather(-1, ids_TK), ids_TK
 
 
 def score(logits: Tensor, name: str) -> Tensor:
@@ -110,7 +114,7 @@ def limit_groups(choice_TE: Tensor, spec: RouteSpec) -> Tensor:
         group_TG = grouped_TGe.amax(dim=-1)
     else:
         raise ValueError(f"group_score is {spec.group_score!r}; accepted: top2, max")
-    _, best_Tg = stable_topk(group_TG, spec.top_groups, spec.ties)
+    best_Tg = best_ids(group_TG, spec.top_groups, spec.ties)
     keep_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_Tg, True)
     return grouped_TGe.masked_fill(~keep_TG.unsqueeze(-1), spec.group_fill).view(T, E)
 
@@ -141,7 +145,7 @@ def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> R
         choice_TE = _biased(choice_TE, bias_E)
         if spec.groups > 1 and spec.top_groups < spec.groups:
             choice_TE = limit_groups(choice_TE, spec)
-        _, ids_TK = stable_topk(choice_TE, spec.top_k, spec.ties)
+        ids_TK = best_ids(choice_TE, spec.top_k, spec.ties)
         weights_TK = scores_TE.gather(1, ids_TK)
     if spec.renormalize:
         total_T1 = weights_TK.sum(dim=-1, keepdim=True)
