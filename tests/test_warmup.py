@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +115,21 @@ def test_what_is_not_run_says_why() -> None:
     model = patch_model(tiny_models.build("qwen3_moe"))
     with record(model), pytest.raises(PatchStateError, match="call warmup before record"):
         warmup(model, progress=False)
+
+
+@pytest.mark.slow
+def test_no_size_compiles_afterwards_on_hopper() -> None:
+    """Compiled for sm_90 here, on any machine; see tests/offline_warmup.py."""
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("offline_warmup.py"))],
+        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    compiled = json.loads(result.stdout.splitlines()[-1])
+    assert {"forward_kernel", "_up_kernel", "_specialised_dh_kernel"} <= set(compiled["warmup"])
+    assert compiled["later"] == []
 
 
 @pytest.mark.gpu
