@@ -95,11 +95,14 @@ def specialised_hidden_gradients(
     dh_NH, wa_NF, partial_NC = into
     D, F = w_EDF.shape[1:]
     columns = cdiv(F, BN)
-    q_NR, a_ERF = low_rank if low_rank is not None else (dout_TD, w_EDF)
+    weight = _boxes(w_EDF)
+    q_NR, factor = dout_TD, weight
+    if low_rank is not None:
+        q_NR, factor = low_rank[0], _boxes(low_rank[1])
     wa = wa_NF if wa_NF.numel() > 0 else dh_NH[:, :F]
     sides = (h_NH[:, :F], h_NH[:, F:], dh_NH[:, :F], dh_NH[:, F:], wa)
     _specialised_dh_kernel[(programs(rows.bound * columns, h_NH),)](
-        dout_TD, q_NR, _boxes(w_EDF), _boxes(a_ERF),
+        dout_TD, q_NR, weight, factor,
         *(ragged_descriptor(side, (BM // 2, CHUNK)) for side in sides),
         weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
         rows.bound, columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8,

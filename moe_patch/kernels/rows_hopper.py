@@ -73,18 +73,28 @@ def specialised_grouped_linear(
     """
     O, I = w_EOI.shape[1:]
     depth_last = w_EOI.stride(2) == 1
-    u_NR, l_EOR = low_rank if low_rank is not None else (inputs, w_EOI)
+    sides, weight, R = _sides(inputs), _boxes(w_EOI, depth_last), 0
+    ranks, factor = sides, weight
+    if low_rank is not None:
+        ranks, factor, R = (
+            _sides(low_rank[0]),
+            _boxes(low_rank[1], depth_last),
+            low_rank[0].shape[1],
+        )
     bias = b_EO if b_EO is not None else inputs
     columns = cdiv(O, BN)
     _specialised_rows_kernel[(programs(rows.bound * columns, inputs),)](
-        *(TensorDescriptor.from_tensor(side, [BM // 2, BK], RANK2) for side in (inputs, u_NR)),
-        *(_boxes(w, depth_last) for w in (w_EOI, l_EOR)),
+        sides, ranks, weight, factor,
         ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, O, I, u_NR.shape[1], bias.stride(0), bias.stride(1),
+        rows.bound, columns, O, I, R, bias.stride(0), bias.stride(1),
         DEPTH_LAST=depth_last, LOW_RANK=low_rank is not None, BIASED=b_EO is not None,
         GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
+
+
+def _sides(rows: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows, [BM // 2, BK], RANK2)
 
 
 def _boxes(w_EOI: Tensor, depth_last: bool) -> TensorDescriptor:

@@ -79,7 +79,10 @@ def specialised_up(
         group: row tiles that share a pass over the columns.
     """
     F, D = w_EHD.shape[1] // 2, w_EHD.shape[2]
-    u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
+    weight = _halves(w_EHD)
+    u_NR, factor = x_TD, weight
+    if low_rank is not None:
+        u_NR, factor = low_rank[0], _halves(low_rank[1])
     bias = b_EH if b_EH is not None else x_TD
     columns = cdiv(F, BN // 2)
     save_h, save_a = h_NH.numel() > 0, a_NF.numel() > 0
@@ -87,7 +90,7 @@ def specialised_up(
     sides = (h_NH[:, :F], h_NH[:, F:]) if save_h else (either, either)
     outputs = [ragged_descriptor(side, (BM // 2, CHUNK)) for side in (*sides, either)]
     _specialised_up_kernel[(programs(rows.bound * columns, x_TD),)](
-        x_TD, u_NR, _halves(w_EHD), _halves(lb_EHR), *outputs, bias,
+        x_TD, u_NR, weight, factor, *outputs, bias,
         rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
         rows.bound, columns, D // 8, F, u_NR.shape[1] // 8, x_TD.stride(0) // 8,
         u_NR.stride(0) // 8, rows.top_k, bias.stride(0), bias.stride(1),
