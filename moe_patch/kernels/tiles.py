@@ -102,13 +102,13 @@ _THIN = {
 _SM90_ROWS = Tile(
     128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, specialised=True
 )
-# Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" is what
-# scripts/tune_tiles.py found best on an H100 over five models' sizes at 4096 to 32768 tokens.
+# Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" was chosen
+# by timings on an H100 at five models' sizes and 4096 to 32768 tokens: scripts/tune_tiles.py.
 _SM90 = {
     "many": {
         "up": (Tile(128, 256, 64, 8, 4, descriptors=True, specialised=True),),
         "down": (_SM90_ROWS,),
-        "dx": (Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True),),
+        "dx": (replace(_SM90_ROWS, specialised=False),),
         "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True),),
         "dw2": (Tile(128, 256, 32, 8, 8, group=4, specialised=True),),
         "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
