@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 import zipfile
 from pathlib import Path
 
@@ -459,6 +460,19 @@ def test_saved_bytes_count_each_storage_once_and_no_input():
     # y (saved by exp and, through a view, by mul), y * y and sin(y * y); x is an input.
     assert timers.saved_bytes(forward, [x], cpu) == 3 * 40
     assert timers.saved_bytes(forward, [], cpu) == 4 * 40
+
+
+def test_counting_saved_bytes_keeps_no_graph_alive():
+    x, outputs = torch.randn(4, 8, requires_grad=True), []
+
+    def forward():
+        # softmax saves its own output
+        out = torch.softmax(x, dim=-1)
+        outputs.append(weakref.ref(out))
+        return out * 2
+
+    timers.saved_bytes(forward, [x], torch.device("cpu"))
+    assert outputs[0]() is None
 
 
 @pytest.mark.parametrize(

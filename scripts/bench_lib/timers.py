@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -49,17 +47,6 @@ def _one_ms(run: Run, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """What a collection frees in the middle of a capture can end the capture."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
     """Median time of one call in milliseconds.
 
@@ -75,10 +62,7 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
     from triton import testing
 
     if timer == "cudagraph":
-        with _no_collection():
-            return testing.do_bench_cudagraph(
-                run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median"
-            )
+        return testing.do_bench_cudagraph(run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median")
     if timer == "do_bench":
         rep_ms = max(rep_ms, MIN_SAMPLES * _one_ms(run, device))
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
@@ -124,7 +108,9 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: tor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             held[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # A node that saves its own output would keep itself alive, and with it the leaf's end of
+        # the graph, on the stream of now: capturing a backward through that leaf would fail.
+        return tensor.detach()
 
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
