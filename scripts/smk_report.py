@@ -44,6 +44,7 @@ PANELS = {
     "moe/entropy": "expert entropy",
     "loss": "training loss (nats per token)",
 }
+WITH_RANGE = ("held-out loss", "gate accuracy")
 # The end of training, where a single batch would be noise.
 LAST = 10
 
@@ -71,11 +72,13 @@ COLUMNS: dict[str, tuple[Callable[[Row], float], int]] = {
 }
 
 
-def spread(values: list[float], digits: int) -> str:
-    """Mean, and the range where there are several."""
+def cell(name: str, mine: list[Row]) -> str:
+    """The mean over seeds, and for some columns the range."""
+    read, digits = COLUMNS[name]
+    values = [read(row) for row in mine]
     text = f"{statistics.fmean(values):.{digits}f}"
-    if len(values) > 1 and max(values) > min(values):
-        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    if name in WITH_RANGE and len(values) > 1:
+        text += f" ({min(values):.{digits}f}–{max(values):.{digits}f})"
     return text
 
 
@@ -89,9 +92,18 @@ def table(rows: list[Row]) -> str:
         mine = [row for row in rows if row["variant"] == variant]
         if not mine:
             continue
-        cells = [spread([read(row) for row in mine], digits) for read, digits in COLUMNS.values()]
+        cells = [cell(column, mine) for column in COLUMNS]
         lines.append(f"| {name} | {len(mine)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def write(content: str) -> None:
+    """Put the table between its two marks in docs/signals.md."""
+    path = ROOT / "docs" / "signals.md"
+    first, second = "<!-- smk table -->", "<!-- end of smk table -->"
+    before, rest = path.read_text(encoding="utf-8").split(first)
+    after = rest.split(second)[1]
+    path.write_text(f"{before}{first}\n\n{content}\n\n{second}{after}", encoding="utf-8")
 
 
 def draw(rows: list[Row], path: Path) -> None:
@@ -144,10 +156,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "data" / "smk_tiny.jsonl")
+    parser.add_argument("--write", action="store_true")
     parser.add_argument("--draw", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     rows = [json.loads(line) for line in args.rows.read_text(encoding="utf-8").splitlines()]
     print(table(rows))
+    if args.write:
+        write(table(rows))
     if args.draw is not None:
         draw(rows, args.draw)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +247,16 @@ def test_by_expert_the_target_follows_from_the_chosen_experts_alone() -> None:
         assert gate_accuracy(recorder, "surprise", "expert")[path] == pytest.approx(hits.item())
     smk_loss(recorder, model, "surprise", gradient="expert").backward()
     assert all(block.gate.weight.grad.any() for _, block in tiny_models.blocks(model))
+
+
+def test_the_table_in_the_docs_is_that_of_the_rows() -> None:
+    """docs/signals.md shows what scripts/smk_report.py makes of docs/data/smk_tiny.jsonl."""
+    spec = importlib.util.spec_from_file_location("smk_report", ROOT / "scripts" / "smk_report.py")
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    lines = (ROOT / "docs" / "data" / "smk_tiny.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len({(row["variant"], row["seed"]) for row in rows}) == len(rows)
+    text = (ROOT / "docs" / "signals.md").read_text()
+    shown = text.split("<!-- smk table -->")[1].split("<!-- end of smk table -->")[0]
+    assert shown.strip() == report.table(rows)
