@@ -184,7 +184,7 @@ def check_untouched(device: str) -> None:
 
 
 def check_buffer(device: str) -> None:
-    """Never more than a quarter of the experts (rounded up to four) is dequantised at a time."""
+    """Half of the experts (rounded up to four) at a time, a quarter of large ones."""
     inputs = pack_inputs(make_inputs(Case(3, 1, 33, 64, 64), torch.float32, device), "nf4")
     sizes: list[int] = []
     whole = PackedParts.parts
@@ -202,7 +202,11 @@ def check_buffer(device: str) -> None:
         run_kernels(inputs, ExpertsNeeds(x=True))
     finally:
         PackedParts.parts = whole  # type: ignore[method-assign]
-    assert sizes == [12, 12, 9] * 4
+    assert sizes == [20, 13] * 4
+    plan = reference.build_plan(torch.zeros(3, 1, dtype=torch.int64), 128)
+    parts_of_128 = PackedParts(RowTiles(plan), torch.bfloat16)
+    assert parts_of_128.size_for(1536, 2048) == 64
+    assert parts_of_128.size_for(2816, 4096) == 32
 
 
 def check_decoding(case: Case, storage: str, device: str) -> None:

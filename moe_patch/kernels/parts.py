@@ -1,9 +1,9 @@
 """The experts that one launch of a grouped GEMM covers: all of them, or some that are dequantised.
 
-Packed experts are dequantised a quarter of them at a time into one buffer, which the next quarter
-reuses, and the same kernels run over each quarter's rows. On a Hopper card decoding inside the
-GEMMs took twice as long as this (docs/quantisation.md); the decoding here runs at the speed of the
-memory.
+Packed experts are dequantised some at a time into one buffer, which the next ones reuse, and the
+same kernels run over the rows of each part: halves of the experts where that is a small buffer,
+else quarters. On a Hopper card decoding inside the GEMMs took twice as long as this
+(docs/quantisation.md); the decoding here runs at the speed of the memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from moe_patch.kernels.dequant import dequantize_into
 from moe_patch.kernels.launch import Rows, RowTiles
+from moe_patch.kernels.sizes import cdiv
 from moe_patch.quant.packed import PackedWeight
 
 # The products with the experts' weights; the thin ones have factors instead.
 PACKED_OPS = ("up", "down", "dh", "dx")
-PARTS = 4
+# Fewer parts have fewer launches and partly filled waves: half where that is at most so many bytes.
+_FEWEST, _MOST = 2, 4
+_SMALL_BUFFER = 512 << 20
 # Offsets of a part start at a multiple of 16 bytes: one compiled kernel serves every part.
 _ALIGNED = 4
 
@@ -60,21 +63,34 @@ class PackedParts:
     """The parts of one call and their tile tables, which its products share."""
 
     def __init__(self, tiles: RowTiles, dtype: torch.dtype) -> None:
-        self.plan, self.dtype = tiles.plan, dtype
-        E = tiles.num_experts
-        self.size = min(E, -(-E // (PARTS * _ALIGNED)) * _ALIGNED)
-        self.tiles = {
-            first: RowTiles(
-                self.plan._replace(offsets_S=self.plan.offsets_S[first : first + self.size + 1])
-            )
-            for first in range(0, E, self.size)
-        }
+        self.plan, self.dtype, self.experts = tiles.plan, dtype, tiles.num_experts
+        self._tiles: dict[int, dict[int, RowTiles]] = {}
+
+    def size_for(self, rows: int, columns: int) -> int:
+        """How many experts of rows x columns go into the buffer at a time."""
+        halves = self._divided(_FEWEST)
+        small = halves * rows * columns * self.dtype.itemsize <= _SMALL_BUFFER
+        return halves if small else self._divided(_MOST)
+
+    def _divided(self, parts: int) -> int:
+        return min(self.experts, cdiv(self.experts, parts * _ALIGNED) * _ALIGNED)
+
+    def tiles(self, size: int) -> dict[int, RowTiles]:
+        """The rows of each part of ``size`` experts, by its first expert; made once."""
+        if size not in self._tiles:
+            offsets_S = self.plan.offsets_S
+            self._tiles[size] = {
+                first: RowTiles(self.plan._replace(offsets_S=offsets_S[first : first + size + 1]))
+                for first in range(0, self.experts, size)
+            }
+        return self._tiles[size]
 
     def parts(self, w: PackedWeight) -> Iterator[Part]:
         """Each part's weight is valid until the next part is asked for."""
         _, rows, columns = w.stored_shape
-        buffer = torch.empty(self.size, rows, columns, dtype=self.dtype, device=w.device)
-        for first, tiles in self.tiles.items():
+        size = self.size_for(rows, columns)
+        buffer = torch.empty(size, rows, columns, dtype=self.dtype, device=w.device)
+        for first, tiles in self.tiles(size).items():
             some = buffer[: tiles.num_experts]
             dequantize_into(some, w, self.plan.offsets_S, first)
             yield Part(some.transpose(1, 2) if w.transposed else some, tiles, first)
