@@ -190,6 +190,9 @@ def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[st
     w, lora13, plan = call.w, call.lora13, call.plan
     dh_NH = mid.hidden.dh_NH
     grads: dict[str, Tensor | None] = {}
+    if needs.x:
+        # First, so that its rows (N x D) are gone before the large dW13 is there.
+        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
     if needs.w13:
         tile = call.tile("dw13")
         grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
@@ -199,8 +202,6 @@ def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[st
         grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
     if lora13 is not None and needs.lora13_B:
         grads["lora13_B"] = call.outer_B(dh_NH, mid.u13_NR, lora13.B_EOR)
-    if needs.x:
-        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
     return grads
 
 
