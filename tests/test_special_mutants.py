@@ -144,7 +144,15 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
         register_family(spec)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.recipe}: {fault.name}")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault, id=f"{fault.recipe}: {fault.name}", marks=pytest.mark.families(fault.recipe)
+        )
+        for fault in FAULTS
+    ],
+)
 def test_a_fault_is_caught(fault: Fault, plant: Callable[[Fault], None]) -> None:
     reference = tiny_models.build(fault.recipe, **fault.over)
     expected = seeded(copy.deepcopy(reference))
