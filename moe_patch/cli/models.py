@@ -116,11 +116,12 @@ def _class_beside(config: Any) -> Any:
     import transformers
 
     module_name = type(config).__module__.replace(".configuration_", ".modeling_")
-    found = []
+    found: list[Any] = []
     if importlib.util.find_spec(module_name) is not None:
+        classes: dict[str, Any] = vars(importlib.import_module(module_name))
         found = [
             cls
-            for name, cls in vars(importlib.import_module(module_name)).items()
+            for name, cls in classes.items()
             if isinstance(cls, type)
             and issubclass(cls, transformers.PreTrainedModel)
             and cls.config_class is type(config)
