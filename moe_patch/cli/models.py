@@ -111,6 +111,12 @@ def model_class(config: Any) -> Any:
     return _class_beside(config)
 
 
+def _is_model(value: Any) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(value, type) and issubclass(value, PreTrainedModel)
+
+
 def _class_beside(config: Any) -> Any:
     """A model class of the config's own folder: that of a text tower, which no auto class lists."""
     import transformers
@@ -122,8 +128,7 @@ def _class_beside(config: Any) -> Any:
         found = [
             cls
             for name, cls in classes.items()
-            if isinstance(cls, type)
-            and issubclass(cls, transformers.PreTrainedModel)
+            if _is_model(cls)
             and cls.config_class is type(config)
             and not name.endswith("PreTrainedModel")
         ]
