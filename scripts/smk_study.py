@@ -165,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="in place of the file's max_steps")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs" / "data" / "smk_tiny.jsonl"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "data" / "smk_tiny.jsonl")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     config = load_config(args.config)
