@@ -20,15 +20,15 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels import plan as plans  # noqa: E402
-from moe_patch.kernels import product_key, routing, routing_losses  # noqa: E402
-from moe_patch.routing import RouteSpec  # noqa: E402
-from tests import interpreted  # noqa: E402
-from tests.guards import Guards  # noqa: E402
-from tests.kernels_cases import LARGE, SMALL, Case, Inputs, make_inputs, run_kernels  # noqa: E402
-from tests.numerics import assert_bits, assert_close  # noqa: E402
+from moe_patch.kernels import plan as plans
+from moe_patch.kernels import product_key, routing, routing_losses
+from moe_patch.routing import RouteSpec
+from tests import interpreted
+from tests.guards import Guards
+from tests.kernels_cases import LARGE, SMALL, Case, Inputs, make_inputs, run_kernels
+from tests.numerics import assert_bits, assert_close
 
 LIMITS = {torch.float32: 1e-6, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
@@ -159,8 +159,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
+    interpreted.skip_without_histogram()
     return interpreted.run(__file__)
 
 

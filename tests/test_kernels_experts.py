@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import definition as reference  # noqa: E402
-from moe_patch.kernels import dh, dh_hopper, dw, rows, rows_hopper, up, up_hopper  # noqa: E402
-from moe_patch.kernels.device import device_of  # noqa: E402
-from moe_patch.kernels.launch import RowTiles  # noqa: E402
-from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile  # noqa: E402
-from tests import interpreted  # noqa: E402
-from tests.kernels_cases import (  # noqa: E402
+from moe_patch import definition as reference
+from moe_patch.kernels import dh, dh_hopper, dw, rows, rows_hopper, up, up_hopper
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.launch import RowTiles
+from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
+from tests import interpreted
+from tests.kernels_cases import (
     CASES,
     LARGE,
     ROOT,
@@ -34,14 +34,13 @@ from tests.kernels_cases import (  # noqa: E402
     make_inputs,
     run_kernels,
 )
-from tests.numerics import assert_bits, assert_close  # noqa: E402
+from tests.numerics import assert_bits, assert_close
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
+    interpreted.skip_without_histogram()
     return interpreted.run(str(Path(__file__).with_name("kernels_cases.py")), timeout_s=400)
 
 

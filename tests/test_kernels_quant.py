@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels import call, rows_packed  # noqa: E402
-from tests import interpreted  # noqa: E402
-from tests.quant_cases import (  # noqa: E402
+from moe_patch.kernels import call, rows_packed
+from tests import interpreted
+from tests.quant_cases import (
     CASES,
     LARGE,
     SMALL,
@@ -27,8 +27,7 @@ from tests.quant_cases import (  # noqa: E402
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
+    interpreted.skip_without_histogram()
     return interpreted.run(str(Path(__file__).with_name("quant_cases.py")), timeout_s=400)
 
 
