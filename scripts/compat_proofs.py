@@ -186,6 +186,9 @@ NOTES = """\
   transformers 5.24's sharded experts, or attaches them (with FSDP) and fails in its own forward.
 - **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
   well; the router stays its own, the experts are ours (tier `experts`).
+- **Training under expert parallelism needs transformers 5.17.** 5.16 does not sum the gradients of
+  the routing weights over the ranks, with or without a patch: loss and logits are right there, the
+  gradients of everything before the last experts are not.
 - **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
   reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
   `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert

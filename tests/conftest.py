@@ -38,12 +38,13 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of families that the installed transformers does not have.
+    """Leave out tests of families, or parts of them, that the installed transformers lacks.
 
-    Which those are is the registry's and the recipes' word (tiny_models.absent), never a test's
-    own. A test is of the recipes among its parameters and in its mark `families`.
+    Which those are is the registry's and the recipes' word (tiny_models.absent, absent_parts),
+    never a test's own. A test is of the recipes among its parameters and in its mark `families`,
+    which may name parts as well (tiny_models.needs).
     """
-    absent = tiny_models.absent()
+    absent = tiny_models.absent() | tiny_models.absent_parts()
     gone = [item for item in items if _recipes_of(item) & absent]
     if gone:
         config.hook.pytest_deselected(items=gone)

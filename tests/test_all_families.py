@@ -61,7 +61,13 @@ def test_recipe(name):
     assert (result.lora != "both orders") == (name in {*NO_EXPERT_LORA, *tiny_models.absent()})
 
 
-@pytest.mark.parametrize(("name", "overrides"), VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        pytest.param(name, over, marks=pytest.mark.families(*tiny_models.needs(name, over)))
+        for name, over in VARIANTS
+    ],
+)
 def test_variant(name, overrides):
     result = check(name, **overrides)
     assert not result.problem, result.problem

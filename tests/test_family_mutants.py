@@ -141,7 +141,17 @@ def planted(fault: Fault) -> Iterator[None]:
             register_family(original)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.name}: {fault.what}")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault,
+            id=f"{fault.name}: {fault.what}",
+            marks=pytest.mark.families(*tiny_models.needs(fault.name, fault.over, entry=True)),
+        )
+        for fault in FAULTS
+    ],
+)
 def test_fault_is_reported(fault):
     healthy = check(fault.name, False, fault.prepare, **fault.over)
     assert not healthy.problem, healthy.problem

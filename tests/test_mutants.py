@@ -149,7 +149,17 @@ def fails(check: Callable[[Mutant, Patch], None], mutant: Mutant, patch: Patch) 
     return False
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(
+            mutant,
+            id=str(mutant),
+            marks=pytest.mark.families(*tiny_models.needs(mutant.model_type, mutant.over, True)),
+        )
+        for mutant in MUTANTS
+    ],
+)
 def test_a_mutant_runs_and_is_caught_where_the_table_says(mutant) -> None:
     with planted(mutant) as patch:
         model, _ = pair(mutant, patch)
@@ -159,7 +169,17 @@ def test_a_mutant_runs_and_is_caught_where_the_table_says(mutant) -> None:
     assert caught == set(mutant.caught_by), "correct caught_by in tests/mutants.py, then the docs"
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(
+            model,
+            id=str(model),
+            marks=pytest.mark.families(*tiny_models.needs(model[0], dict(model[1:]), True)),
+        )
+        for model in MODELS
+    ],
+)
 def test_every_check_passes_without_a_fault(model) -> None:
     model_type, *over = model
     sound = Mutant("none", model_type, (), dict(over))

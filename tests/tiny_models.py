@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -24,7 +25,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from moe_patch import supported_model_types
-from moe_patch.families import later_families
+from moe_patch.families import families, later_families
 from tests.numerics import probe
 from tests.tiny_recipes import FAMILIES, SIZES, Tiny
 
@@ -66,6 +67,35 @@ def absent() -> frozenset[str]:
         if (kind := config(name).model_type) in later and tiers[kind] == "refused"
     }
     return frozenset({*FAMILIES} - {*runnable()} | refused_here)
+
+
+@functools.cache
+def absent_parts() -> frozenset[str]:
+    """What `needs` names of recipes that can be tested here and the installed release lacks."""
+    installed = Version(transformers.__version__)
+    named = {name for spec in families() for name in spec.model_types}
+    later = {name for spec in later_families() for name in spec.model_types} - named
+    parts = {
+        f"{name}.{field}"
+        for name, tiny in FAMILIES.items()
+        for field, since in tiny.later.items()
+        if installed < Version(since)
+    }
+    return frozenset(
+        parts | {f"{name}.entry" for name in runnable() if config(name).model_type in later}
+    )
+
+
+def needs(model_type: str, over: Iterable[str] = (), entry: bool = False) -> tuple[str, ...]:
+    """What the mark `families` takes of a test of one recipe.
+
+    Args:
+        model_type: a key of FAMILIES.
+        over: names of config fields that the test sets.
+        entry: whether it changes the family's entry in the registry.
+    """
+    parts = (*over, *(("entry",) if entry else ()))
+    return (model_type, *(f"{model_type}.{part}" for part in parts))
 
 
 def config(model_type: str, **overrides: Any) -> Any:

@@ -56,6 +56,8 @@ class Tiny:
             (ids of text and images).
         since: the first transformers release whose own model runs with this recipe, where its
             folder is older than that.
+        later: fields that tests set -> the first release whose config declares them, where the
+            recipe runs on older releases too.
     """
 
     over: dict[str, Any] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class Tiny:
     extra: dict[str, Any] = field(default_factory=dict)
     feed: str = "ids"
     since: str = ""
+    later: dict[str, str] = field(default_factory=dict)
 
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -162,7 +165,9 @@ FAMILIES: dict[str, Tiny] = {
         **SPARSE,
     ),
     "glm_moe_dsa": Tiny(MHA),
-    "gpt_oss": Tiny({"intermediate_size": 16, "rope_parameters": ROPE}),
+    "gpt_oss": Tiny(
+        {"intermediate_size": 16, "rope_parameters": ROPE}, later={"swiglu_limit": "5.19"}
+    ),
     "granitemoe": Tiny({"intermediate_size": 16} | NO_AUX),
     "granitemoe_swa": Tiny({"intermediate_size": 16} | NO_AUX),
     "granitemoehybrid": Tiny(HYBRID | {"intermediate_size": 16} | NO_AUX),
