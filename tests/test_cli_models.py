@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import moe_patch
-from moe_patch import forward, selftest, supported_model_types
-from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, UNUSABLE, bench, main
-from moe_patch.cli.output import bytes_text
+from moe_patch import forward, supported_model_types
+from moe_patch.cli import CHECK_FAILED, main
 from moe_patch.routing import route
 from tests import tiny_models
+from tests.cli_calls import answer, error_of, only_config
 from tests.numerics import FP32
 
 ROOT = Path(moe_patch.__file__).parents[1]
@@ -26,30 +23,7 @@ ROOT = Path(moe_patch.__file__).parents[1]
 @pytest.fixture
 def folder(tmp_path):
     """A function: the folder of a tiny model's config, and nothing but the config."""
-
-    def make(model_type: str, **overrides) -> str:
-        tiny_models.config(model_type, **overrides).save_pretrained(tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-        return str(tmp_path)
-
-    return make
-
-
-def answer(capsys, *argv: str, status: int = 0):
-    """What a command prints with --json."""
-    assert main([*argv, "--json"]) == status
-    out, _ = capsys.readouterr()
-    return json.loads(out)
-
-
-def error_of(capsys, *argv: str) -> str:
-    """The one line of a command that cannot be done."""
-    assert main([*argv]) == UNUSABLE
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("moe_patch: error: ")
-    assert err.count("\n") == 1
-    return err
+    return partial(only_config, tmp_path)
 
 
 def test_families_are_the_supported_model_types(capsys):
@@ -208,6 +182,13 @@ def test_mistake(capsys, folder, extra, message):
     assert message in error_of(capsys, "verify", folder("qwen3_moe"), *extra)
 
 
+def test_a_limit_of_zero_is_a_limit(capsys, folder):
+    found = answer(
+        capsys, "verify", folder("qwen3_moe"), "--limit", "0", "--layers", "1", status=CHECK_FAILED
+    )
+    assert {check["limit"] for check in found["checks"]} - {1 / 64} == {0.0}
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "bench"])
 def test_a_model_that_is_not_there(capsys, tmp_path, command):
     missing = str(tmp_path / "none")
@@ -218,109 +199,3 @@ def test_a_config_that_makes_no_model(capsys, folder):
     path = Path(folder("qwen3_moe"), "config.json")
     path.write_text(path.read_text().replace('"hidden_act": "silu"', '"hidden_act": "nothing"'))
     assert "MODEL: cannot make Qwen3MoeForCausalLM" in error_of(capsys, "inspect", str(path.parent))
-
-
-def test_bench_times_both_sides(capsys, folder, monkeypatch):
-    monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
-    argv = ["bench", folder("glm4_moe"), "--tokens", "16", "--device", "cpu"]
-    found = answer(capsys, *argv)
-    assert found["block"].endswith("Glm4MoeMoE")
-    assert [(row["what"], row["pass"]) for row in found["rows"]] == [
-        ("unpatched", "fwd"), ("unpatched", "fwd+bwd"), ("patched", "fwd"), ("patched", "fwd+bwd"),
-    ]  # fmt: skip
-    assert all(row["ms"] > 0 for row in found["rows"])
-    assert found["rows"][2]["saved_bytes"] < found["rows"][0]["saved_bytes"]
-    assert main(argv) == 0
-    assert capsys.readouterr().out.startswith("Glm4MoeMoE of ")
-
-
-def test_bench_hands_ops_to_the_script_of_the_checkout(monkeypatch):
-    calls = []
-    monkeypatch.setattr(bench.subprocess, "call", lambda command: calls.append(command) or 7)
-    assert main(["bench", "experts", "--dry-run"]) == 7
-    assert calls == [[sys.executable, str(ROOT / "scripts" / "bench.py"), "experts", "--dry-run"]]
-
-
-def test_bench_ops_outside_a_checkout_say_where_to_go(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench.moe_patch, "__file__", str(tmp_path / "moe_patch" / "__init__.py"))
-    assert "is part of a source checkout" in error_of(capsys, "bench", "experts")
-
-
-def test_ops_that_are_handed_on_are_those_of_the_script():
-    source = (ROOT / "scripts" / "bench_lib" / "rows.py").read_text(encoding="utf-8")
-    (ops,) = [
-        ast.literal_eval(node.value)
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OPS"
-    ]
-    assert set(bench.GRID) == {*ops, "table"}
-
-
-@pytest.mark.parametrize("command", SUBCOMMANDS, ids=lambda module: module.__name__)
-def test_every_command_has_help_and_json(capsys, command):
-    with pytest.raises(SystemExit) as stopped:
-        main([command.__name__.rpartition(".")[2], "--help"])
-    assert stopped.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
-def test_a_reader_that_leaves_early_is_no_error():
-    done = subprocess.run(
-        f"{sys.executable} -m moe_patch families | head -n 1",
-        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.stdout.startswith("model type")
-    assert done.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (9999, "9,999 B"), (10_000, "9.8 KiB"), (2**30 * 61, "61.0 GiB")],
-)
-def test_bytes_text(count, text):
-    assert bytes_text(count) == text
-
-
-def test_selftest_passes_on_the_cpu(capsys):
-    found = answer(capsys, "selftest", "--device", "cpu")
-    assert found["passed"]
-    assert found["backend"] == "torch"
-    assert all(check["passed"] for check in found["checks"])
-
-
-def test_selftest_that_fails_is_status_1(capsys, monkeypatch):
-    check = selftest.Check("experts bf16", False, 3.0, 0.1, "3.0 times the limit")
-    result = selftest.SelfTest("a card", "triton", "", [check])
-    monkeypatch.setattr(selftest, "selftest", lambda device, progress: result)
-    assert main(["selftest", "--device", "cpu"]) == CHECK_FAILED
-    out = capsys.readouterr().out
-    assert "FAILED" in out
-    assert "3.0 times the limit" in out
-    assert "0 of 1 checks hold" in out
-
-
-@pytest.mark.parametrize("extra", [[], ["--lora", "4"], ["--inference", "--tokens", "5"]])
-def test_warmup_says_why_there_is_nothing_to_compile(capsys, folder, extra):
-    (row,) = answer(capsys, "warmup", folder("qwen3_moe"), "--device", "cpu", *extra)
-    assert row["path"].endswith("model.layers.0.mlp")
-    assert "nothing to compile on the torch backend" in row["skipped"]
-
-
-def test_warmup_with_a_rank_that_is_none(capsys, folder):
-    assert "--lora 0: " in error_of(capsys, "warmup", folder("qwen3_moe"), "--lora", "0")
-
-
-def test_replay_finds_what_debug_nan_wrote(capsys, tmp_path):
-    model = tiny_models.build("qwen3_moe")
-    moe_patch.patch_model(model, debug_nan=True, debug_dir=str(tmp_path))
-    with torch.no_grad():
-        tiny_models.blocks(model)[0][1].experts.down_proj[3, 0, 0] = float("nan")
-        model(**tiny_models.inputs(model))
-    (file,) = tmp_path.glob("*.safetensors")
-    found = answer(capsys, "replay", str(file), "--device", "cpu")
-    assert found["path"] == tiny_models.blocks(model)[0][0]
-    assert found["ours"] == found["theirs"] != []
-    assert main(["replay", str(file), "--device", "cpu"]) == 0
-    assert "not finite" in capsys.readouterr().out
-    assert "not a safetensors file" in error_of(capsys, "replay", str(tmp_path / "none"))

@@ -14,6 +14,7 @@ QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 WRONG = [
     # (change of the node, what the message must say)
     ({"ouput_dir": "x"}, "unknown key 'ouput_dir'; did you mean 'output_dir'?"),
+    ({"tinny": True}, "unknown key 'tinny'; did you mean 'tiny'?"),
     (
         {"training": {"lerning_rate": 1}},
         "unknown key 'lerning_rate'; did you mean 'learning_rate'?",

@@ -17,6 +17,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from moe_patch._version import __version__
 from moe_patch.cli import (
     bench,
@@ -65,6 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.command(args)
     except MoePatchError as error:
         print(f"moe_patch: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNUSABLE
+    except torch.OutOfMemoryError as error:
+        said = str(error).splitlines()[0]
+        print(
+            f"moe_patch: error: {said} Fewer tokens or layers need less; so does another --dtype",
+            file=sys.stderr,
+        )
         return UNUSABLE
     except KeyboardInterrupt:
         print("moe_patch: interrupted", file=sys.stderr)

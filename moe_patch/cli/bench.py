@@ -23,7 +23,7 @@ SCRIPT = Path("scripts") / "bench.py"
 # The first argument of scripts/bench.py; a folder of such a name is given as ./experts.
 GRID = (
     "routing", "product_key", "plan", "experts", "lora", "decode", "model", "quantised", "signals",
-    "table",
+    "all", "table", "chart", "docs",
 )  # fmt: skip
 MIN_SECONDS = 1.0
 
@@ -142,6 +142,8 @@ def _measure(
             backend = patch_report(block)[0].experts_backend
         try:
             kept = _saved_bytes(forward, inputs)
+        except torch.OutOfMemoryError:
+            raise
         except models.ERRORS as error:
             raise UnsupportedModelError(
                 f"{type(block).__name__} does not run on hidden states alone: {error}"

@@ -83,7 +83,7 @@ def compare(
         ours = _run(model, batch) if again else free
     checks = []
     if reference.ids:
-        checks.append(_choices(free.ids, reference.ids, limit or CHOICES[dtype]))
+        checks.append(_choices(free.ids, reference.ids, CHOICES[dtype] if limit is None else limit))
     kinds = (
         ("loss", ours.values, reference.values, VALUES),
         ("logits", ours.values, reference.values, VALUES),
@@ -93,7 +93,7 @@ def compare(
         ("gradient", ours.gradients, reference.gradients, GRADIENTS),
     )
     for name, mine, theirs, limits in kinds:
-        found = _worst(name, mine, theirs, limit or limits[dtype])
+        found = _worst(name, mine, theirs, limits[dtype] if limit is None else limit)
         checks += [] if found is None else [found]
     return checks, list(patch_report(model))
 

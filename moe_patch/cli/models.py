@@ -151,9 +151,8 @@ def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options
         with torch.device(device):
             return cls._from_config(config, dtype=dtype, **options).eval()
     except ERRORS as error:
-        raise UnsupportedOptionError(
-            f"MODEL: cannot make {cls.__name__}: {_one_line(error)}"
-        ) from (error)
+        message = f"MODEL: cannot make {cls.__name__}: {_one_line(error)}"
+        raise UnsupportedOptionError(message) from error
 
 
 @quiet_libraries()

@@ -104,6 +104,8 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     try:
         with torch.no_grad():
             out = model(**batch)
+    except torch.OutOfMemoryError:
+        raise
     except models.ERRORS as error:
         raise UnsupportedOptionError(
             f"MODEL: {type(model).__name__} does not run on token ids alone: {error}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from moe_patch.cli import models
 from moe_patch.cli.output import add_json, print_json, print_table
+from moe_patch.errors import UnsupportedOptionError
 
 
 def add(subparsers: Any) -> None:
@@ -34,6 +35,8 @@ def command(args: argparse.Namespace) -> int:
     from moe_patch.patch import patch_model
     from moe_patch.warmup import warmup
 
+    if args.tokens is not None and min(args.tokens) < 1:
+        raise UnsupportedOptionError(f"--tokens {min(args.tokens)}: at least 1")
     device = models.device_of(args)
     config = models.load_config(args.model)
     dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)

@@ -203,6 +203,9 @@ def _sized(node: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     tiny, values = node.get("tiny", False), node.get("tiny_values", {})
     check_type(f"{where}: tiny", tiny, bool)
     check_type(f"{where}: tiny_values", values, dict)
+    accepted = (*TrainConfig.__dataclass_fields__, "tiny", "tiny_values")
+    for key in node:
+        check_known(f"{where}: unknown key", key, accepted)
     for key in values:
         check_known(f"{where}: tiny_values: unknown key", key, TrainConfig.__dataclass_fields__)
     if tiny and not values:
