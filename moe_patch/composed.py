@@ -118,6 +118,8 @@ def _linear_bwd(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args:
     empty = x.new_empty(0)
     with torch.autocast(x.device.type, enabled=False):
         dx, p = groups.linear_transposed(dy, w, lora)
+        # What these rows hold is unspecified, and a gate with parameters sums over all rows.
+        dx.masked_fill_((plan[0] < 0).unsqueeze(1), 0.0)
         return [
             dx if needs[0] else empty,
             groups.outer_sum(dy, x, w) if needs[1] else empty,
@@ -172,16 +174,21 @@ def _combine_fake(y: Any, weights: Any, row_of_N: Any, slot_of_TK: Any, offsets:
 
 
 def _combine_bwd_fake(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
-    return torch.empty_like(y), torch.empty_like(weights)
+    return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
 def _linear_fake(x: Any, w: Any, *args: Any) -> Any:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
+def _gradient_of(t: Any) -> Any:
+    """Gradients of weights and factors lie as those do, all others are contiguous."""
+    return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
+
+
 def _linear_bwd_fake(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args: Any) -> Any:
     return [
-        torch.empty_like(t) if need and t is not None else x.new_empty(0)
+        _gradient_of(t) if need and t is not None else x.new_empty(0)
         for t, need in zip((x, w, b, a, lb), args[-1], strict=True)
     ]
 

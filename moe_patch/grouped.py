@@ -68,8 +68,8 @@ class Groups:
         return dw_EOI
 
     def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
-        """sum_n dy_n per expert, [E, O]."""
-        db_EO = torch.zeros_like(like_EO)
+        """sum_n dy_n per expert, [E, O], contiguous."""
+        db_EO = like_EO.new_zeros(like_EO.shape)
         for e, (start, end) in enumerate(self._bounds):
             if start != end:
                 torch.sum(dy_NO[start:end], dim=0, out=db_EO[e])

@@ -238,7 +238,7 @@ def _experts_bwd_fake(
     slot_of_TK, needs = args[-4], args[-1]
     inputs = (x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2)
     grads = [
-        torch.empty_like(t) if need and t is not None else x.new_empty(0)
+        _gradient_of(t) if need and t is not None else x.new_empty(0)
         for t, need in zip(inputs, needs[:10], strict=True)
     ]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -248,6 +248,11 @@ def _experts_bwd_fake(
         for present in (True, True, has_lora)
     ]
     return grads + norms
+
+
+def _gradient_of(t: Tensor) -> Tensor:
+    """Gradients of weights and factors lie as those do, all others are contiguous."""
+    return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:

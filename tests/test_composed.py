@@ -9,6 +9,7 @@ import torch
 
 from moe_patch import definition as reference
 from moe_patch.composed import experts_composed
+from moe_patch.grouped import Groups
 from tests.experts_cases import (
     FULL,
     Case,
@@ -57,10 +58,13 @@ def test_composed_post_norm() -> None:
         assert_close(mine[name], theirs[name], FP64, name)
 
 
+@pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "bias and LoRA"])
-def test_opcheck_of_every_step(full) -> None:
+def test_opcheck_of_every_step(full, columns_first) -> None:
     case = replace(FULL if full else Case(), T=7)
     x, ids, weights, w, _, lora13, _ = arguments(case, make_inputs(case, torch.float32))
+    if columns_first:  # their gradients are contiguous all the same
+        x, weights = (one.detach().T.contiguous().T.requires_grad_() for one in (x, weights))
     plan = reference.build_plan(ids, E)
     steps = torch.ops.moe_patch_steps
     rows = steps.rows(x, *plan).detach().requires_grad_()
@@ -68,6 +72,28 @@ def test_opcheck_of_every_step(full) -> None:
     torch.library.opcheck(steps.combine.default, (rows, weights, *plan))
     args = (rows, w.w13_EHD, w.b13_EH, *(lora13 or (None, None, 1.0)), *plan)
     torch.library.opcheck(steps.linear.default, args)
+
+
+def test_rows_without_an_expert_reach_no_parameter_of_the_gate(monkeypatch) -> None:
+    """On CUDA grouped_mm leaves such rows unwritten: here they are NaN."""
+    product = Groups._product
+
+    def unwritten(groups: Groups, x_NI: torch.Tensor, w_EOI: torch.Tensor) -> torch.Tensor:
+        y_NO = product(groups, x_NI, w_EOI)
+        y_NO[groups.offsets_S[-1] :] = float("nan")
+        return y_NO
+
+    case = Case(ids="empty slots")
+    x, ids, weights, w, glu, _, _ = arguments(case, make_inputs(case))
+    grads = []
+    for _ in range(2):
+        slope = torch.ones(1, dtype=x.dtype, requires_grad=True)
+        out = experts_composed(
+            x, ids, weights, w, lambda h, s=slope: reference.gated_activation(h * s, glu)
+        )
+        grads += torch.autograd.grad(out.square().sum(), slope)
+        monkeypatch.setattr(Groups, "_product", unwritten)
+    assert torch.equal(*grads)
 
 
 def test_steps_from_poisoned_memory(poisoned_memory) -> None:

@@ -166,11 +166,14 @@ if Version(torch.__version__) < Version("2.10"):
     CHECKS = CHECKS[1:]  # its check of schemas loses an empty list of tensors
 
 
+@pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize(("full", "T"), [(False, 0), (False, 7), (True, 7)])
-def test_opcheck(full, T) -> None:
+def test_opcheck(full, T, columns_first) -> None:
     case = Case(bias=full, lora13=full, lora2=full, T=T)
     t = make_inputs(case, torch.float32)
     x, ids, weights, w, glu, lora13, lora2 = arguments(case, t)
+    if columns_first:  # their gradients are contiguous all the same
+        x, weights = (one.detach().T.contiguous().T.requires_grad_() for one in (x, weights))
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
     rest = (

@@ -222,7 +222,7 @@ def _zero_gradients(
     }  # fmt: skip
     wanted = needs._asdict()
     grads = {
-        name: torch.zeros_like(tensor)
+        name: torch.zeros_like(tensor) if tensor.dim() == 3 else tensor.new_zeros(tensor.shape)
         for name, tensor in inputs.items()
         if wanted[name] and tensor is not None
     }
