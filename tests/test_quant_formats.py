@@ -46,6 +46,13 @@ def test_nf4_is_what_bitsandbytes_stores_and_reads() -> None:
     assert hashlib.sha256(plain).hexdigest() == GOLDEN_DEQUANTISED
 
 
+def test_nf4_levels_do_not_depend_on_where_they_are_first_asked_for() -> None:
+    nf4.dynamic_code.cache_clear()
+    with torch.device("meta"):
+        code = nf4.dynamic_code()
+    assert (code.device, len(code), code[-1].item()) == (CPU, 256, 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_nf4_against_the_installed_bitsandbytes(dtype: torch.dtype) -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes: optional")

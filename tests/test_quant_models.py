@@ -194,6 +194,9 @@ def test_every_other_operation_is_refused_by_name() -> None:
         lambda: up.sum(),
         lambda: up.float() * 2,
         lambda: up[:, 0],
+        lambda: up[::2],
+        lambda: up[:, torch.tensor([0])],
+        lambda: up[torch.tensor([0]), torch.tensor([0])],
         lambda: torch.nn.functional.linear(x, up),
     ):
         with pytest.raises(UnsupportedModelError, match="experts stored in"):
@@ -201,6 +204,12 @@ def test_every_other_operation_is_refused_by_name() -> None:
     assert_bits(up[1], up.weight[1])
     assert_bits(up[torch.tensor([2, 0])], torch.stack([up.weight[2], up.weight[0]]))
     assert_bits(up[1:3], up.weight.stored_experts(1, 3))
+    last = up.shape[0] - 1
+    assert_bits(up[-1], up.weight[last])
+    assert_bits(up[torch.tensor([-1])], up.weight[last][None])
+    for outside in (lambda: up[last + 1], lambda: up[torch.tensor([-last - 2])]):
+        with pytest.raises(IndexError):
+            outside()
     assert not up.requires_grad
 
 
@@ -280,6 +289,9 @@ def test_the_experts_of_an_fp8_checkpoint_are_taken_as_they_are() -> None:
             bytes_of[f"{name}.experts.{projection}"] = weight.packed
     with pytest.raises(UnsupportedModelError, match="FP8Experts, which quantize_experts"):
         patch_model(model)
+    quantize_experts(model, "fp8", include=("*layers.1.*",))
+    kinds = [type(block.experts) is FP8Experts for _, block in tiny_models.blocks(model)]
+    assert kinds == [True, False]
     quantize_experts(model, "fp8")
     for name, values in bytes_of.items():
         assert model.get_parameter(name).weight.packed.data_ptr() == values.data_ptr()

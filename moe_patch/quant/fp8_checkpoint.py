@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_patch.discover import FoundBlock, discover
+from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of
 from moe_patch.quant import fp8, state
@@ -16,10 +16,14 @@ from moe_patch.quant.packed import PackedWeight
 from moe_patch.quant.tensor import QuantTensor, parameter
 
 
-def adopt(model: nn.Module) -> int:
+def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> None:
     """Put the family's own experts module in the place of each of transformers' FP8Experts.
 
-    The new module's parameters hold the old one's bytes and scales. Returns how many there were.
+    The new module's parameters hold the old one's bytes and scales.
+
+    Args:
+        model: of an FP8 checkpoint; in any other there is nothing to do.
+        include, exclude: glob patterns on block paths.
 
     Raises:
         UnsupportedModelError: an FP8Experts module whose scales are not those of 128 x 128 blocks,
@@ -31,12 +35,12 @@ def adopt(model: nn.Module) -> int:
         (block, block.block, found)
         for block in discover(model)
         if block.block is not None
+        and selected(block.path, include, exclude)
         and type(found := block.block._modules.get("experts")) is FP8Experts
     ]
     made = [_own_experts(*one) for one in todo]
     for (_, holder, _), experts in zip(todo, made, strict=True):
         holder.experts = experts
-    return len(made)
 
 
 def _own_experts(block: FoundBlock, holder: nn.Module, found: Any) -> nn.Module:

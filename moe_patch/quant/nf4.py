@@ -60,11 +60,11 @@ def dynamic_code() -> Tensor:
     """
     found = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         centres = (edges[:-1] + edges[1:]) / 2
         positive = (10 ** (decade - 6) * centres).tolist()
         found += positive + [-value for value in positive]
-    return torch.tensor(sorted(found), dtype=torch.float32)
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
 def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Nf4Scales]:

@@ -49,7 +49,8 @@ def quantize_experts(
 ) -> Model:
     """Store the experts of a model in 4 or 8 bits, in place; they are frozen from then on.
 
-    Everything is checked before anything is changed. One projection is worked on at a time and its
+    Everything is checked before anything is changed (the experts of an FP8 checkpoint first, on
+    their own). One projection is worked on at a time and its
     16-bit weight freed before the next, so with a model on the CPU and ``device="cuda"`` the GPU
     never holds more of them than a piece of one. Before or after :func:`patch_model`, and before or
     after PEFT adapters; experts that are stored so already are left alone, and the experts of an
@@ -74,7 +75,7 @@ def quantize_experts(
             f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
         )
     if storage == "fp8":
-        adopt(model)
+        adopt(model, include, exclude)
     todo = []
     for one in expert_projections(model, include, exclude):
         _check(one, storage)

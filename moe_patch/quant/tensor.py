@@ -157,25 +157,34 @@ def _empty_like(tensor: QuantTensor, *, device: Any = None, **_: Any) -> QuantTe
 
 
 def _select(tensor: QuantTensor, dim: int, index: int) -> Tensor:
-    _require_experts_axis(tensor, dim)
-    return tensor.weight[index % tensor.shape[0]]
-
-
-def _require_experts_axis(tensor: QuantTensor, dim: int) -> None:
     if dim % 3 != 0:
-        raise UnsupportedModelError(
-            f"experts stored in {tensor.weight.storage} were indexed along axis {dim}; accepted: "
-            "by expert, axis 0"
-        )
+        raise _not_by_expert(tensor, f"along axis {dim}")
+    return tensor.weight[_expert(tensor, index)]
+
+
+def _not_by_expert(tensor: QuantTensor, how: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"experts stored in {tensor.weight.storage} were indexed {how}; accepted: by expert, axis "
+        "0, in steps of one"
+    )
+
+
+def _expert(tensor: QuantTensor, index: int) -> int:
+    """A negative index counts from the end."""
+    E = tensor.shape[0]
+    if not -E <= index < E:
+        raise IndexError(f"expert {index} of {E} experts stored in {tensor.weight.storage}")
+    return index % E
 
 
 def _index(tensor: QuantTensor, indices: list[Tensor | None]) -> Tensor:
-    """By one tensor of expert ids."""
-    (ids,) = indices
-    assert ids is not None
+    """By one tensor of expert ids, or by a mask of experts."""
+    ids = indices[0]
+    if ids is None or len(indices) > 1 or (ids.dtype == torch.bool and ids.dim() != 1):
+        raise _not_by_expert(tensor, "along several axes, or along another than the first")
     if ids.dtype == torch.bool:
         ids = ids.nonzero().squeeze(1)
-    chosen = [tensor.weight[e] for e in ids.reshape(-1).tolist()]
+    chosen = [tensor.weight[_expert(tensor, e)] for e in ids.reshape(-1).tolist()]
     if not chosen:
         return torch.empty(0, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
     return torch.stack(chosen).view(*ids.shape, *tensor.shape[1:])
@@ -184,8 +193,8 @@ def _index(tensor: QuantTensor, indices: list[Tensor | None]) -> Tensor:
 def _slice(
     tensor: QuantTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Tensor:
-    _require_experts_axis(tensor, dim)
-    assert step == 1
+    if dim % 3 != 0 or step != 1:
+        raise _not_by_expert(tensor, f"along axis {dim} in steps of {step}")
     first, last, _ = slice(start, end).indices(tensor.shape[0])
     return tensor.weight.stored_experts(first, max(first, last))
 
