@@ -11,13 +11,13 @@ from torch import nn
 from moe_patch.backend import choose_backend
 from moe_patch.bindings import overridden, wrapped_by_parallelism
 from moe_patch.discover import WHOLE_MODEL, FoundBlock, discover
-from moe_patch.experts_module import read_glu, stored_weight
+from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, record_of
 from moe_patch.route_op import route_obstacle
 from moe_patch.routing import RouteSpec
-from moe_patch.types import Routing
+from moe_patch.types import Glu, Routing
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class BlockReport:
         shared: the shared expert: "none", "added by the bound block" or "transformers".
         lora: adapters on the experts: "none", "fused (...)" or why PEFT's own path runs.
         self_check: "passed", "off" or "skipped: why".
-        reason: why a block is refused, or why its backend is not the usual one.
+        reason: why a block is refused, or why its backend or its kernels are not the usual ones.
     """
 
     path: str
@@ -115,9 +115,11 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     reason = choice.reason if choice.name == "torch" and device.type == "cuda" else ""
     if not found.experts:
         choice = choose_backend("torch", device, dtype)
-    elif read_glu(found.experts[0][1], spec) is None:
+    elif (glu := read_glu(found.experts[0][1], spec)) is None:
         choice = choose_backend("torch", device, dtype)
         reason = "the experts' own activation, norm or layout runs between grouped products"
+    elif choice.name == "triton" and device.type == "cuda" and torch.version.hip is None:
+        reason = _portable(found, glu, device)
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
@@ -129,6 +131,20 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
         lora=_lora(found, record),
         self_check=record.self_check,
         reason="; ".join(part for part in (reason, why) if part),
+    )
+
+
+def _portable(found: FoundBlock, glu: Glu, device: torch.device) -> str:
+    from moe_patch.kernels.portable import portable_reason
+
+    weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
+    rows, columns = _whole_shape(weight)[1:]
+    return portable_reason(
+        torch.cuda.get_device_capability(device),
+        weight.dtype,
+        (columns, rows) if layout.is_transposed else (rows, columns),
+        glu,
+        transposed=layout.is_transposed,
     )
 
 
@@ -160,7 +176,7 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     return ("triton", "") if obstacles[0] is None else ("torch", f"routing: {obstacles[0]}")
 
 
-def _whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
+def _whole_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of a weight, also of one that ZeRO-3 leaves empty between its module's calls."""
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 

@@ -41,13 +41,14 @@ RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 
 RANK3_C, RANK4_C = gl.constexpr(RANK3), gl.constexpr(RANK4)
 
 
+def known_triton() -> bool:
+    """Whether the installed Triton is one of :data:`TRITON_VERSIONS`, in any of its builds."""
+    return ".".join(triton.__version__.split(".")[:2]) in TRITON_VERSIONS
+
+
 def available(tensor: Tensor) -> bool:
     """Whether these kernels serve the tensor's device and dtype: sm_90, 16 bits, a known Triton."""
-    return (
-        device_of(tensor).capability == (9, 0)
-        and triton.__version__.rpartition(".")[0] in TRITON_VERSIONS
-        and tensor.dtype.itemsize == 2
-    )
+    return device_of(tensor).capability == (9, 0) and known_triton() and tensor.dtype.itemsize == 2
 
 
 def copies_rows(*sides: Tensor) -> bool:

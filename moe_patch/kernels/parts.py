@@ -2,8 +2,9 @@
 
 Packed experts are dequantised some at a time into one buffer, which the next ones reuse, and the
 same kernels run over the rows of each part: halves of the experts where that is a small buffer,
-else quarters. On a Hopper card decoding inside the GEMMs took twice as long as this
-(docs/quantisation.md); the decoding here runs at the speed of the memory.
+else quarters. The decoding runs at the speed of the memory. On a Hopper card prototypes that decoded
+inside the GEMMs took up to twice as long (docs/quantisation.md); the one that is still to be timed,
+rows_packed.py, is switched off.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 The product is transposed, outᵀ = W inᵀ: the weight is the operand that the matrix instruction takes
 from registers, where it was decoded, and it serves a tile of 256 rows at once. It moves fewer bytes
 than decoding into a buffer (:mod:`moe_patch.kernels.parts`), and decodes once per tile of rows.
+
+Switched off: no call takes it until a card has timed it, see ``_MOST_ROWS``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from moe_patch.kernels.tiling import locate_tile
 from moe_patch.quant import fp8, nf4
 from moe_patch.quant.packed import PackedWeight
 
-# Rows an average expert may have. Zero: this kernel was checked under the interpreter and compiled
-# for sm_90, not yet timed on a card; until it was, the GPU tests reach it and training does not.
+# Rows an average expert may have for this kernel to be taken. Zero, so it never is: it was checked
+# under the interpreter and compiled for sm_90, but not timed on a card. Only tests raise it.
 _MOST_ROWS = 0
 _FEW_ROWS = 32
 _TILE = Tile(256, 128, 64, 8, 4)

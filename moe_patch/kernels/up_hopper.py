@@ -20,6 +20,7 @@ from moe_patch.kernels.hopper import (
     BM,
     BN,
     CHUNK,
+    RAGGED_ROWS,
     RAGGED_ROWS_C,
     RANK4,
     RANK4_C,
@@ -53,6 +54,7 @@ def supported(
         weights.append(low_rank[1])
     return (
         rows.block_m == BM
+        and rows.count < RAGGED_ROWS
         and available(x_TD)
         and glu.gated
         and not glu.interleaved

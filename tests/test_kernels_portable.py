@@ -1,0 +1,101 @@
+"""What the report says of the kernels on a Hopper card is what the launchers decide there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+import triton
+
+import moe_patch.report
+from moe_patch import patch_model, patch_report
+from moe_patch.backend import BackendChoice
+from moe_patch.kernels import dh_hopper, dw_hopper, rows_hopper, up_hopper
+from moe_patch.kernels.device import Device
+from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.portable import portable_reason
+from moe_patch.types import Glu, Plan
+from tests import tiny_models
+
+SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
+GPT_OSS = Glu("swiglu_oai", interleaved=True)
+EVERY = {"up", "down", "dx", "dh", "dw13", "dw2"}
+# D, F, activation, stored [E, in, out]? -> the products that the specialised kernels take.
+LAYERS = {
+    "usual": (64, 32, SILU, False, EVERY, ""),
+    "transposed": (64, 32, SILU, True, {"down", "dx"}, "stored [experts, out, in]"),
+    "gpt_oss": (64, 32, GPT_OSS, True, {"down", "dx"}, "stored [experts, out, in]"),
+    "interleaved": (64, 32, GPT_OSS, False, EVERY - {"up", "dh"}, "gate and up side by side"),
+    "ungated": (64, 32, Glu("relu2", gated=False), False, EVERY - {"up", "dh"}, "side by side"),
+    "odd": (60, 36, SILU, False, set(), "hidden size 60, expert width 36"),
+}
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    device = Device(HOPPER, 227 << 10, 132)
+    with (
+        mock.patch("moe_patch.kernels.device.INTERPRETER", device),
+        mock.patch.object(triton, "__version__", "3.6.0+git9844da95"),
+    ):
+        yield
+
+
+def taken(D: int, F: int, glu: Glu, transposed: bool) -> set[str]:
+    """The products for which the launchers take the specialised kernels."""
+    E, T, K = 4, 16, 2
+    N, H = T * K, 2 * F if glu.gated else F
+
+    def empty(*size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=BF16)
+
+    w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
+    w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
+    x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty(0, dtype=torch.int32)
+    rows = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
+    outer = dw_hopper.supported
+    found = {
+        "up": up_hopper.supported(x, rows, w13, glu, None),
+        "down": rows_hopper.supported(a, rows, w2, None),
+        "dx": rows_hopper.supported(h, rows, w13.mT, None),
+        "dh": dh_hopper.supported(x, rows, w2, h, glu, None),
+        "dw13": outer(h, x, w13, gather_left=False, gather_right=True),
+        "dw2": outer(x, a, w2, gather_left=True, gather_right=False),
+    }
+    return {op for op, specialised in found.items() if specialised}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> None:
+    D, F, glu, transposed, expected, said = LAYERS[layer]
+    assert taken(D, F, glu, transposed) == expected
+    shape = (2 * F if glu.gated else F, D)
+    reason = portable_reason(HOPPER, BF16, shape, glu, transposed=transposed)
+    assert said in reason
+    assert bool(said) == bool(reason)
+    for capability, dtype in ((HOPPER, torch.float32), ((8, 0), BF16), ((10, 0), BF16)):
+        assert portable_reason(capability, dtype, shape, glu, transposed=transposed) == ""
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("3.6.1.post1", True), ("3.7.0", False), ("3.60.0", False)]
+)
+def test_another_triton_is_named(version: str, known: bool, hopper: None, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
+    assert ("" if known else f"take triton 3.6, found {version}") in reason
+    assert bool(reason) != known
+    assert taken(64, 32, SILU, False) == (EVERY if known else set())
+
+
+def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> None:
+    model = patch_model(tiny_models.build("qwen3_moe", moe_intermediate_size=20).bfloat16())
+    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    for row in patch_report(model, torch.device("cuda")):
+        assert "expert width 20" in row.reason
+    assert all(row.reason == "" for row in patch_report(model))
