@@ -97,16 +97,21 @@ def warmup(
         model = model_or_config
     else:
         model = _on_meta(model_or_config, dtype, options)
+    from tqdm import tqdm
+
+    bar = tqdm(_kinds(model), desc="compiling MoE kernels", disable=not progress)
+    return [_warm(found, tokens, training, top_k, device) for found in bar]
+
+
+def _kinds(model: nn.Module) -> list[FoundBlock]:
+    """The first patched block of each kind."""
     kinds: dict[tuple, FoundBlock] = {}
     for found in discover(model):
         if any(_record(module) is not None for module in _modules(found)):
             kinds.setdefault(_kind(found), found)
     if not kinds:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
-    from tqdm import tqdm
-
-    bar = tqdm(kinds.values(), desc="compiling MoE kernels", disable=not progress)
-    return [_warm(found, tokens, training, top_k, device) for found in bar]
+    return list(kinds.values())
 
 
 def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:

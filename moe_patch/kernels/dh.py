@@ -77,8 +77,7 @@ def hidden_gradients(
         dh, wa, partial: which outputs to compute; without dh and partial the product is left out.
         into: what an earlier call over other experts of the plan returned; written on.
     """
-    N, (D, F) = rows.count, w_EDF.shape[1:]
-    H = h_NH.shape[1]
+    N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
     specialised = (
         tile.specialised and dh and dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
     )
@@ -89,12 +88,32 @@ def hidden_gradients(
             h_NH.new_empty((N, F) if wa else 0),
             h_NH.new_empty((N, columns) if partial or specialised else 0, dtype=torch.float32),
         )
-    dh_NH, wa_NF, partial_NC = into
     if specialised:
         dh_hopper.specialised_hidden_gradients(
             dout_TD, rows, w_EDF, weights_TK, h_NH, glu, into, low_rank, tile.group
         )
-        return HiddenGradients(dh_NH, wa_NF, partial_NC)
+        return into
+    _launch(dout_TD, rows, w_EDF, weights_TK, h_NH, glu, tile, low_rank, into, dh, wa, partial)
+    return into
+
+
+def _launch(
+    dout_TD: Tensor,
+    rows: Rows,
+    w_EDF: Tensor,
+    weights_TK: Tensor,
+    h_NH: Tensor,
+    glu: Glu,
+    tile: Tile,
+    low_rank: tuple[Tensor, Tensor] | None,
+    into: HiddenGradients,
+    dh: bool,
+    wa: bool,
+    partial: bool,
+) -> None:
+    """The portable kernel, for every device and layout."""
+    D, F = w_EDF.shape[1:]
+    columns = cdiv(F, tile.n)
     w_EFD = w_EDF.transpose(1, 2)
     weight, mode = weight_operand(w_EFD, tile)
     q_NR, a_EFR = (
@@ -102,7 +121,7 @@ def hidden_gradients(
     )
     R = q_NR.shape[1] if low_rank is not None else 0
     _dh_kernel[(programs(rows.bound * columns, tile, device_of(h_NH)),)](
-        dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, dh_NH, wa_NF, partial_NC,
+        dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, *into,
         rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
         rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(),
         *a_EFR.stride(),
@@ -113,7 +132,6 @@ def hidden_gradients(
         CHUNKS=tile.chunks, FLATTEN=tile.flatten and low_rank is None and (dh or partial),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    return HiddenGradients(dh_NH, wa_NF, partial_NC)
 
 
 @triton.jit(do_not_specialize=["M"])

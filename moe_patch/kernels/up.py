@@ -62,13 +62,12 @@ def up(
     if tile.specialised and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
         up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
         return h_NH, a_NF
-    weight, mode = weight_operand(w_EHD, tile, 2 if glu.gated and not glu.interleaved else 1)
+    halves = 2 if glu.gated and not glu.interleaved else 1
+    weight, mode = weight_operand(w_EHD, tile, halves)
     u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EH if b_EH is not None else x_TD
-    columns = cdiv(H, tile.n)
-    if glu.gated and not glu.interleaved:
-        columns = cdiv(F, tile.n // 2)
+    columns = cdiv(H // halves, tile.n // halves)
     _up_kernel[(programs(rows.bound * columns, tile, device_of(x_TD)),)](
         x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S,
         rows.table,

@@ -49,12 +49,11 @@ def quantize_experts(
 ) -> Model:
     """Store the experts of a model in 4 or 8 bits, in place; they are frozen from then on.
 
-    Everything is checked before anything is changed (the experts of an FP8 checkpoint first, on
-    their own). One projection is worked on at a time and its
+    Everything is checked before anything is changed. One projection is worked on at a time and its
     16-bit weight freed before the next, so with a model on the CPU and ``device="cuda"`` the GPU
     never holds more of them than a piece of one. Before or after :func:`patch_model`, and before or
-    after PEFT adapters; experts that are stored so already are left alone, and the experts of an
-    FP8 checkpoint are taken as they are.
+    after PEFT adapters. Experts that are stored so already are left alone; those of an FP8
+    checkpoint are checked on their own, first, and taken as they are.
 
     Args:
         model: a transformers model, bare or inside PEFT.
