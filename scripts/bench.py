@@ -120,7 +120,8 @@ def _describe(row: Row) -> str:
         ("tokens_per_s", "tokens/s"),
     ):
         if row.get(name) is not None:
-            parts.append(f"{row[name]:.1f} {unit}")
+            value = row[name]
+            parts.append(f"{value:.1f} {unit}" if value >= 10 else f"{value:.2g} {unit}")
     if row["rel_err"] is not None:
         parts.append(f"rel_err {row['rel_err']:.1e}")
     return f"{where}: {', '.join(parts)}"
