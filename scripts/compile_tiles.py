@@ -19,9 +19,24 @@ from collections.abc import Iterator
 import torch
 from compile_only import Usage, compiling_for
 
-from moe_patch.kernels import dh, dw, plan, product_key, reduce, routing, routing_losses, rows, up
-from moe_patch.kernels.launch import RowTiles
+from moe_patch.kernels import (
+    activation,
+    dequant,
+    dh,
+    dh_epilogue,
+    dw,
+    norms,
+    plan,
+    product_key,
+    reduce,
+    routing,
+    routing_losses,
+    rows,
+    up,
+)
+from moe_patch.kernels.launch import Rows, RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates
+from moe_patch.quant.packed import STORAGES, PackedWeight, pack
 from moe_patch.routing import RouteSpec
 from moe_patch.types import Glu
 
@@ -67,12 +82,8 @@ class Operands:
             ids_TK = torch.rand(T, E, device=device).topk(K, dim=1).indices
         self.plan = plan.build_plan(ids_TK, E)
         self.tiles = RowTiles(self.plan)
-        self.x_TD, self.h_NH, self.a_NF, self.u_NR = (
-            random(T, D),
-            random(N, H),
-            random(N, F),
-            random(N, rank),
-        )
+        self.x_TD, self.h_NH = random(T, D), random(N, H)
+        self.a_NF, self.u_NR = random(N, F), random(N, rank)
         self.w13, self.w2, self.factor = random(E, H, D), random(E, D, F), random(E, rank, D)
         self.weights_TK = torch.rand(T, K, device=device)
         # What a low-rank term adds to each product, by op.
@@ -98,18 +109,9 @@ class Operands:
         elif op == "dh":
             row_tiles = self.tiles.rows(tile.m)
             dh.hidden_gradients(
-                x_TD,
-                row_tiles,
-                self.w2,
-                self.weights_TK,
-                h_NH,
-                self.glu,
-                tile,
-                low_rank=low_rank,
-                dh=True,
-                wa=True,
-                partial=True,
-            )
+                x_TD, row_tiles, self.w2, self.weights_TK, h_NH, self.glu, tile,
+                low_rank=low_rank, dh=True, wa=True, partial=True,
+            )  # fmt: skip
         elif op == "dw13":
             dw.outer_sum(h_NH, x_TD, self.plan, self.w13, tile, gather_right=True)
         elif op == "dw2":
@@ -152,6 +154,25 @@ def launch_others(dtype: torch.dtype) -> None:
     routing_losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
     product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
+    norms.combine_with_norms(empty(T * K, D), plans[1], weights_TK)
+    launch_packed(dtype, row_tiles, weights_TK)
+
+
+def launch_packed(dtype: torch.dtype, row_tiles: Rows, weights_TK: torch.Tensor) -> None:
+    """What packed experts take beside the grouped products."""
+    O, I, glu = 512, 256, Glu("silu")
+    E, N = row_tiles.plan.offsets_S.shape[0] - 1, row_tiles.count
+    h_NH = torch.empty(N, 2 * I, device="meta", dtype=dtype)
+    activation.activation(h_NH, glu)
+    dh_epilogue.hidden_gradients_from(
+        h_NH[:, :I], row_tiles, weights_TK, h_NH, glu, dh=True, wa=True, partial=True
+    )
+    for storage in STORAGES:
+        w = pack(torch.zeros(1, O, I), storage, torch.device("cpu"), "w")
+        meta = [t.to("meta") for t in (w.packed.expand(E, -1, -1), *w.scales)]
+        stored = PackedWeight(storage, meta[0], tuple(meta[1:]), dtype)
+        buffer = torch.empty(E, O, I, device="meta", dtype=dtype)
+        dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
 
 
 ROUTES = (

@@ -141,6 +141,19 @@ def check_dequantised(device: str) -> None:
                     assert_bits(buffer[i], w.stored_experts(first + i, first + i + 1)[0])
 
 
+def check_every_byte(device: str) -> None:
+    """All 256 values of e4m3, as Triton's own type or from their bytes: by the capability."""
+    values = torch.arange(256, device=device).to(torch.uint8).repeat(2, 128, 1)
+    scales = torch.rand(2, 1, 2, device=device)
+    w = PackedWeight("fp8", values.view(torch.float8_e4m3fn), (scales,), torch.float32)
+    buffer = torch.zeros(2, 128, 256, device=device)
+    offsets_S = torch.tensor([0, 1, 3], dtype=torch.int32, device=device)
+    dequantize_into(buffer, w, offsets_S, 0)
+    expected = w.stored_experts(0, 2)
+    assert torch.equal(buffer.isnan(), expected.isnan())
+    assert_bits(buffer.nan_to_num(), expected.nan_to_num())
+
+
 def check_packed_linear(device: str) -> None:
     """Decoding in front of the product: against the product with the dequantised weights."""
     for storage, turned, rank in itertools.product(("nf4", "fp8"), (False, True), (0, 3)):
@@ -230,6 +243,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "decoding-nf4": partial(check_decoding, SMALL["gpt_oss"], "nf4"),
     "decoding-fp8": partial(check_decoding, SMALL["recompute"], "fp8"),
     "dequantised": check_dequantised,
+    "every_byte": check_every_byte,
     "packed_linear": check_packed_linear,
     "untouched": check_untouched,
     "buffer": check_buffer,

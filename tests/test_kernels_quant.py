@@ -19,6 +19,7 @@ from tests.quant_cases import (
     check_buffer,
     check_close,
     check_dequantised,
+    check_every_byte,
     check_packed_linear,
     check_untouched,
 )
@@ -59,6 +60,7 @@ def test_through_the_buffer_the_bits_of_the_plain_kernels(
 @pytest.mark.gpu
 def test_parts(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_dequantised("cuda")
+    check_every_byte("cuda")
     check_untouched("cuda")
     check_packed_linear("cuda")
     monkeypatch.setattr(call, "decoding_tile", lambda *_: None)

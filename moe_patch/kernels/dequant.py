@@ -6,10 +6,12 @@ and bitsandbytes round them, so that the weights are theirs bit for bit.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels.device import device_of
 from moe_patch.quant import fp8, nf4
 from moe_patch.quant.packed import PackedWeight
 
@@ -17,6 +19,8 @@ from moe_patch.quant.packed import PackedWeight
 _BLOCKS = 128
 _ROWS = 64
 _SCALES = 1024
+# Triton has no e4m3 below this capability: there its bytes are taken apart.
+_E4M3 = (8, 9)
 
 
 def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
@@ -39,9 +43,11 @@ def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: i
         )  # fmt: skip
         return
     (scales,) = w.scales
+    in_bytes = device_of(buffer).capability < _E4M3
+    values = w.packed.view(torch.uint8) if in_bytes else w.packed
     _fp8_kernel[(count, triton.cdiv(rows, _ROWS), triton.cdiv(columns, fp8.BLOCK))](
-        w.packed, scales, buffer, offsets_S, first, rows, columns, scales.shape[1], scales.shape[2],
-        BLOCK=fp8.BLOCK, ROWS=_ROWS, num_warps=8,
+        values, scales, buffer, offsets_S, first, rows, columns, scales.shape[1], scales.shape[2],
+        BLOCK=fp8.BLOCK, ROWS=_ROWS, IN_BYTES=in_bytes, num_warps=8,
     )  # fmt: skip
 
 
@@ -116,10 +122,19 @@ def _nf4_kernel(
         )
 
 
+@triton.jit
+def _e4m3(byte):
+    """fp32 of e4m3 given as bytes: the fp16 of the same bits, but for the exponent's bias."""
+    bits = byte.to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
 @triton.jit(do_not_specialize=["first"])
 def _fp8_kernel(
     values_ptr, scales_ptr, out_ptr, offsets_ptr, first, rows, columns, block_rows, block_columns,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Grid (count, cdiv(rows, ROWS), cdiv(columns, BLOCK)): a part of one expert's block."""
     e = first + tl.program_id(0)
@@ -131,6 +146,8 @@ def _fp8_kernel(
         block_row = e * block_rows + tl.program_id(1) * ROWS // BLOCK
         scale = tl.load(scales_ptr + block_row * block_columns + tl.program_id(2))
         value = tl.load(values_ptr + e.to(tl.int64) * rows * columns + at, mask=exists, other=0.0)
+        if IN_BYTES:
+            value = _e4m3(value)
         out = (value.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
         into = out_ptr + tl.program_id(0).to(tl.int64) * rows * columns
         tl.store(into + at, out, mask=exists)
