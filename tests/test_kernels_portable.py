@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ import triton
 import moe_patch.report
 from moe_patch import patch_model, patch_report
 from moe_patch.backend import BackendChoice
-from moe_patch.kernels import dh_hopper, dw_hopper, rows_hopper, up_hopper
+from moe_patch.kernels import device, dh_hopper, dw_hopper, rows_hopper, up_hopper
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.portable import portable_reason
@@ -37,9 +38,9 @@ LAYERS = {
 
 @pytest.fixture
 def hopper() -> Iterator[None]:
-    device = Device(HOPPER, 227 << 10, 132)
+    card = Device(HOPPER, 227 << 10, 132)
     with (
-        mock.patch("moe_patch.kernels.device.INTERPRETER", device),
+        mock.patch("moe_patch.kernels.device.INTERPRETER", card),
         mock.patch.object(triton, "__version__", "3.6.0+git9844da95"),
     ):
         yield
@@ -79,6 +80,19 @@ def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> No
     assert bool(said) == bool(reason)
     for capability, dtype in ((HOPPER, torch.float32), ((8, 0), BF16), ((10, 0), BF16)):
         assert portable_reason(capability, dtype, shape, glu, transposed=transposed) == ""
+
+
+def test_numbers_of_hip_are_not_taken_for_those_of_cuda(monkeypatch) -> None:
+    mi200 = SimpleNamespace(
+        major=9, minor=0, shared_memory_per_block_optin=64 << 10, multi_processor_count=104
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: mi200)
+    found = device._cuda_device.__wrapped__(0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert (found.capability, device._cuda_device.__wrapped__(0).capability) == (HOPPER, (8, 0))
+    monkeypatch.setattr(device, "INTERPRETER", object())
+    monkeypatch.setattr(device, "device_of", lambda _: found)
+    assert not device.approximate(torch.empty(0, dtype=BF16))
 
 
 @pytest.mark.parametrize(

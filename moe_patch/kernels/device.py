@@ -14,7 +14,8 @@ class Device(NamedTuple):
     """The properties that choose tiles: never a device's name.
 
     Attributes:
-        capability: (major, minor); (0, 0) for Triton's CPU interpreter.
+        capability: (major, minor); (0, 0) for Triton's CPU interpreter, (8, 0) on HIP, whose own
+            numbers are of another series (an MI200 says 9.0).
         shared_memory: bytes one block may opt in to.
         multiprocessors: how many programs a persistent kernel starts.
     """
@@ -34,15 +35,16 @@ def device_of(tensor: Tensor) -> Device:
 
 
 def approximate(tensor: Tensor) -> bool:
-    """Whether a kernel may use the GPU's approximate exponential and division: 16-bit results."""
-    return device_of(tensor) != INTERPRETER and tensor.dtype.itemsize == 2
+    """Whether a kernel may use CUDA's approximate functions and conversions: 16-bit results."""
+    on_cuda = device_of(tensor) != INTERPRETER and torch.version.hip is None
+    return on_cuda and tensor.dtype.itemsize == 2
 
 
 @functools.cache
 def _cuda_device(index: int) -> Device:
     properties = torch.cuda.get_device_properties(index)
     return Device(
-        (properties.major, properties.minor),
+        (properties.major, properties.minor) if torch.version.hip is None else (8, 0),
         properties.shared_memory_per_block_optin,
         properties.multi_processor_count,
     )
