@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from moe_patch import patch_model, patch_report, unpatch_model
+from tests.numerics import assert_close
 from tests.tiny_models import hidden_output
 
 
@@ -114,3 +116,26 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     finally:
         for module, training in flags.items():
             module.training = training
+
+
+def assert_patched_stretch_unseen(model, batch) -> None:
+    """A patched stretch inside an otherwise unpatched training is invisible in the losses."""
+    twin, curves = copy.deepcopy(model), []
+    for each, patched_steps in ((model, range(3, 6)), (twin, ())):
+        ema = torch.optim.swa_utils.AveragedModel(each)
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3)
+        curve = []
+        for step in range(9):
+            if step in patched_steps and not patch_report(each):
+                patch_model(each)
+            elif step not in patched_steps and patch_report(each):
+                unpatch_model(each)
+            optimizer.zero_grad()
+            loss = each(**batch).loss
+            loss.backward()
+            optimizer.step()
+            ema.update_parameters(each)
+            curve.append(loss.detach())
+        curves.append([torch.stack(curve), logits(ema.module, batch)])
+    for found, wanted in zip(*curves, strict=True):
+        assert_close(found, wanted, 1e-4)

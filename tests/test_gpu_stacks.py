@@ -16,7 +16,12 @@ from moe_patch import patch_model, patch_report, unpatch_model
 from tests import tiny_models
 from tests.dist_helpers import needs_cards
 from tests.numerics import FP32, assert_bits, assert_close, bf16_rule, probe
-from tests.snapshots import assert_unchanged, logits, snapshot
+from tests.snapshots import (
+    assert_patched_stretch_unseen,
+    assert_unchanged,
+    logits,
+    snapshot,
+)
 from tests.test_stack_checkpointing import assert_ties, recomputed_ids, tied_model, train
 
 pytestmark = pytest.mark.gpu
@@ -217,27 +222,8 @@ def test_a_block_on_another_card_than_the_current_one(name):
 
 
 def test_patch_train_undo_continue():
-    """A patched stretch inside an otherwise unpatched training is invisible in the losses."""
     model = build("qwen3_moe")
-    batch, twin, curves = batch_for(model), copy.deepcopy(model), []
-    for each, patched_steps in ((model, range(3, 6)), (twin, ())):
-        ema = torch.optim.swa_utils.AveragedModel(each)
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-3)
-        curve = []
-        for step in range(9):
-            if step in patched_steps and not patch_report(each):
-                patch_model(each)
-            elif step not in patched_steps and patch_report(each):
-                unpatch_model(each)
-            optimizer.zero_grad()
-            loss = each(**batch).loss
-            loss.backward()
-            optimizer.step()
-            ema.update_parameters(each)
-            curve.append(loss.detach())
-        curves.append([torch.stack(curve), logits(ema.module, batch)])
-    for found, wanted in zip(*curves, strict=True):
-        assert_close(found, wanted, 1e-4)
+    assert_patched_stretch_unseen(model, batch_for(model))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
