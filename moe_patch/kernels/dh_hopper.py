@@ -38,6 +38,7 @@ from moe_patch.kernels.hopper import (
     ring,
     rows_at,
     sum_steps,
+    with_factors,
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
@@ -56,10 +57,7 @@ def supported(
     low_rank: tuple[Tensor, Tensor] | None,
 ) -> bool:
     """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
-    sides, weights = [dout_TD, h_NH], [w_EDF]
-    if low_rank is not None:
-        sides.append(low_rank[0])
-        weights.append(low_rank[1])
+    sides, weights = with_factors([dout_TD, h_NH], w_EDF, low_rank)
     return (
         rows.block_m == BM
         and available(h_NH)

@@ -74,6 +74,15 @@ def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
     )
 
 
+def with_factors(
+    sides: list[Tensor], w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(sides, weights) to be copied, those of a low-rank product included."""
+    if low_rank is None:
+        return sides, [w_EOI]
+    return [*sides, low_rank[0]], [w_EOI, low_rank[1]]
+
+
 def ragged_descriptor(rows: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`."""
     stride = rows.stride(0)

@@ -32,6 +32,7 @@ from moe_patch.kernels.hopper import (
     ring,
     store_box,
     sum_steps,
+    with_factors,
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
@@ -44,10 +45,7 @@ def supported(
     inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Whether this kernel takes the operands: all in whole 16 bytes, factor and weight alike."""
-    sides, weights = [inputs], [w_EOI]
-    if low_rank is not None:
-        sides.append(low_rank[0])
-        weights.append(low_rank[1])
+    sides, weights = with_factors([inputs], w_EOI, low_rank)
     return (
         rows.block_m == BM
         and available(inputs)

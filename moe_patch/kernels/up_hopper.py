@@ -35,6 +35,7 @@ from moe_patch.kernels.hopper import (
     rows_at,
     store_box,
     sum_steps,
+    with_factors,
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
@@ -48,10 +49,7 @@ def supported(
     x_TD: Tensor, rows: Rows, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
-    sides, weights = [x_TD], [w_EHD]
-    if low_rank is not None:
-        sides.append(low_rank[0])
-        weights.append(low_rank[1])
+    sides, weights = with_factors([x_TD], w_EHD, low_rank)
     return (
         rows.block_m == BM
         and rows.count < RAGGED_ROWS
