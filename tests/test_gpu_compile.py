@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.generation import CompileConfig
 
 from moe_patch import patch_model, unpatch_model
 from tests import tiny_models
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.test_gpu_stacks import assert_ours, batch_for, build
-from tests.test_stack_compile import step
+from tests.test_stack_compile import assert_one_graph, step
 from tests.test_stack_generate import NEW, WAYS
 
 pytestmark = pytest.mark.gpu
@@ -54,15 +53,7 @@ def no_waiting():
 def test_a_block_under_inductor(name, no_waiting):
     """One graph, forward and backward; two compilations for six T; then no host sync."""
     block = tiny_models.blocks(patch_model(build(name)))[0][1]
-    parameters = [p for p in block.parameters() if p.requires_grad]
-    counter = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(block, backend=counter, fullgraph=True)
-    for tokens in (7, 12, 3, 31, 16, 5):
-        x = tiny_models.hidden(block, 1, tokens)
-        pairs = zip(step(compiled, x, parameters), step(block, x, parameters), strict=True)
-        for found, wanted in pairs:
-            assert_close(found, wanted, FP32)
-    assert counter.frame_count <= 2
+    compiled, x, parameters = assert_one_graph(block, "inductor", FP32)
     for each in (compiled, block):
         with no_waiting:
             step(each, x, parameters)
