@@ -91,6 +91,13 @@ LARGE = SMALL | {
     "lora_16": Case(1500, 8, 32, 512, 256, rank=16, norms=True),
     "lora_72": Case(700, 2, 8, 256, 136, GPT_OSS, rank=72, bias=True, transposed=True),
     "decode": Case(3, 8, 64, 512, 256),
+    # Gate and up side by side over many rows: every activation, a bias, ranks small, odd and large.
+    "beside_gelu": Case(700, 2, 4, 256, 136, Glu("gelu"), bias=True),
+    "beside_oai": Case(700, 2, 4, 256, 136, replace(GPT_OSS, interleaved=False), bias=True),
+    "lora_8": Case(700, 2, 4, 256, 136, Glu("silu", limit=3.0), rank=8, bias=True),
+    "lora_17": Case(700, 2, 4, 256, 136, Glu("relu2"), rank=17),
+    "lora_40": Case(700, 2, 4, 256, 136, Glu("gelu_tanh"), rank=40, save_h=False),
+    "lora_256": Case(700, 2, 4, 256, 136, Glu("relu"), rank=256, bias=True),
 }
 NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
