@@ -40,7 +40,7 @@ SIZES = {
     },
     # For a trial of this script on a CPU; its numbers mean nothing.
     "tiny": {
-        "hidden_size": 32, "moe_intermediate_size": 16, "num_attention_heads": 4,
+        "hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 4,
         "num_key_value_heads": 4, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
         "vocab_size": 96,
     },

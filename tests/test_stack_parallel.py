@@ -108,6 +108,7 @@ BEHIND = ("loss", "logits", "model.norm.weight", "lm_head.weight")
 RANKS = {2: "ranks2", 4: "ranks4"}
 # Four ranks share four heads, so that they need keys and values for each.
 CASES += [("qwen3_moe", layout, 4) for layout in ("ep", "tp", "fsdp")]
+CASES += [("qwen2_moe", "tp", 4), ("gpt_oss", "ep", 4), ("gpt_oss", "tp", 4)]
 
 
 @pytest.mark.slow

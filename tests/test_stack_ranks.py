@@ -216,7 +216,8 @@ def resumed(rank, kind, lora, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "lora"), [("ddp", True), ("fsdp2", False), ("fsdp2", True)])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_save_and_resume(kind, lora, tmp_path):
     for whole, again in run_ranks(resumed, kind, lora, str(tmp_path)):
         for found, wanted in zip(again, whole, strict=True):
