@@ -19,6 +19,7 @@ from moe_patch.kernels import dh_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
@@ -93,11 +94,11 @@ def hidden_gradients(
             dout_TD, rows, w_EDF, weights_TK, h_NH, glu, into, low_rank, tile.group
         )
         return into
-    _launch(dout_TD, rows, w_EDF, weights_TK, h_NH, glu, tile, low_rank, into, dh, wa, partial)
+    _portable(dout_TD, rows, w_EDF, weights_TK, h_NH, glu, tile, low_rank, into, dh, wa, partial)
     return into
 
 
-def _launch(
+def _portable(
     dout_TD: Tensor,
     rows: Rows,
     w_EDF: Tensor,
@@ -120,11 +121,12 @@ def _launch(
         (low_rank[0], low_rank[1].transpose(1, 2)) if low_rank is not None else (h_NH, w_EFD)
     )
     R = q_NR.shape[1] if low_rank is not None else 0
-    _dh_kernel[(programs(rows.bound * columns, tile, device_of(h_NH)),)](
-        dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, *into,
-        rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(),
-        *a_EFR.stride(),
+    _launch(
+        (programs(rows.bound * columns, tile, device_of(h_NH)),),
+        (dout_TD, weight, q_NR, a_EFR, weights_TK, h_NH, *into, rows.plan.row_of_N,
+         rows.plan.offsets_S, rows.table),
+        (rows.bound,),
+        (columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(), *a_EFR.stride()),
         **glu_constants(glu, fast=approximate(h_NH)),
         LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
@@ -189,6 +191,9 @@ def _dh_kernel(
             )  # fmt: skip
         if PARTIAL:
             tl.store(partial_ptr + n.to(tl.int64) * columns + column_tile, partial, mask=n < end)
+
+
+_launch = Launcher(_dh_kernel)
 
 
 @triton.jit

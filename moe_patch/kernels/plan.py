@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import on_device_of
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv, next_power_of_2
 from moe_patch.types import Plan
 
@@ -84,12 +85,13 @@ def build_plan_blocked(
     with on_device_of(ids_TK):
         if not single:
             below_ST = torch.empty((E + 1) * tiles, dtype=torch.int32, device=ids_TK.device)
-            _count_kernel[(tiles,)](ids_N, below_ST, N, E, tiles, BLOCK=row_block, BINS=bins)
-            _prefix_kernel[(cdiv(E, expert_block),)](
-                below_ST, shift_ET, offsets_S, E, tiles, EXPERTS=expert_block, CHUNK=512
-            )
-        _place_kernel[(tiles,)](
-            ids_N, shift_ET, row_of_N, slot_of_TK, offsets_S, N, E, tiles,
+            _launch_count((tiles,), (ids_N, below_ST), (N, tiles), (E,), BLOCK=row_block, BINS=bins)
+            _launch_prefix(
+                (cdiv(E, expert_block),), (below_ST, shift_ET, offsets_S), (tiles,), (E,),
+                EXPERTS=expert_block, CHUNK=512,
+            )  # fmt: skip
+        _launch_place(
+            (tiles,), (ids_N, shift_ET, row_of_N, slot_of_TK, offsets_S), (N, tiles), (E,),
             SINGLE=single, BLOCK=row_block, BINS=bins,
         )  # fmt: skip
     return Plan(row_of_N, slot_of_TK, offsets_S)
@@ -107,8 +109,12 @@ def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:
     weight_N = torch.empty(N, dtype=torch.float32, device=token_N.device)
     if N > 0:
         with on_device_of(token_N):
-            _grouped_kernel[(cdiv(N, 1024),)](
-                plan.row_of_N, weights_TK.contiguous(), token_N, weight_N, N, K, BLOCK=1024
+            _launch_grouped(
+                (cdiv(N, 1024),),
+                (plan.row_of_N, weights_TK.contiguous(), token_N, weight_N),
+                (N,),
+                (K,),
+                BLOCK=1024,
             )
     return Grouped(token_N, weight_N, plan.offsets_S[1:] - plan.offsets_S[:-1])
 
@@ -129,11 +135,11 @@ def tile_table(plan: Plan, block_m: int) -> Tensor:
     M = tile_bound(N, E, block_m)
     table = torch.empty(1 + 2 * M, dtype=torch.int32, device=plan.row_of_N.device)
     with on_device_of(table):
-        _tiles_kernel[(E + 1,)](
-            plan.offsets_S,
-            table,
-            E,
-            M,
+        _launch_tiles(
+            (E + 1,),
+            (plan.offsets_S, table),
+            (M,),
+            (E,),
             BLOCK_M=block_m,
             EXPERTS_P2=next_power_of_2(E),
             CHUNK=256,
@@ -156,7 +162,7 @@ def _below(expert, BINS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
-def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _count_kernel(ids_ptr, below_ptr, N, tiles, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
     """Grid (tiles,): counts the tile's BLOCK rows."""
     tile = tl.program_id(0)
     expert = _expert_of_rows(ids_ptr, tile * BLOCK + tl.arange(0, BLOCK), N, E)
@@ -166,7 +172,7 @@ def _count_kernel(ids_ptr, below_ptr, N, E, tiles, BLOCK: tl.constexpr, BINS: tl
 
 @triton.jit(do_not_specialize=["tiles"])
 def _prefix_kernel(
-    below_ptr, shift_ptr, offsets_ptr, E, tiles, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+    below_ptr, shift_ptr, offsets_ptr, tiles, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Grid (cdiv(E, EXPERTS),): each expert's offset, and its counts' prefix over the tiles."""
     lane = tl.arange(0, CHUNK)
@@ -195,7 +201,7 @@ def _prefix_kernel(
 
 @triton.jit(do_not_specialize=["N", "tiles"])
 def _place_kernel(
-    ids_ptr, shift_ptr, row_ptr, slot_ptr, offsets_ptr, N, E, tiles,
+    ids_ptr, shift_ptr, row_ptr, slot_ptr, offsets_ptr, N, tiles, E,
     SINGLE: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles,): sort the tile's rows by (expert, row); slot = rank + the expert's shift.
@@ -228,8 +234,8 @@ def _place_kernel(
 def _tiles_kernel(
     offsets_ptr,
     table_ptr,
-    E,
     M,
+    E,
     BLOCK_M: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -264,3 +270,10 @@ def _grouped_kernel(row_ptr, weights_ptr, token_ptr, weight_ptr, N, K, BLOCK: tl
     weight = tl.load(weights_ptr + row, mask=row >= 0, other=0.0).to(tl.float32)
     tl.store(token_ptr + n, tl.where(row >= 0, row // K, -1), mask=n < N)
     tl.store(weight_ptr + n, weight, mask=n < N)
+
+
+_launch_count = Launcher(_count_kernel)
+_launch_prefix = Launcher(_prefix_kernel)
+_launch_place = Launcher(_place_kernel)
+_launch_tiles = Launcher(_tiles_kernel)
+_launch_grouped = Launcher(_grouped_kernel)

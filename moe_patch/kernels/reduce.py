@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv, next_power_of_2
 from moe_patch.types import Plan
 
@@ -23,8 +24,10 @@ def combine(rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None) -> Tensor:
     D = rows_ND.shape[1]
     out_TD = rows_ND.new_empty(T, D)
     block = min(next_power_of_2(D), 2048)
-    _combine_kernel[(T, cdiv(D, block))](
-        rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD, D,
+    _launch_combine(
+        (T, cdiv(D, block)),
+        (rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD),
+        (), (D,),
         K=K, WEIGHTED=weights_TK is not None, BLOCK=block, num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip
     return out_TD
@@ -45,13 +48,15 @@ def routing_gradient(
     grad_TK = weights_TK.new_empty(weights_TK.shape)
     bias_N = partial_NC.new_empty(N) if b2_ED is not None else partial_NC
     if b2_ED is not None:
-        _bias_dot_kernel[(rows.bound,)](
-            dout_TD, b2_ED, bias_N, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
-            rows.bound, dout_TD.shape[1], rows.top_k, dout_TD.stride(0), *b2_ED.stride(),
+        _launch_bias_dot(
+            (rows.bound,),
+            (dout_TD, b2_ED, bias_N, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
+            (rows.bound,),
+            (dout_TD.shape[1], rows.top_k, dout_TD.stride(0), *b2_ED.stride()),
             BM=rows.block_m, BD=64,
         )  # fmt: skip
-    _routing_gradient_kernel[(cdiv(N, 128),)](
-        partial_NC, bias_N, rows.plan.slot_of_TK, grad_TK, N, C,
+    _launch_routing_gradient(
+        (cdiv(N, 128),), (partial_NC, bias_N, rows.plan.slot_of_TK, grad_TK), (N,), (C,),
         BIASED=b2_ED is not None, BLOCK=128, COLUMNS_P2=next_power_of_2(C),
     )  # fmt: skip
     return grad_TK
@@ -76,10 +81,11 @@ def expert_sum(
     E, O = like_EO.shape
     grad_EO = like_EO.new_empty(E, O)
     block = min(next_power_of_2(O), 128)
-    _expert_sum_kernel[(E, cdiv(O, block))](
-        source, plan.row_of_N if weights_TK is None else weights_TK, grad_EO, plan.row_of_N,
-        plan.offsets_S,
-        O, plan.slot_of_TK.shape[1], source.stride(0),
+    _launch_expert_sum(
+        (E, cdiv(O, block)),
+        (source, plan.row_of_N if weights_TK is None else weights_TK, grad_EO, plan.row_of_N,
+         plan.offsets_S),
+        (), (O, plan.slot_of_TK.shape[1], source.stride(0)),
         GATHER=gather, WEIGHTED=weights_TK is not None, BLOCK_N=64, BLOCK_O=block,
     )  # fmt: skip
     return grad_EO
@@ -167,3 +173,9 @@ def _expert_sum_kernel(
             value *= tl.load(weights_ptr + row, mask=n < end, other=0.0).to(tl.float32)[:, None]
         acc += tl.sum(value, axis=0)
     tl.store(out_ptr + e.to(tl.int64) * O + o, acc.to(out_ptr.dtype.element_ty), mask=o < O)
+
+
+_launch_combine = Launcher(_combine_kernel)
+_launch_bias_dot = Launcher(_bias_dot_kernel)
+_launch_routing_gradient = Launcher(_routing_gradient_kernel)
+_launch_expert_sum = Launcher(_expert_sum_kernel)

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_patch.kernels import rows_hopper
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
@@ -66,11 +67,13 @@ def grouped_linear(
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EO if b_EO is not None else inputs
     columns = cdiv(O, tile.n)
-    _rows_kernel[(programs(rows.bound * columns, tile, device_of(inputs)),)](
-        source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S,
-        rows.table,
-        rows.bound, columns, O, I, R, rows.top_k, alpha, inputs.stride(0), *w_EOI.stride(),
-        bias.stride(0), bias.stride(1), *l_EOR.stride(),
+    _launch(
+        (programs(rows.bound * columns, tile, device_of(inputs)),),
+        (source, weight, bias, u_NR, l_EOR, out_NO, rows.plan.row_of_N, rows.plan.offsets_S,
+         rows.table),
+        (rows.bound,),
+        (columns, O, I, R, rows.top_k, float(alpha), inputs.stride(0), *w_EOI.stride(),
+         bias.stride(0), bias.stride(1), *l_EOR.stride()),
         GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None,
         LOW_RANK=low_rank is not None, MODE=mode,
         BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0,
@@ -122,3 +125,6 @@ def _rows_kernel(
             acc += tl.load(here, mask=column < O, other=0.0).to(tl.float32)[None, :]
         stored = (n < end)[:, None] & (column < O)[None, :]
         tl.store(out_ptr + n64 * O + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+_launch = Launcher(_rows_kernel)

@@ -15,6 +15,7 @@ from moe_patch.kernels import up_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
@@ -68,11 +69,13 @@ def up(
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EH if b_EH is not None else x_TD
     columns = cdiv(H // halves, tile.n // halves)
-    _up_kernel[(programs(rows.bound * columns, tile, device_of(x_TD)),)](
-        x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S,
-        rows.table,
-        rows.bound, columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(),
-        bias.stride(0), bias.stride(1), *lb_EHR.stride(),
+    _launch(
+        (programs(rows.bound * columns, tile, device_of(x_TD)),),
+        (x_TD, weight, bias, u_NR, lb_EHR, h_NH, a_NF, rows.plan.row_of_N, rows.plan.offsets_S,
+         rows.table),
+        (rows.bound,),
+        (columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(), bias.stride(0),
+         bias.stride(1), *lb_EHR.stride()),
         **glu_constants(glu, fast=approximate(x_TD)),
         BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a,
         MODE=mode,
@@ -134,3 +137,6 @@ def _up_kernel(
             a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
             stored = (n < end)[:, None] & (f < F)[None, :]
             tl.store(a_ptr + n64 * F + f[None, :], a.to(a_ptr.dtype.element_ty), mask=stored)
+
+
+_launch = Launcher(_up_kernel)
