@@ -28,6 +28,6 @@ def error_of(capsys, *argv: str) -> str:
     assert main([*argv]) == UNUSABLE
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("moe_patch: error: ")
+    assert err.startswith("moe-patch: error: ")
     assert err.count("\n") == 1
     return err

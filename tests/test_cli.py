@@ -66,17 +66,40 @@ def test_script_is_the_same_command(tmp_path):
     )
     assert done.returncode == UNUSABLE
     assert done.stdout == ""
-    assert re.fullmatch(r"moe_patch: error: cannot read .*none\.yaml.*\n", done.stderr)
+    assert re.fullmatch(r"moe-patch: error: cannot read .*none\.yaml.*\n", done.stderr)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_command_prints_help_and_version(capsys):
     assert main([]) == 0
-    assert "usage: moe_patch" in capsys.readouterr().out
+    assert "usage: moe-patch" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"moe_patch {__version__}\n"
+    assert capsys.readouterr().out == f"moe-patch {__version__}\n"
+
+
+USAGE_MISTAKES = [
+    # (arguments, what stderr must say, whose help it names)
+    (["nonsense"], "invalid choice: 'nonsense'", "moe-patch --help"),
+    (["verify"], "required: MODEL", "moe-patch verify --help"),
+    (["verify", "x", "--dtype", "int8"], "invalid choice: 'int8'", "moe-patch verify --help"),
+    (["warmup", "x", "--tokens", "a"], "invalid int value: 'a'", "moe-patch warmup --help"),
+    (["replay", "x", "--fast"], "unrecognized arguments: --fast", "moe-patch --help"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message", "see"), USAGE_MISTAKES, ids=lambda v: str(v)[:20])
+def test_a_command_line_that_cannot_be_read_is_one_line(capsys, argv, message, see):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == UNUSABLE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-patch: error: ")
+    assert message in err
+    assert err.endswith(f"; see {see}\n")
+    assert err.count("\n") == 1
 
 
 MISTAKES = [
@@ -117,7 +140,7 @@ def test_mistake(config_file, tmp_path, capsys, extra, message):
     assert main(["train", str(config_file), *extra]) == UNUSABLE
     err = capsys.readouterr().err
     assert message in err
-    assert err.startswith("moe_patch: error: ")
+    assert err.startswith("moe-patch: error: ")
     assert err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -146,7 +169,7 @@ def test_interrupt_is_status_130(config_file, monkeypatch, capsys):
 
     monkeypatch.setattr(run, "run", interrupt)
     assert main(["train", str(config_file)]) == INTERRUPTED
-    assert capsys.readouterr().err == "moe_patch: interrupted\n"
+    assert capsys.readouterr().err == "moe-patch: interrupted\n"
 
 
 def test_pinned_tools_are_the_same_everywhere():

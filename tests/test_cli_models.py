@@ -189,6 +189,12 @@ def test_a_limit_of_zero_is_a_limit(capsys, folder):
     assert {check["limit"] for check in found["checks"]} - {1 / 64} == {0.0}
 
 
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_a_model_that_transformers_cannot_run(capsys, folder, command):
+    more_than_there_are = folder("qwen3_moe", num_experts=8, num_experts_per_tok=9)
+    assert "does not run on " in error_of(capsys, command, more_than_there_are, "--device", "cpu")
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify", "bench"])
 def test_a_model_that_is_not_there(capsys, tmp_path, command):
     missing = str(tmp_path / "none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -36,6 +37,19 @@ def test_rich_on_a_terminal_where_it_is_installed(monkeypatch, installed):
     written = terminal.getvalue()
     assert (written == PLAIN) is not installed
     assert "layers[0]" in written, "a path is no markup"
+
+
+def test_the_heads_are_whole_on_a_narrow_terminal(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    head = ("blocks", "tier", "router backend", "experts backend", "top k", "B/token", "reason")
+    row = ("24 x, model.layers.0.mlp ... model.layers.23.mlp", "full", *["triton"] * 2, 8, 9216)
+    output.print_table(head, [(*row, "a reason that is longer than the terminal is wide, by far")])
+    written = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    assert set(" ".join(head).split()) <= set(written.split())
+    assert "…" not in written
+    assert max(map(len, written.splitlines())) <= 60
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -117,6 +117,11 @@ def test_warmup_says_why_there_is_nothing_to_compile(capsys, tmp_path, extra):
     assert "nothing to compile on the torch backend" in row["skipped"]
 
 
+def test_warmup_passes_on_no_advice_of_other_libraries(capsys, tmp_path, recwarn):
+    answer(capsys, "warmup", only_config(tmp_path, "qwen3_moe"), "--device", "cpu", "--lora", "4")
+    assert [str(w.message) for w in recwarn if w.category is FutureWarning] == []
+
+
 def test_warmup_with_tokens_that_are_none(capsys, tmp_path):
     assert "--tokens -3: at least 1" in error_of(
         capsys, "warmup", only_config(tmp_path, "qwen3_moe"), "--tokens", "8", "-3"

@@ -81,7 +81,7 @@ def test_runs_from_the_wheel_alone(wheel, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(wheel))
-    assert "usage: moe_patch" in done.stdout
+    assert "usage: moe-patch" in done.stdout
     assert "is part of a source checkout" in done.stderr
 
 

@@ -30,7 +30,8 @@ from moe_patch.cli import (
     verify,
     warmup,
 )
-from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, UNUSABLE
+from moe_patch.cli.output import Parser, complain
+from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, PROGRAM, UNUSABLE
 from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
@@ -40,13 +41,13 @@ SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, replay
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser with every subcommand; each sets ``command``, a function of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="moe_patch",
+    parser = Parser(
+        prog=PROGRAM,
         description="Patch the MoE blocks of Hugging Face models in place.",
         epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 something asked for "
         "cannot be used (one line on stderr says what to do); 130 interrupted.",
     )
-    parser.add_argument("--version", action="version", version=f"moe_patch {__version__}")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for command in SUBCOMMANDS:
         command.add(subparsers)
@@ -66,17 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return args.command(args)
     except MoePatchError as error:
-        print(f"moe_patch: error: {' '.join(str(error).split())}", file=sys.stderr)
+        complain(str(error))
         return UNUSABLE
     except torch.OutOfMemoryError as error:
         said = str(error).splitlines()[0]
-        print(
-            f"moe_patch: error: {said} Fewer tokens or layers need less; so does another --dtype",
-            file=sys.stderr,
-        )
+        complain(f"{said} Fewer tokens or layers need less; so does another --dtype")
         return UNUSABLE
     except KeyboardInterrupt:
-        print("moe_patch: interrupted", file=sys.stderr)
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has all it wanted; what is left must not fail again at exit.

@@ -140,14 +140,9 @@ def _measure(
         if name == "patched":
             patch_model(block, options)
             backend = patch_report(block)[0].experts_backend
-        try:
+        alone = f"{type(block).__name__} does not run on hidden states alone"
+        with models.explained(alone, UnsupportedModelError):
             kept = _saved_bytes(forward, inputs)
-        except torch.OutOfMemoryError:
-            raise
-        except models.ERRORS as error:
-            raise UnsupportedModelError(
-                f"{type(block).__name__} does not run on hidden states alone: {error}"
-            ) from error
         for which, function in (("fwd", forward), ("fwd+bwd", lambda: _both(forward, inputs))):
             step(f"{name}, {which}")
             ms = _median_ms(function)

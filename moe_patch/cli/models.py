@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from moe_patch.cli.output import quiet_libraries
 from moe_patch.discover import discover
-from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
 
 DTYPES = {
@@ -27,6 +29,21 @@ ERRORS = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
 )  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
+
+
+@contextmanager
+def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> Iterator[None]:
+    """Errors of other libraries in one line of ours that begins with ``what``.
+
+    Raises:
+        kind: for what they raise; ours, and a device without enough memory, go through.
+    """
+    try:
+        yield
+    except (MoePatchError, torch.OutOfMemoryError):
+        raise
+    except ERRORS as error:
+        raise kind(f"{what}: {_one_line(error)}") from error
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +83,11 @@ def load_config(name: str) -> Any:
     """
     from transformers import AutoConfig
 
-    try:
+    with explained(
+        f"MODEL {name!r} is no folder with a config.json that transformers knows, and no hub id "
+        "that can be reached"
+    ):
         return AutoConfig.from_pretrained(name)
-    except ERRORS as error:
-        raise UnsupportedOptionError(
-            f"MODEL {name!r} is no folder with a config.json that transformers knows, and no hub "
-            f"id that can be reached: {_one_line(error)}"
-        ) from error
 
 
 def dtype_of(config: Any) -> torch.dtype:
@@ -147,12 +162,8 @@ def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options
         UnsupportedOptionError: the config's values do not make a model.
     """
     cls = model_class(config)
-    try:
-        with torch.device(device):
-            return cls._from_config(config, dtype=dtype, **options).eval()
-    except ERRORS as error:
-        message = f"MODEL: cannot make {cls.__name__}: {_one_line(error)}"
-        raise UnsupportedOptionError(message) from error
+    with explained(f"MODEL: cannot make {cls.__name__}"), torch.device(device):
+        return cls._from_config(config, dtype=dtype, **options).eval()
 
 
 @quiet_libraries()
@@ -163,13 +174,12 @@ def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **opt
         UnsupportedOptionError: the weights cannot be loaded.
     """
     cls = model_class(config)
-    try:
+    with explained(f"MODEL: cannot load {name!r}"):
         model = cls.from_pretrained(name, config=config, dtype=dtype, **options)
         return model.to(device).eval()
-    except ERRORS as error:
-        raise UnsupportedOptionError(f"MODEL: cannot load {name!r}: {_one_line(error)}") from error
 
 
+@quiet_libraries()
 def with_adapters(model: Any, rank: int) -> Any:
     """The frozen model with adapters on all that lora_targets names.
 
@@ -180,10 +190,8 @@ def with_adapters(model: Any, rank: int) -> Any:
 
     from moe_patch.lora_targets import lora_targets
 
-    try:
+    with explained(f"--lora {rank}"):
         return get_peft_model(model, LoraConfig(r=rank, **lora_targets(model)))
-    except (TypeError, ValueError) as error:
-        raise UnsupportedOptionError(f"--lora {rank}: {_one_line(error)}") from error
 
 
 def shorten(config: Any, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""What every subcommand prints with: JSON, tables, progress.
+"""What every subcommand prints with: JSON, tables, progress, errors.
 
 rich draws the tables where it is installed and stdout is a terminal, tqdm the progress where it is
 installed and stderr is one; both come along with transformers. Otherwise the text is plain.
@@ -11,9 +11,26 @@ import importlib.util
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
+
+from moe_patch.cli.status import PROGRAM, UNUSABLE
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others of the command; so are subparsers'."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and where the help is, and exit."""
+        complain(f"{message}; see {self.prog} --help")
+        self.exit(UNUSABLE)
+
+
+def complain(message: str) -> None:
+    """One line on stderr, whatever the message's own lines."""
+    print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +61,10 @@ def _rich_table(head: Sequence[str], cells: list[list[str]]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(*head, box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in head:
+        # A narrow terminal breaks cells, but no word of a head.
+        table.add_column(name, min_width=max(map(len, name.split()), default=0), overflow="fold")
     for row in cells:
         # Text: a path such as layers[0] is no markup.
         table.add_row(*(Text(cell) for cell in row))
@@ -79,13 +99,15 @@ def progress(steps: int, what: str) -> Iterator[Progress]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Errors only from transformers and the hub: retries and advice are not a command's answer."""
+    """Errors only from other libraries: their retries and advice are no command's answer."""
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from moe_patch.cli.output import add_json, print_json
-from moe_patch.cli.status import CHECK_FAILED
+from moe_patch.cli.status import CHECK_FAILED, PROGRAM
 from moe_patch.errors import UnsupportedOptionError
 
 
@@ -43,17 +43,21 @@ def command(args: argparse.Namespace) -> int:
 
     config = load_config(args.config, _overrides(args))
     # After the file was read: a typing error should not wait for transformers to be imported.
+    from accelerate import PartialState
+
     from moe_patch.train.output import MARKER
     from moe_patch.train.run import run
 
     told = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with told:
         result = run(config, overwrite=args.overwrite)
+    # Threads of gloo that are still there when the interpreter ends can abort the process.
+    PartialState().destroy_process_group()
     if args.json:
         summary = json.loads((result.folder / MARKER).read_text(encoding="utf-8"))
         print_json({"folder": str(result.folder), **summary})
     if result.failed:
-        print(f"moe_patch: failed: {'; '.join(map(str, result.failed))}", file=sys.stderr)
+        print(f"{PROGRAM}: failed: {'; '.join(map(str, result.failed))}", file=sys.stderr)
         return CHECK_FAILED
     return 0
 

@@ -51,7 +51,9 @@ def command(args: argparse.Namespace) -> int:
         steps.step("making the model")
         random = args.random or not models.has_weights(args.model)
         model = _make(args, config, models.DTYPES[name], device, random)
-        unpatch_model(patch_model(model, backend=args.backend))  # a refusal comes before any run
+        with models.explained(f"MODEL: {type(model).__name__} does not run on hidden states"):
+            # A refusal comes before any run of the whole model.
+            unpatch_model(patch_model(model, backend=args.backend))
         batch = _inputs(model, args)
         steps.step("unpatched, then patched")
         checks, rows = compare(model, batch, name, args.backend, args.limit)
@@ -101,15 +103,9 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     takes = signature(model.forward).parameters
     if "output_router_logits" in takes:
         batch["output_router_logits"] = True
-    try:
-        with torch.no_grad():
-            out = model(**batch)
-    except torch.OutOfMemoryError:
-        raise
-    except models.ERRORS as error:
-        raise UnsupportedOptionError(
-            f"MODEL: {type(model).__name__} does not run on token ids alone: {error}"
-        ) from error
+    name = type(model).__name__
+    with models.explained(f"MODEL: {name} does not run on token ids alone"), torch.no_grad():
+        out = model(**batch)
     if "labels" in takes:  # some heads have fewer rows than the embedding
         batch["labels"] = batch["input_ids"] % out.logits.shape[-1]
     return batch
