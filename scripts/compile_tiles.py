@@ -32,9 +32,11 @@ from moe_patch.kernels import (
     routing,
     routing_losses,
     rows,
+    rows_packed,
     up,
 )
-from moe_patch.kernels.launch import Rows, RowTiles
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates
 from moe_patch.quant.packed import STORAGES, PackedWeight, pack
 from moe_patch.routing import RouteSpec
@@ -137,7 +139,8 @@ def launch_others(dtype: torch.dtype) -> None:
     weights_TK, b_ED = empty(T, K, dtype=torch.float32), empty(E, D)
     plans = [plan.build_plan(empty(n, K, dtype=torch.int64), E) for n in (8, T)]
     plan.grouped_rows(plans[1], weights_TK)
-    row_tiles = RowTiles(plans[1]).rows(64)
+    tiles = RowTiles(plans[1])
+    row_tiles = tiles.rows(64)
     for weights in (weights_TK, None):
         reduce.combine(empty(T * K, D), plans[1], weights)
         reduce.expert_sum(empty(T, D), plans[1], b_ED, gather=True, weights_TK=weights)
@@ -155,17 +158,19 @@ def launch_others(dtype: torch.dtype) -> None:
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
     product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
     norms.combine_with_norms(empty(T * K, D), plans[1], weights_TK)
-    launch_packed(dtype, row_tiles, weights_TK)
+    launch_packed(dtype, tiles, weights_TK)
 
 
-def launch_packed(dtype: torch.dtype, row_tiles: Rows, weights_TK: torch.Tensor) -> None:
+def launch_packed(dtype: torch.dtype, tiles: RowTiles, weights_TK: torch.Tensor) -> None:
     """What packed experts take beside the grouped products."""
+    row_tiles = tiles.rows(64)
     O, I, glu = 512, 256, Glu("silu")
     E, N = row_tiles.plan.offsets_S.shape[0] - 1, row_tiles.count
     h_NH = torch.empty(N, 2 * I, device="meta", dtype=dtype)
     activation.activation(h_NH, glu)
+    da_NF = torch.empty(N, I, device="meta", dtype=torch.float32)
     dh_epilogue.hidden_gradients_from(
-        h_NH[:, :I], row_tiles, weights_TK, h_NH, glu, dh=True, wa=True, partial=True
+        da_NF, row_tiles, weights_TK, h_NH, glu, dh=True, wa=True, partial=True
     )
     for storage in STORAGES:
         w = pack(torch.zeros(1, O, I), storage, torch.device("cpu"), "w")
@@ -173,6 +178,22 @@ def launch_packed(dtype: torch.dtype, row_tiles: Rows, weights_TK: torch.Tensor)
         stored = PackedWeight(storage, meta[0], tuple(meta[1:]), dtype)
         buffer = torch.empty(E, O, I, device="meta", dtype=dtype)
         dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
+        launch_decoding(stored, tiles)
+        launch_decoding(stored.transpose(1, 2), tiles)
+
+
+def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:
+    """Decoding in front of the product, wherever a call would choose it."""
+    E, O, I = w.shape
+    inputs = torch.empty(tiles.count, I, device="meta", dtype=w.dtype)
+    low_rank = inputs[:, :16].contiguous(), torch.empty(E, O, 16, device="meta", dtype=w.dtype)
+    for count in (E, 256 * E):
+        tile = rows_packed.decoding_tile(w, w.dtype, device_of(inputs), count)
+        if tile is not None:
+            result = torch.float32 if w.transposed else w.dtype
+            rows_packed.packed_linear(
+                inputs, tiles.rows(tile.m), w, None, tile, low_rank=low_rank, dtype=result
+            )
 
 
 ROUTES = (

@@ -10,6 +10,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.kernels import call, rows_packed
+from moe_patch.kernels.device import Device
+from moe_patch.quant.packed import pack
 from tests import interpreted
 from tests.quant_cases import (
     CASES,
@@ -37,13 +39,29 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == ""
 
 
+def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows() -> None:
+    hopper, ampere = Device((9, 0), 227 << 10, 132), Device((8, 0), 163 << 10, 108)
+
+    def chosen(storage: str, rows: int, device: Device, dtype: torch.dtype) -> bool:
+        w = pack(torch.randn(4, 128, 192), storage, torch.device("cpu"), "w").to(dtype)
+        return rows_packed.decoding_tile(w, dtype, device, 4 * rows) is not None
+
+    bf16 = torch.bfloat16
+    assert [chosen("nf4", rows, hopper, bf16) for rows in (0, 1, 256, 512)] == [True] * 3 + [False]
+    assert [chosen("fp8", rows, hopper, bf16) for rows in (0, 512, 1024)] == [True] * 2 + [False]
+    assert not chosen("nf4", 1, ampere, bf16)
+    assert not chosen("nf4", 1, hopper, torch.float32)
+    odd = pack(torch.randn(4, 32, 64), "nf4", torch.device("cpu"), "w")
+    assert rows_packed.decoding_tile(odd, bf16, hopper, 4) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("case", SMALL | LARGE)
 def test_decoding_in_front_of_the_product_is_close_to_fp64(
     case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_packed, "_MOST_ROWS", 1000)
+    monkeypatch.setattr(rows_packed, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
     check_close((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_patch.kernels.activation import activation
@@ -126,8 +127,11 @@ class Call:
             rows, da_NF = self.tiles.rows(decoding.m), h_NH
             if dh or partial:
                 factor = None if low_rank is None else (low_rank[0], low_rank[1].transpose(1, 2))
-                source_ND = self._gathered(dout_TD)
-                da_NF = packed_linear(source_ND, rows, w_EFD, None, decoding, low_rank=factor)
+                # fp32, as in the accumulators of a kernel that goes on with it at once.
+                da_NF = packed_linear(
+                    self._gathered(dout_TD), rows, w_EFD, None, decoding,
+                    low_rank=factor, dtype=torch.float32,
+                )  # fmt: skip
             else:
                 da_NF = h_NH.new_zeros(h_NH.shape[0], w_EFD.shape[1])
             return hidden_gradients_from(

@@ -34,7 +34,7 @@ def hidden_gradients_from(
     """The outputs of :func:`moe_patch.kernels.dh.hidden_gradients`.
 
     Args:
-        da_NF: W2_eᵀ dout_t before the routing weight, contiguous, in plan order.
+        da_NF: W2_eᵀ dout_t before the routing weight, contiguous, in plan order, of any dtype.
         rows: the plan.
         weights_TK, h_NH, glu, dh, wa, partial: as there.
     """

@@ -2,9 +2,8 @@
 
 Packed experts are dequantised some at a time into one buffer, which the next ones reuse, and the
 same kernels run over the rows of each part: halves of the experts where that is a small buffer,
-else quarters. The decoding runs at the speed of the memory. On a Hopper card prototypes of decoding
-inside the GEMMs took up to twice as long (docs/quantisation.md); the one that is still to be timed,
-rows_packed.py, is switched off.
+else quarters. The decoding runs at the speed of the memory. Where an expert has few rows, Hopper
+cards decode inside the GEMM instead: rows_packed.py.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The product is transposed, outᵀ = W inᵀ: the weight is the operand that the matrix instruction takes
 from registers, where it was decoded, and it serves a tile of 256 rows at once. It moves fewer bytes
-than decoding into a buffer (:mod:`moe_patch.kernels.parts`), and decodes once per tile of rows.
-
-Switched off: no call takes it until a card has timed it, see ``_MOST_ROWS``.
+than decoding into a buffer (:mod:`moe_patch.kernels.parts`), and decodes once per tile of rows: the
+better way while an expert has few of them.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from moe_patch.kernels.tiling import locate_tile
 from moe_patch.quant import fp8, nf4
 from moe_patch.quant.packed import PackedWeight
 
-# Rows an average expert may have for this kernel to be taken. Zero, so it never is: it was checked
-# under the interpreter and compiled for sm_90, but not timed on a card. Only tests raise it.
-_MOST_ROWS = 0
+# Rows of an average expert up to which an H100 was faster this way than through the buffer, by
+# storage: NF4 won at 256 and lost at 512, FP8 won at both (docs/quantisation.md).
+_MOST_ROWS = {"nf4": 384, "fp8": 512}
 _FEW_ROWS = 32
 _TILE = Tile(256, 128, 64, 8, 4)
 _FEW_TILE = Tile(64, 128, 64, 8, 4)
@@ -45,7 +44,9 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
     """
     mean = rows / w.shape[0]
     aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
-    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned or mean > _MOST_ROWS:
+    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned:
+        return None
+    if mean > _MOST_ROWS[w.storage]:
         return None
     return _FEW_TILE if mean <= _FEW_ROWS else _TILE
 
@@ -58,8 +59,9 @@ def packed_linear(
     tile: Tile,
     *,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[N, out] in plan order: W_e in_n (+ b_e) (+ L_e u_n), in the dtype of ``inputs``.
+    """[N, out] in plan order: W_e in_n (+ b_e) (+ L_e u_n).
 
     Args:
         inputs: [N, in] in plan order, contiguous, rows of whole 16 bytes.
@@ -67,9 +69,10 @@ def packed_linear(
         w, b_EO: weight, packed along either axis, and optional bias.
         tile: m rows, n columns of out, k of depth; n and k are multiples of 64.
         low_rank: (u_NR, L_EOR): adds L_e u_n.
+        dtype: of the result; that of ``inputs`` by default.
     """
     E, O, I = w.shape
-    out_NO = inputs.new_empty(rows.count, O)
+    out_NO = inputs.new_empty(rows.count, O, dtype=dtype)
     u_NR, l_EOR = low_rank if low_rank is not None else (inputs, inputs[None])
     R = u_NR.shape[1] if low_rank is not None else 0
     bias = b_EO if b_EO is not None else inputs
