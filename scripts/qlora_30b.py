@@ -46,11 +46,11 @@ def random_packed(shape: tuple[int, int, int], storage: str, device: torch.devic
     if storage == "fp8":
         values = one.packed.expand(E, -1, -1).contiguous()
         return PackedWeight(storage, values, (one.scales[0].repeat(E, 1, 1),), one.dtype)
-    absmax, nested, code, offset = one.scales
+    absmax, nested, code, offset, levels = one.scales
     packed = torch.randint(0, 256, (E, rows, columns // 2), device=device, dtype=torch.uint8)
     absmax = absmax.repeat(E)
     nested = nested.mean().expand(-(-absmax.numel() // 256)).contiguous()
-    return PackedWeight(storage, packed, (absmax, nested, code, offset), one.dtype)
+    return PackedWeight(storage, packed, (absmax, nested, code, offset, levels), one.dtype)
 
 
 def build(sizes: dict[str, Any], layers: int, storage: str, device: torch.device) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moe_patch import UnsupportedModelError
 from moe_patch.quant import memory, nf4, state
@@ -38,7 +40,7 @@ def golden_weight() -> torch.Tensor:
 
 def test_nf4_is_what_bitsandbytes_stores_and_reads() -> None:
     found = pack(golden_weight(), "nf4", CPU, "golden")
-    absmax, nested, _, offset = found.scales
+    absmax, nested, _, offset, _ = found.scales
     assert bytes(found.packed.view(-1).tolist()).hex() == GOLDEN_PACKED
     assert bytes(absmax.tolist()).hex() == GOLDEN_ABSMAX
     assert (nested.tolist(), offset.item()) == ([GOLDEN_NESTED], GOLDEN_OFFSET)
@@ -47,10 +49,29 @@ def test_nf4_is_what_bitsandbytes_stores_and_reads() -> None:
 
 
 def test_nf4_levels_do_not_depend_on_where_they_are_first_asked_for() -> None:
-    nf4.dynamic_code.cache_clear()
+    nf4._dynamic_levels.cache_clear()
     with torch.device("meta"):
         code = nf4.dynamic_code()
     assert (code.device, len(code), code[-1].item()) == (CPU, 256, 1.0)
+
+
+def test_nothing_of_a_fake_mode_stays_behind() -> None:
+    """Nor of the memory of a CUDA graph: no tensor is kept beside the weights."""
+    weight = torch.randn(1, 2, 64)
+    found = pack(weight, "nf4", CPU, "w")
+    before = found.stored_experts(0, 1)
+    nf4._dynamic_levels.cache_clear()
+    with FakeTensorMode() as mode:
+        faked = replace(
+            found,
+            packed=mode.from_tensor(found.packed),
+            scales=tuple(map(mode.from_tensor, found.scales)),
+        )
+        assert faked.stored_experts(0, 1).shape == weight.shape
+        with pytest.raises(DataDependentOutputException):
+            nf4.dynamic_code()
+    assert_bits(found.stored_experts(0, 1), before)
+    assert_bits(pack(weight, "nf4", CPU, "w").packed, found.packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -64,7 +85,9 @@ def test_nf4_against_the_installed_bitsandbytes(dtype: torch.dtype) -> None:
     found = pack(weight, "nf4", CPU, "weight")
     assert_bits(found.packed.view(-1), packed.view(-1))
     theirs = quant_state.absmax, quant_state.state2.absmax, quant_state.state2.code
-    for mine, expected in zip(found.scales, (*theirs, quant_state.offset), strict=True):
+    for mine, expected in zip(
+        found.scales, (*theirs, quant_state.offset, quant_state.code), strict=True
+    ):
         assert_bits(mine, expected)
     assert_bits(found.stored_experts(0, 3), functional.dequantize_4bit(packed, quant_state))
     entries = state.to_tensors(found, "w")
@@ -100,7 +123,7 @@ def test_nf4_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nf4_one_value_at_a_time() -> None:
     weight = torch.randn(2, 3, 128)
     found = pack(weight, "nf4", CPU, "w")
-    absmax, nested, code, offset = found.scales
+    absmax, nested, code, offset, _ = found.scales
     plain = found.stored_experts(0, 2).view(-1)
     for i in range(0, weight.numel(), 37):
         byte = int(found.packed.view(-1)[i // 2])

@@ -34,10 +34,10 @@ def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: i
     """
     count, rows, columns = buffer.shape
     if w.storage == "nf4":
-        absmax, nested_absmax, code, offset = w.scales
+        absmax, nested_absmax, code, offset, levels = w.scales
         blocks = rows * columns // nf4.BLOCK
         _nf4_kernel[(count, triton.cdiv(blocks, _BLOCKS))](
-            w.packed, absmax, nested_absmax, code, offset, nf4.levels(buffer.device), buffer,
+            w.packed, absmax, nested_absmax, code, offset, levels, buffer,
             offsets_S, first, blocks,
             NESTED=nf4.NESTED_BLOCK, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -59,7 +59,7 @@ def decoded_scales(w: PackedWeight, offsets_S: Tensor) -> Tensor:
         offsets_S: the plan's offsets.
     """
     E, rows, columns = w.stored_shape
-    absmax, nested_absmax, code, offset = w.scales
+    absmax, nested_absmax, code, offset, _ = w.scales
     scale = nested_absmax.new_empty(E, rows, columns // nf4.BLOCK)
     blocks = rows * columns // nf4.BLOCK
     _scales_kernel[(E, triton.cdiv(blocks, _SCALES))](

@@ -22,7 +22,7 @@ from moe_patch.kernels.launch import Rows, depth_block
 from moe_patch.kernels.nf4_levels import nf4_levels
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import locate_tile
-from moe_patch.quant import fp8, nf4
+from moe_patch.quant import fp8
 from moe_patch.quant.packed import PackedWeight
 
 # Rows of an average expert up to which an H100 was faster this way than through the buffer, by
@@ -79,11 +79,12 @@ def packed_linear(
     columns = triton.cdiv(O, tile.n)
     nf4_stored = w.storage == "nf4"
     scales = decoded_scales(w, rows.plan.offsets_S) if nf4_stored else w.scales[0]
+    levels = w.scales[-1]
     device = device_of(inputs)
     _packed_rows_kernel[(min(rows.bound * columns, device.multiprocessors),)](
         TensorDescriptor.from_tensor(inputs, [tile.m, tile.k]),
         TensorDescriptor.from_tensor(inputs, [tile.m // 2, tile.k]),
-        _weight_descriptor(w, tile), scales, nf4.levels(inputs.device), bias, u_NR, l_EOR, out_NO,
+        _weight_descriptor(w, tile), scales, levels, bias, u_NR, l_EOR, out_NO,
         rows.plan.offsets_S, rows.table,
         rows.bound, columns, O, I, R, *scales.stride()[:2], bias.stride(0), bias.stride(1),
         *l_EOR.stride(),

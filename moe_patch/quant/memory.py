@@ -38,7 +38,7 @@ def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
     if storage == "fp8":
         return values + 4 * E * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
     scales = values // nf4.BLOCK
-    return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * 256 + 4
+    return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:

@@ -37,23 +37,25 @@ class Nf4Scales(NamedTuple):
         nested_absmax: fp32, one per 256 of those.
         code: fp32 [256], the levels of the 8-bit scales, ascending.
         offset: fp32 scalar, the scales' mean.
+        levels: fp32 [16], :data:`LEVELS`. They travel with the weight, as in bitsandbytes: a tensor
+            kept by device could be one of a fake mode, or of the memory of a CUDA graph.
     """
 
     absmax: Tensor
     nested_absmax: Tensor
     code: Tensor
     offset: Tensor
+    levels: Tensor
 
 
-@functools.cache
-def levels(device: torch.device) -> Tensor:
-    """The 16 levels, fp32."""
-    return torch.tensor(LEVELS, dtype=torch.float32, device=device)
-
-
-@functools.cache
 def dynamic_code() -> Tensor:
-    """The 256 levels of a signed 8-bit dynamic float, ascending, fp32 on the CPU.
+    """The 256 levels of a signed 8-bit dynamic float, ascending, fp32 on the CPU."""
+    return torch.tensor(_dynamic_levels(), dtype=torch.float32, device="cpu")
+
+
+@functools.cache
+def _dynamic_levels() -> tuple[float, ...]:
+    """Those levels.
 
     Decade i of seven, from 1e-6 to 1, holds 2^i evenly spaced fractions of either sign, the centres
     of equal cells over [0.1, 1]; with 0 and 1 that makes 256.
@@ -64,7 +66,7 @@ def dynamic_code() -> Tensor:
         centres = (edges[:-1] + edges[1:]) / 2
         positive = (10 ** (decade - 6) * centres).tolist()
         found += positive + [-value for value in positive]
-    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+    return tuple(sorted(found))
 
 
 def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Nf4Scales]:
@@ -76,26 +78,27 @@ def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Nf4Scales]:
         device: where the result goes.
     """
     flat = weight.detach().contiguous().view(-1)
+    levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)
     packed = torch.empty(flat.numel() // 2, dtype=torch.uint8, device=device)
     scale = torch.empty(flat.numel() // BLOCK, dtype=torch.float32, device=device)
     for start in range(0, flat.numel(), _PIECE):
         piece = flat[start : start + _PIECE].to(device=device, dtype=torch.float32)
-        index, piece_scale = _nearest(piece.view(-1, BLOCK), levels(device))
+        index, piece_scale = _nearest(piece.view(-1, BLOCK), levels)
         pairs = index.view(-1, 2)
         packed[start // 2 : (start + _PIECE) // 2] = pairs[:, 0] << 4 | pairs[:, 1]
         scale[start // BLOCK : (start + _PIECE) // BLOCK] = piece_scale
     shape = (*weight.shape[:-1], weight.shape[-1] // 2)
-    return packed.view(shape), _quantize_scales(scale)
+    return packed.view(shape), _quantize_scales(scale, levels)
 
 
-def _quantize_scales(scale: Tensor) -> Nf4Scales:
+def _quantize_scales(scale: Tensor, levels: Tensor) -> Nf4Scales:
     code = dynamic_code().to(scale.device)
     offset = scale.mean()
     centred = scale - offset
     missing = -len(centred) % NESTED_BLOCK
     padded = torch.nn.functional.pad(centred, (0, missing)).view(-1, NESTED_BLOCK)
     index, nested = _nearest(padded, code)
-    return Nf4Scales(index.view(-1)[: len(centred)].clone(), nested, code, offset)
+    return Nf4Scales(index.view(-1)[: len(centred)].clone(), nested, code, offset, levels)
 
 
 def _nearest(blocks: Tensor, ascending: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,6 +126,6 @@ def dequantize(packed: Tensor, scales: Nf4Scales, dtype: torch.dtype, first: int
     """
     byte = packed.reshape(-1)
     index = torch.stack([byte >> 4, byte & 15], dim=1).view(-1, BLOCK)
-    value = levels(packed.device)[index.int()]
+    value = scales.levels[index.int()]
     scale = decoded_scales(scales, first, len(value))
     return (value * scale[:, None]).to(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1])

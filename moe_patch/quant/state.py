@@ -70,7 +70,7 @@ def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
         f"{key}.absmax": scales.absmax,
         f"{key}.nested_absmax": scales.nested_absmax,
         f"{key}.nested_quant_map": scales.code,
-        f"{key}.quant_map": nf4.levels(weight.device).clone(),
+        f"{key}.quant_map": scales.levels,
         f"{key}.{_QUANT_STATE}": torch.tensor(
             list(json.dumps(described).encode()), dtype=torch.uint8
         ),
@@ -83,12 +83,11 @@ def from_tensors(state_dict: dict[str, Any], key: str, like: PackedWeight) -> Pa
         if f"{key}_scale_inv" not in state_dict:
             return None
         return replace(like, packed=state_dict[key], scales=(state_dict.pop(f"{key}_scale_inv"),))
-    names = ("absmax", "nested_absmax", "nested_quant_map", _QUANT_STATE)
+    names = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", _QUANT_STATE)
     if any(f"{key}.{name}" not in state_dict for name in names):
         return None
-    absmax, nested, code, described = (state_dict.pop(f"{key}.{name}") for name in names)
-    state_dict.pop(f"{key}.quant_map", None)
+    absmax, nested, code, levels, described = (state_dict.pop(f"{key}.{name}") for name in names)
     offset = json.loads(bytes(described.tolist()))["nested_offset"]
     offset = torch.tensor(offset, dtype=torch.float32, device=absmax.device)
     packed = state_dict[key].view(like.packed.shape)
-    return replace(like, packed=packed, scales=(absmax, nested, code, offset))
+    return replace(like, packed=packed, scales=(absmax, nested, code, offset, levels))

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.quant.packed import PackedWeight
 
-SCALES = ("scale_0", "scale_1", "scale_2", "scale_3")
+SCALES = ("scale_0", "scale_1", "scale_2", "scale_3", "scale_4")
 
 
 class QuantTensor(Tensor):
@@ -87,11 +87,7 @@ class QuantTensor(Tensor):
 
 def packed_weight(tensor: QuantTensor) -> PackedWeight:
     """The storage of a quantised parameter, also while Dynamo traces."""
-    scales = (
-        (tensor.scale_0, tensor.scale_1, tensor.scale_2, tensor.scale_3)  # type: ignore[attr-defined]
-        if tensor.stored_in == "nf4"
-        else (tensor.scale_0,)  # type: ignore[attr-defined]
-    )
+    scales = tuple(getattr(tensor, name) for name in _scale_names(tensor.stored_in))
     return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype)
 
 

@@ -44,8 +44,7 @@ def nf4_into(weight: PackedWeight, buffer: Tensor) -> Dequantise:
     """bitsandbytes' kernel on the packed bytes as they are: the format is its own."""
     from bitsandbytes import functional as bnb
 
-    absmax, nested, code, offset = weight.scales
-    levels = bnb.get_4bit_type("nf4", device=str(buffer.device))
+    absmax, nested, code, offset, levels = weight.scales
     state = bnb.QuantState(
         absmax=absmax, shape=torch.Size(weight.stored_shape), code=levels, blocksize=64,
         quant_type="nf4", dtype=buffer.dtype, offset=offset,
