@@ -69,6 +69,6 @@ PRESETS = {
         Segment("routing_short", "routing", shapes=("E128_K8",), tokens=(1, 64)),
         Segment("sonicmoe_short", "experts", ("sonicmoe",), ("qwen3_30b",), (4096,)),
         Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
-        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384,), ranks=(16,)),
+        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
     ),
 }

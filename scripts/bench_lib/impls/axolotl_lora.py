@@ -51,8 +51,20 @@ def from_b(grad: Tensor, E: int) -> Tensor:
     return grad.view(grad.shape[0], E, -1).permute(1, 0, 2)
 
 
+def tune_quickly(*modules: Any) -> None:
+    """Time each of hundreds of tiles for milliseconds; at Triton's default it takes minutes."""
+    from triton.runtime import Autotuner
+    from triton.testing import do_bench
+
+    for module in modules:
+        for kernel in vars(module).values():
+            if isinstance(kernel, Autotuner):
+                kernel._do_bench = partial(do_bench, warmup=2, rep=10)
+
+
 def build(inputs: LayerInputs, point: Point) -> Program:
     """The layer on the op's tensors, factors copied into the peer's packing."""
+    from axolotl.integrations.kernels.libs.scattermoe_lora.kernels import lora_ops, ops
     from axolotl.integrations.kernels.libs.scattermoe_lora.parallel_experts import (
         flatten_sort_count,
     )
@@ -60,6 +72,7 @@ def build(inputs: LayerInputs, point: Point) -> Program:
         parallel_linear_lora,
     )
 
+    tune_quickly(lora_ops, ops)
     E, factors = point.sizes.E, inputs.factors
     leaves = {"x": inputs.x_TD, "weights": inputs.weights_TK}
     leaves |= {name: to_a(factors[name]) for name in ("a13", "a2")}
