@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moe_patch.definition import build_plan
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
-from moe_patch.experts_torch import gather_sum, rows_to_slots, token_rows
 from moe_patch.grouped import Groups
+from moe_patch.plan_rows import gather_sum, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
@@ -105,8 +105,10 @@ def _combine_bwd(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
 
 def _linear(x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *plan: Any) -> Any:
     plan = Plan(*plan)
+    groups = Groups(plan, x)
     with torch.autocast(x.device.type, enabled=False):
-        y = Groups(plan, x).linear(x, w, b, None if a is None else Lora(a, lb, s))
+        low_rank = None if a is None else (groups.linear(x, a), Lora(a, lb, s))
+        y = groups.linear(x, w, b, low_rank)
     return y.masked_fill_((plan.row_of_N < 0).unsqueeze(1), 0.0)
 
 

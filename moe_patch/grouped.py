@@ -32,12 +32,16 @@ class Groups:
         )
 
     def linear(
-        self, x_NI: Tensor, w_EOI: Tensor, b_EO: Tensor | None = None, lora: Lora | None = None
+        self,
+        x_NI: Tensor,
+        w_EOI: Tensor,
+        b_EO: Tensor | None = None,
+        low_rank: tuple[Tensor, Lora] | None = None,
     ) -> Tensor:
-        """y_n = W_e x_n + b_e + s * B_e (A_e x_n), [N, O]."""
+        """y_n = W_e x_n + b_e, plus s * B_e u_n for ``low_rank`` = (u_NR, lora); [N, O]."""
         y_NO = self._product(x_NI, w_EOI)
-        if lora is not None:
-            u_NR = self._product(x_NI, lora.A_ERI)
+        if low_rank is not None:
+            u_NR, lora = low_rank
             y_NO = y_NO.add_(self._product(u_NR, lora.B_EOR), alpha=lora.scaling)
         if b_EO is not None:
             self._add_bias(y_NO, b_EO)

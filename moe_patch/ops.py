@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.quant.operands import packed_weights, plain_weights
-from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
+from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
 
@@ -33,11 +33,13 @@ _WEIGHTS = (
 )
 _lib.define(
     f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, "
-    "bool save_h, bool norms, Tensor? signals) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool save_h, bool save_u13, bool save_u2, bool norms, Tensor? signals) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
     f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_WEIGHTS}, "
-    "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets, Tensor h, bool[] needs) -> Tensor[]"
+    "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, "
+    "bool[] needs) -> Tensor[]"
 )
 
 
@@ -80,7 +82,8 @@ def experts_mlp(
         lora13, lora2: low-rank factors of the up and the down projection, of any floating dtype:
             cast for the products, and their gradients cast back; no copy is held for backward.
         backend: "auto", "torch" or "triton".
-        recompute: keep no h between forward and backward.
+        recompute: keep nothing but the plan between forward and backward; else h is kept, and
+            the rank-sized input of each trained factor B.
         batch_invariant: a token's output, and its gradients to x and to the routing weights, are
             the same bits for any number of tokens and any neighbours.
         signals: asks for per-row norms and receives them.
@@ -97,70 +100,37 @@ def experts_mlp(
     inputs = (x_TD, weights_TK, *tensors, *(lora13 or ())[:2], *(lora2 or ())[:2])
     refuse_forward_mode(*inputs)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    out_TD, _, _, _, _, act_norm_TK = torch.ops.moe_patch.experts(
-        x_TD,
-        ids_TK,
-        weights_TK,
-        *_flatten(tensors, glu, lora13, lora2),
-        backend,
-        batch_invariant,
-        scales,
-        storage,
-        graph and not recompute,
-        signals is not None,
-        None if signals is None else signals.grads_3TK,
-    )
+    keep, norms = graph and not recompute, signals is not None
+    out_TD, *_, act_norm_TK = torch.ops.moe_patch.experts(
+        x_TD, ids_TK, weights_TK, *_flatten(tensors, glu, lora13, lora2), backend,
+        batch_invariant, scales, storage, keep, keep and _reads_u(lora13, norms),
+        keep and _reads_u(lora2, norms), norms, None if signals is None else signals.grads_3TK,
+    )  # fmt: skip
     if signals is not None:
         signals.act_norm_TK = act_norm_TK.detach()
     return out_TD
 
 
+def _reads_u(lora: Lora | None, norms: bool) -> bool:
+    """Whether backward reads what the factor B is multiplied with."""
+    return lora is not None and (norms or lora.B_EOR.requires_grad)
+
+
 def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None) -> tuple:
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
-    return (
-        *w,
-        a13,
-        lb13,
-        a2,
-        lb2,
-        s13,
-        s2,
-        glu.kind,
-        glu.gated,
-        glu.interleaved,
-        glu.alpha,
-        glu.limit,
-    )
+    activation = glu.kind, glu.gated, glu.interleaved, glu.alpha, glu.limit
+    return *w, a13, lb13, a2, lb2, s13, s2, *activation
 
 
 def _unflatten(
     args: list[Any], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
-    (
-        w13,
-        w2,
-        b13,
-        b2,
-        a13,
-        lb13,
-        a2,
-        lb2,
-        s13,
-        s2,
-        kind,
-        gated,
-        interleaved,
-        alpha,
-        limit,
-        backend,
-        batch_invariant,
-        scales,
-        storage,
-    ) = args
+    weights, (a13, lb13, a2, lb2, s13, s2) = args[:4], args[4:10]
+    glu, (backend, batch_invariant, scales, storage) = args[10:15], args[15:]
     return (
-        packed_weights(ExpertWeights(w13, w2, b13, b2), scales, storage, dtype),
-        Glu(kind, gated, interleaved, alpha, limit),
+        packed_weights(ExpertWeights(*weights), scales, storage, dtype),
+        Glu(*glu),
         None if a13 is None else Lora(a13.to(dtype), lb13.to(dtype), s13),
         None if a2 is None else Lora(a2.to(dtype), lb2.to(dtype), s2),
         importlib.import_module(_BACKEND_MODULES[backend]),
@@ -176,26 +146,27 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
-    *flat, save_h, norms, _ = args
+    *flat, save_h, save_u13, save_u2, norms, _ = args
     w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
+    options |= {"save_h": save_h, "save_u13": save_u13, "save_u2": save_u2, "norms": norms}
     with _no_autocast(x.device.type):
-        out, plan, h, act_norm = backend.experts_forward(
-            x, ids, weights, w, glu, lora13, lora2, save_h=save_h, norms=norms, **options
+        out, plan, kept, act_norm = backend.experts_forward(
+            x, ids, weights, w, glu, lora13, lora2, **options
         )
-    return out, *plan, h, act_norm
+    return out, *plan, *kept, act_norm
 
 
 _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
-    *flat, row_of_N, slot_of_TK, offsets, h, needs = args
+    *flat, row_of_N, slot_of_TK, offsets, h, u13, u2, needs = args
     w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with _no_autocast(x.device.type):
         grads = backend.experts_backward(
-            dout, x, weights, w, glu, lora13, lora2, plan, h, needs, **options
+            dout, x, weights, w, glu, lora13, lora2, plan, Kept(h, u13, u2), needs, **options
         )
     typed = {
         name: getattr(grads, name).to(factor.dtype)
@@ -206,7 +177,8 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
 
 
 def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any) -> Any:
-    scales, storage, save_h, norms, _ = args[-5:]
+    a13, _, a2 = args[2:5]
+    scales, storage, save_h, save_u13, save_u2, norms, _ = args[-7:]
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
     T, K = ids.shape
     return (
@@ -215,28 +187,17 @@ def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any)
         ids.new_empty(T, K, dtype=torch.int32),
         ids.new_empty(w13.shape[0] + 1, dtype=torch.int32),
         x.new_empty(T * K, w13.shape[1]) if save_h else x.new_empty(0),
+        x.new_empty(T * K, a13.shape[1]) if save_u13 else x.new_empty(0),
+        x.new_empty(T * K, a2.shape[1]) if save_u2 else x.new_empty(0),
         x.new_empty(T, K, dtype=torch.promote_types(x.dtype, torch.float32))
         if norms
         else x.new_empty(0),
     )
 
 
-def _experts_bwd_fake(
-    dout: Any,
-    x: Any,
-    weights: Any,
-    w13: Any,
-    w2: Any,
-    b13: Any,
-    b2: Any,
-    a13: Any,
-    lb13: Any,
-    a2: Any,
-    lb2: Any,
-    *args: Any,
-) -> Any:
-    slot_of_TK, needs = args[-4], args[-1]
-    inputs = (x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2)
+def _experts_bwd_fake(dout: Any, *args: Any) -> Any:
+    inputs, slot_of_TK, needs = args[:10], args[-6], args[-1]
+    x, a13, a2 = args[0], args[6], args[8]
     grads = [
         _gradient_of(t) if need and t is not None else x.new_empty(0)
         for t, need in zip(inputs, needs[:10], strict=True)
@@ -257,27 +218,25 @@ def _gradient_of(t: Tensor) -> Tensor:
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars = inputs
-    *scalars, scales, storage, _, _, signals = scalars
-    _, row_of_N, slot_of_TK, offsets, h, act_norm = output
-    ctx.mark_non_differentiable(row_of_N, slot_of_TK, offsets, h, act_norm)
+    *scalars, scales, storage, _, _, _, _, signals = scalars
+    _, *for_backward, act_norm = output
+    ctx.mark_non_differentiable(*for_backward, act_norm)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(
-        x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, row_of_N, slot_of_TK, offsets, h, *scales
-    )
+    ctx.save_for_backward(x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *for_backward, *scales)
     ctx.scalars, ctx.storage = scalars, storage
     ctx.signals = signals
 
 
 def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     x, weights, *tensors = ctx.saved_tensors
-    tensors, aligned, scales = tensors[:8], tensors[8:12], tensors[12:]
-    others = (*(None for _ in ctx.scalars), [None for _ in scales], None, None, None, None)
+    tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
+    others = (*(None for _ in ctx.scalars), [None for _ in scales], *(None for _ in range(6)))
     if dout is None:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
     *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
-        dout, x, weights, *tensors, *ctx.scalars, scales, ctx.storage, *aligned, needs
+        dout, x, weights, *tensors, *ctx.scalars, scales, ctx.storage, *from_forward, needs
     )
     if ctx.signals is not None:
         lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK

@@ -121,19 +121,36 @@ class ExpertWeights(NamedTuple):
     b2_ED: Tensor | None = None
 
 
+class Kept(NamedTuple):
+    """What forward leaves for backward beside its inputs and the plan, in plan order.
+
+    Each is an empty tensor where it was not asked for; backward computes what it misses again, to
+    the same bits.
+
+    Attributes:
+        h_NH: the up projection's output.
+        u13_NR, u2_NR: A x and A a, what the low-rank factors B of the up and the down projection
+            are multiplied with; times the scaling where the backend's products want it there.
+    """
+
+    h_NH: Tensor
+    u13_NR: Tensor
+    u2_NR: Tensor
+
+
 class ExpertsForward(NamedTuple):
     """What one forward of the experts leaves behind.
 
     Attributes:
         out_TD: the weighted sum over a token's experts, in the dtype of x.
         plan: the plan that was used; backward reuses it.
-        h_NH: the up projection's output in plan order, or an empty tensor when not saved.
+        kept: what backward needs not compute again.
         act_norm_TK: fp32 (fp64 for fp64) row norms of each expert's output, or an empty tensor.
     """
 
     out_TD: Tensor
     plan: Plan
-    h_NH: Tensor
+    kept: Kept
     act_norm_TK: Tensor
 
 

@@ -25,6 +25,7 @@ from moe_patch.kernels import (
     dh,
     dh_epilogue,
     dw,
+    factors,
     norms,
     plan,
     product_key,
@@ -157,6 +158,7 @@ def launch_others(dtype: torch.dtype) -> None:
     routing_losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
     product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
+    factors.weighted(empty(T * K, 16), plans[1], weights_TK)
     norms.combine_with_norms(empty(T * K, D), plans[1], weights_TK)
     launch_packed(dtype, tiles, weights_TK)
 

@@ -44,7 +44,8 @@ class Case:
         T, K, E, D, F, glu: sizes and activation.
         ids: "distinct" with a few empty slots of both kinds, "one" expert taking all, "empty" slots
             only, "sparse": two experts of many.
-        bias, rank, transposed, save_h, norms: optional parts of the call.
+        bias, rank, transposed, norms: optional parts of the call.
+        save_h, save_u: what forward keeps for backward.
         strides: "plain", or "odd": hidden states and gradients as slices of wider tensors.
     """
 
@@ -59,6 +60,7 @@ class Case:
     rank: int = 0
     transposed: bool = False
     save_h: bool = True
+    save_u: bool = True
     norms: bool = False
     strides: str = "plain"
 
@@ -183,11 +185,12 @@ def run_kernels(
     needs = needs or ExpertsNeeds(**{name: name in tensors for name in NAMES}, norms=case.norms)
     args = tensors["x"], inputs.ids_TK, tensors["weights"], w, case.glu, lora13, lora2
     forward = experts_forward(
-        *args, save_h=case.save_h, norms=case.norms, batch_invariant=batch_invariant
-    )
+        *args, save_h=case.save_h, save_u13=case.save_u, save_u2=case.save_u, norms=case.norms,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     backward = experts_backward(
         inputs.dout_TD, tensors["x"], tensors["weights"], w, case.glu, lora13, lora2,
-        forward.plan, forward.h_NH, needs, batch_invariant=batch_invariant,
+        forward.plan, forward.kept, needs, batch_invariant=batch_invariant,
     )  # fmt: skip
     found = {"out": forward.out_TD} | {
         name: getattr(backward, name) for name in NAMES if name in tensors
@@ -295,6 +298,19 @@ def check_needs(device: str) -> None:
         assert [n for n in backward._fields if getattr(backward, n) is not None] == [name]
 
 
+def check_kept(device: str) -> None:
+    """What forward did not keep backward computes again, to the same bits."""
+    inputs = make_inputs(replace(SMALL["lora"], norms=False), torch.float32, device)
+    everything, _ = run_kernels(inputs)
+    for save_h, save_u in ((False, False), (True, False), (False, True)):
+        inputs.case = replace(inputs.case, save_h=save_h, save_u=save_u)
+        for needs in (None, ExpertsNeeds(lora13_B=save_u, lora2_B=True)):
+            found, backward = run_kernels(inputs, needs)
+            for name in NAMES:
+                if getattr(backward, name) is not None:
+                    assert_bits(found[name], everything[name], f"{name} {save_h} {save_u}")
+
+
 def check_nan_rows(device: str) -> None:
     """A NaN row stays NaN and touches no other row; an empty slot of it gives no gradient."""
     inputs = make_inputs(replace(SMALL["silu"], K=1), torch.float32, device)
@@ -355,6 +371,7 @@ CASES = {
         if dtype == torch.float32 or name in ("silu", "gpt_oss", "lora")
     },
     "needs": check_needs,
+    "kept": check_kept,
     "nan_rows": check_nan_rows,
     "descriptors": check_descriptors,
 }

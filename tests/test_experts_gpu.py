@@ -79,7 +79,7 @@ def test_between_forward_and_backward_only_h_and_the_plan_live(glu, rank) -> Non
         before = torch.cuda.memory_allocated()
         out_TD = layer.forward(recompute=recompute)
         held = torch.cuda.memory_allocated() - before - T * D * 2
-        allowed = 16 * N + (0 if recompute else h_bytes)
+        allowed = 16 * N + (0 if recompute else h_bytes + 2 * N * rank * 2)
         assert held <= allowed, f"recompute={recompute}: {held} bytes, {allowed} allowed"
         assert recompute or held >= h_bytes
         del out_TD

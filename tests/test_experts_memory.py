@@ -18,6 +18,7 @@ from tests.experts_cases import (
     E,
     F,
     K,
+    R,
     arguments,
     drawn,
     gradients,
@@ -139,13 +140,24 @@ def saved_bytes(case: Case, t: dict[str, Tensor]) -> int:
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "bias and LoRA"])
-def test_only_h_and_the_plan_are_kept(full) -> None:
+def test_only_h_the_plan_and_rank_sized_rows_are_kept(full) -> None:
     case = Case(bias=full, lora13=full, lora2=full, T=200)
     t = make_inputs(case, torch.bfloat16)
     N = 200 * K
     plan = 4 * (N + N + E + 1)
-    assert saved_bytes(case, t) == N * 2 * F * 2 + plan
+    h, u = N * 2 * F * 2, N * R * 2
+    assert saved_bytes(case, t) == h + (2 * u if full else 0) + plan
     assert saved_bytes(replace(case, recompute=True), t) == plan
+
+
+@pytest.mark.parametrize("frozen", [["lb13"], ["lb2"], ["lb13", "lb2"], ["a13", "a2"]], ids=str)
+def test_the_input_of_a_frozen_factor_is_not_kept(frozen) -> None:
+    case = Case(lora13=True, lora2=True, T=200)
+    t = make_inputs(case, torch.bfloat16)
+    for name in frozen:
+        t[name].requires_grad_(False)
+    N, kept = 200 * K, 2 - len({"lb13", "lb2"} & set(frozen))
+    assert saved_bytes(case, t) == N * 2 * F * 2 + kept * N * R * 2 + 4 * (N + N + E + 1)
 
 
 def test_nothing_is_kept_without_gradients() -> None:
@@ -191,10 +203,11 @@ def test_opcheck(full, T, columns_first) -> None:
         "",
     )
     for keep in (True, False):
-        args = (x, ids, weights, *rest, keep, keep, None)
+        args = (x, ids, weights, *rest, keep, keep and full, keep and full, keep, None)
         torch.library.opcheck(torch.ops.moe_patch.experts.default, args, test_utils=CHECKS)
+    save = (True, full, full)
     with torch.no_grad():
-        _, *plan, h, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, True, False, None)
-    args = (torch.randn_like(x), x, weights, *rest, *plan, h, [True] * 10 + [True])
+        _, *kept, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, *save, False, None)
+    args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))

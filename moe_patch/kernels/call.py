@@ -41,9 +41,6 @@ class Call:
     ) -> None:
         self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
         self.lora13, self.lora2 = lora13, lora2
-        # PEFT stores B with the experts innermost: products read it with the rank innermost.
-        self._b13_EOR = None if lora13 is None else lora13.B_EOR.contiguous()
-        self._b2_EOR = None if lora2 is None else lora2.B_EOR.contiguous()
         self.tiles = RowTiles(plan)
         self.device = device_of(x_TD)
         self.batch_invariant = batch_invariant
@@ -63,10 +60,25 @@ class Call:
     def _packed(self) -> PackedParts:
         return PackedParts(self.tiles, self.x_TD.dtype)
 
-    def up(self, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
-        low_rank = None
-        if self.lora13 is not None:
-            low_rank = self.rank_inputs(self.x_TD, self.lora13, gather=True), self._b13_EOR
+    # PEFT stores B with the experts innermost: products read it with the rank innermost.
+    @functools.cached_property
+    def _b13_EOR(self) -> Tensor:
+        assert self.lora13 is not None
+        return self.lora13.B_EOR.contiguous()
+
+    @functools.cached_property
+    def _b2_EOR(self) -> Tensor:
+        assert self.lora2 is not None
+        return self.lora2.B_EOR.contiguous()
+
+    def up(self, u13_NR: Tensor | None, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
+        """(h_NH, a_NF), empty where not to be saved.
+
+        Args:
+            u13_NR: :meth:`inputs_of_B13`.
+            save_h, save_a: which to write.
+        """
+        low_rank = None if u13_NR is None else (u13_NR, self._b13_EOR)
         if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
             return self._decoded_up(decoding, low_rank, save_h=save_h, save_a=save_a)
         tile, found = self.tile("up"), None
@@ -104,10 +116,9 @@ class Call:
             return None
         return decoding_tile(w_EOI, self.x_TD.dtype, self.device, self.tiles.count)
 
-    def down(self, a_NF: Tensor) -> Tensor:
-        low_rank = None
-        if self.lora2 is not None:
-            low_rank = self.rank_inputs(a_NF, self.lora2), self._b2_EOR
+    def down(self, a_NF: Tensor, u2_NR: Tensor | None) -> Tensor:
+        """y_ND; ``u2_NR`` is :meth:`inputs_of_B2`."""
+        low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
         return self._linear("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
 
     def hidden_gradients(
@@ -184,9 +195,15 @@ class Call:
         else:
             yield Part(w_EOI, self.tiles)
 
-    def rank_inputs(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
-        """u = s A_e in_n, [N, R]: what the B factor multiplies."""
-        return self._thin(source, lora.A_ERI, lora.scaling, gather)
+    def inputs_of_B13(self) -> Tensor | None:
+        """u13 = s A13_e x_n, [N, R], where the up projection has factors."""
+        lora = self.lora13
+        return lora and self._thin(self.x_TD, lora.A_ERI, lora.scaling, gather=True)
+
+    def inputs_of_B2(self, a_NF: Tensor) -> Tensor | None:
+        """u2 = s A2_e a_n, [N, R], where the down projection has factors."""
+        lora = self.lora2
+        return lora and self._thin(a_NF, lora.A_ERI, lora.scaling, gather=False)
 
     def rank_gradients(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
         """s B_eᵀ dout_n, [N, R]: what the A factor passes on to its input."""

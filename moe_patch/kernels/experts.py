@@ -1,4 +1,4 @@
-"""The experts on the Triton backend: forward and backward, saving x, h and the plan only.
+"""The experts on the Triton backend: forward and backward, saving x, h, the plan and u.
 
 Same names, signatures and meaning as ``moe_patch.experts_torch``, whose docstring has the formulas.
 The kernels, and what passes between them, rows in plan order:
@@ -11,8 +11,8 @@ The kernels, and what passes between them, rows in plan order:
     dw.py      dout_TD, wa_NF and dh_NH, x_TD -> dW2, dW13
     rows.py    dh_NH, W13                    -> dx_ND, summed per token by reduce.py
 
-LoRA adds thin products: u = s A x before up and down, q = s B2ᵀ dout before dh, p = s B13ᵀ dh
-before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
+LoRA adds thin products: u = s A x before up and down (kept), q = s B2ᵀ dout before dh, p = s B13ᵀ
+dh before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
 formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums.
 """
 
@@ -21,10 +21,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moe_patch.kernels.activation import activation
 from moe_patch.kernels.call import Call
 from moe_patch.kernels.device import on_device_of
 from moe_patch.kernels.dh import HiddenGradients
 from moe_patch.kernels.dw import outer_sum
+from moe_patch.kernels.factors import weighted
 from moe_patch.kernels.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.plan import build_plan
 from moe_patch.kernels.reduce import combine, expert_sum, routing_gradient
@@ -34,6 +36,7 @@ from moe_patch.types import (
     ExpertsNeeds,
     ExpertWeights,
     Glu,
+    Kept,
     Lora,
     Plan,
 )
@@ -51,6 +54,8 @@ def experts_forward(
     lora2: Lora | None = None,
     *,
     save_h: bool = True,
+    save_u13: bool = False,
+    save_u2: bool = False,
     norms: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertsForward:
@@ -62,7 +67,8 @@ def experts_forward(
         weights_TK: routing weights, any floating dtype.
         w, glu: the experts' weights and activation.
         lora13, lora2: low-rank factors of the up and the down projection.
-        save_h: return h for backward; without it backward recomputes h.
+        save_h, save_u13, save_u2: return h and the factors' inputs (where there are factors) for
+            backward, which otherwise computes them again.
         norms: also return the norm of every expert's output row.
         batch_invariant: one tile whatever the number of rows, so that a token's bits depend on
             nothing but itself.
@@ -71,23 +77,32 @@ def experts_forward(
         ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
+    save_u13, save_u2 = save_u13 and lora13 is not None, save_u2 and lora2 is not None
     if ids_TK.numel() == 0:
         norm_TK = weights_TK.new_zeros(ids_TK.shape, dtype=torch.float32)
-        return ExpertsForward(
-            x_TD.new_zeros(x_TD.shape),
-            plan,
+        kept = Kept(
             x_TD.new_empty((0, w.w13_EHD.shape[1]) if save_h else 0),
-            norm_TK if norms else x_TD.new_empty(0),
+            x_TD.new_empty((0, lora13.A_ERI.shape[1]) if save_u13 else 0),
+            x_TD.new_empty((0, lora2.A_ERI.shape[1]) if save_u2 else 0),
         )
+        out_TD = x_TD.new_zeros(x_TD.shape)
+        return ExpertsForward(out_TD, plan, kept, norm_TK if norms else x_TD.new_empty(0))
     with on_device_of(x_TD):
         call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
-        h_NH, a_NF = call.up(save_h=save_h, save_a=True)
-        y_ND = call.down(a_NF)
+        u13_NR = call.inputs_of_B13()
+        h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
+        u2_NR = call.inputs_of_B2(a_NF)
+        y_ND = call.down(a_NF, u2_NR)
         if norms:
             out_TD, norm_TK = combine_with_norms(y_ND, plan, weights_TK.contiguous())
         else:
             out_TD, norm_TK = combine(y_ND, plan, weights_TK.contiguous()), x_TD.new_empty(0)
-    return ExpertsForward(out_TD, plan, h_NH, norm_TK)
+    kept = Kept(
+        h_NH,
+        u13_NR if save_u13 else x_TD.new_empty(0),
+        u2_NR if save_u2 else x_TD.new_empty(0),
+    )
+    return ExpertsForward(out_TD, plan, kept, norm_TK)
 
 
 def experts_backward(
@@ -99,7 +114,7 @@ def experts_backward(
     lora13: Lora | None,
     lora2: Lora | None,
     plan: Plan,
-    h_NH: Tensor,
+    kept: Kept,
     needs: ExpertsNeeds,
     *,
     batch_invariant: bool = False,
@@ -109,7 +124,7 @@ def experts_backward(
     Args:
         dout_TD: gradient of out_TD.
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
-        plan, h_NH: what forward returned; an empty h_NH is recomputed.
+        plan, kept: what forward returned; what is empty is computed again.
         needs: which gradients to return.
         batch_invariant: as in forward; of the gradients, those of x and the routing weights.
 
@@ -121,39 +136,57 @@ def experts_backward(
     with on_device_of(x_TD):
         call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         return _backward(
-            call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), h_NH, needs
+            call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), kept, needs
         )
 
 
+def _completed(
+    call: Call, kept: Kept, *, h: bool, u13: bool, u2: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(h_NH, u13_NR, u2_NR): as forward kept them, or what is asked for computed again."""
+    h_NH, u13_NR, u2_NR = (None if rows.numel() == 0 else rows for rows in kept)
+    u2 = u2 and u2_NR is None
+    h = (h or u2) and h_NH is None
+    if u13_NR is None and (u13 or h):
+        u13_NR = call.inputs_of_B13()
+    if h:
+        h_NH, a_NF = call.up(u13_NR, save_h=True, save_a=u2)
+    elif u2 and h_NH is not None:
+        a_NF = activation(h_NH, call.glu)
+    if u2:
+        u2_NR = call.inputs_of_B2(a_NF)
+    return h_NH, u13_NR, u2_NR
+
+
 def _intermediate(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, kept: Kept, needs: ExpertsNeeds
 ) -> Intermediate:
     lora13, lora2 = call.lora13, call.lora2
     need_dh = needs.x or needs.w13 or needs.b13 or needs.lora13_A or needs.lora13_B or needs.norms
-    need_wa = needs.w2 or needs.lora2_A or needs.lora2_B or needs.norms
-    hidden, q_NR, p_NR, u13_NR, wu2_NR = HiddenGradients(h_NH, h_NH, h_NH), None, None, None, None
+    need_wa = needs.w2 or needs.lora2_A or needs.norms
+    need_h = need_dh or need_wa or needs.weights
+    need_u13 = lora13 is not None and (needs.lora13_B or needs.norms)
+    need_u2 = lora2 is not None and (needs.lora2_B or needs.norms)
+    h_NH, u13_NR, u2_NR = _completed(call, kept, h=need_h, u13=need_u13, u2=need_u2)
+    hidden, q_NR, p_NR, wu2_NR = HiddenGradients(*(kept.h_NH,) * 3), None, None, None
     if lora2 is not None and (need_dh or needs.weights or needs.lora2_A):
         q_NR = call.rank_gradients(dout_TD, lora2, gather=True)
-    if need_dh or need_wa or needs.weights:
-        if h_NH.numel() == 0:
-            h_NH, _ = call.up(save_h=True, save_a=False)
+    if need_h and h_NH is not None:
         low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
             dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights
         )
     if lora13 is not None and (needs.x or needs.lora13_A or needs.norms):
         p_NR = call.rank_gradients(hidden.dh_NH, lora13)
-    if lora13 is not None and (needs.lora13_B or needs.norms):
-        u13_NR = call.rank_inputs(call.x_TD, lora13, gather=True)
-    if lora2 is not None and (needs.lora2_B or needs.norms):
-        wu2_NR = call.rank_inputs(hidden.wa_NF, lora2)
+    if need_u2 and u2_NR is not None:
+        wu2_NR = weighted(u2_NR, call.plan, weights_TK)
     return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR)
 
 
 def _backward(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, h_NH: Tensor, needs: ExpertsNeeds
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, kept: Kept, needs: ExpertsNeeds
 ) -> ExpertsBackward:
-    mid = _intermediate(call, dout_TD, weights_TK, h_NH, needs)
+    mid = _intermediate(call, dout_TD, weights_TK, kept, needs)
     grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)

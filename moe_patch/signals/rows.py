@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_patch.definition import build_plan
-from moe_patch.experts_torch import rows_to_slots
 from moe_patch.ops import Signals
+from moe_patch.plan_rows import rows_to_slots
 
 Step = Callable[[Tensor], Tensor]
 
