@@ -42,8 +42,10 @@ PROOFS = (
     Proof("checkpointing", "frozen base", "test_block_training.py", "checkpointing"),
     Proof("checkpointing", "exact ties, 50 steps in bf16, both kinds; memory at step 50 as at "
           "step 5", "test_gpu_stacks.py", "checkpointed or memory", on="card"),
-    Proof("compile", "fullgraph block and model, dynamic T, patch before and after",
-          "test_stack_compile.py"),
+    Proof("checkpointing", "selective: a policy keeps router and experts", "test_gpu_stacks.py",
+          "selective", on="card"),
+    Proof("compile", "fullgraph block and model, at most 2 compilations for dynamic T, patch "
+          "before and after", "test_stack_compile.py"),
     Proof("compile", "blocks with adapters", "test_lora_training.py", "compiled"),
     Proof("compile", "blocks of special families", "test_special_contracts.py", "compiles"),
     Proof("compile", "inductor: fullgraph block and model; then no host sync (sync debug mode)",

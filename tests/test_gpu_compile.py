@@ -11,9 +11,9 @@ from transformers.generation import CompileConfig
 
 from moe_patch import patch_model, unpatch_model
 from tests import tiny_models
-from tests.numerics import FP32, assert_bits, assert_close
-from tests.test_gpu_stacks import assert_ours, batch_for, build
-from tests.test_stack_compile import assert_one_graph, step
+from tests.numerics import FP32, assert_bits
+from tests.test_gpu_stacks import assert_ours, batch_for, build, kernels
+from tests.test_stack_compile import assert_one_graph, assert_one_graph_of_a_model, step
 from tests.test_stack_generate import NEW, WAYS
 
 pytestmark = pytest.mark.gpu
@@ -64,22 +64,10 @@ def test_a_block_under_inductor(name, no_waiting):
     [("qwen3_moe", "patch first"), ("qwen3_moe", "compile first")],
 )
 def test_a_whole_model_under_inductor(name, order):
+    """Forward and backward; two compilations for three T."""
     model = build(name, output_router_logits=False, num_hidden_layers=1)
-    batch = batch_for(model)
-    if order == "patch first":
-        patch_model(model)
-    compiled = torch.compile(model, fullgraph=True)
-    if order == "compile first":
-        patch_model(compiled)
-    assert_ours(compiled)
-    runs = []
-    for each in (compiled, model):
-        model.zero_grad(set_to_none=True)
-        loss = each(**batch).loss
-        loss.backward()
-        runs.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    for found, wanted in zip(*runs, strict=True):
-        assert_close(found, wanted, FP32)
+    assert_one_graph_of_a_model(model, order, "inductor", FP32)
+    assert_ours(model)
 
 
 def decoder(name):
@@ -92,14 +80,6 @@ def generate(model, **options):
     torch.manual_seed(7)
     ids = batch_for(model)["input_ids"]
     return model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, **options)
-
-
-def kernels(call):
-    """How often each kernel ran on the device during a call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    return {event.key: event.count for event in profile.key_averages()}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])

@@ -6,11 +6,13 @@ Compiled models and generate are in test_gpu_compile.py, several processes in te
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import accelerate
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from moe_patch import patch_model, patch_report, unpatch_model
 from tests import tiny_models
@@ -22,7 +24,13 @@ from tests.snapshots import (
     logits,
     snapshot,
 )
-from tests.test_stack_checkpointing import assert_ties, recomputed_ids, tied_model, train
+from tests.test_stack_checkpointing import (
+    assert_ties,
+    keeping,
+    recomputed_ids,
+    tied_model,
+    train,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +60,14 @@ def assert_ours(model):
     """Router and experts of every block are the Triton kernels."""
     found = {(row.tier, row.router_backend, row.experts_backend) for row in patch_report(model)}
     assert found == {("full", "triton", "triton")}
+
+
+def kernels(call):
+    """How often each kernel ran on the device during a call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return {event.key: event.count for event in profile.key_averages()}
 
 
 def checkpointed(model, reentrant):
@@ -94,6 +110,34 @@ def test_memory_at_step_fifty_is_that_at_step_five(reentrant):
         optimizer.step()
         memory.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
     assert memory[-1] == memory[4]
+
+
+def test_selective_checkpointing_keeps_routing_decisions_and_experts():
+    """Router and experts each are one operator; kept by a policy, neither kernel runs again."""
+    block = tiny_models.blocks(tied_model("qwen3_moe").to(DEVICE))[0][1]
+    x = tiny_models.hidden(block, 2, 7)
+    parameters = [x, *block.parameters()]
+    operators = (torch.ops.moe_patch.route_forward.default, torch.ops.moe_patch.experts.default)
+    forwards = {
+        "plain": block,
+        "whole": lambda x: checkpoint(block, x, use_reentrant=False),
+        "selective": lambda x: keeping(block, x, operators)[0],
+    }
+    ran, gradients = {}, {}
+
+    def step(way):
+        loss = forwards[way](x).float().square().sum()
+        gradients[way] = torch.autograd.grad(loss, parameters)
+
+    step("plain")  # whatever only a first call launches
+    for way in forwards:
+        counts = kernels(functools.partial(step, way))
+        ran[way] = [counts[name] for name in ("forward_kernel", "_up_kernel")]
+    assert ran["selective"] == ran["plain"]
+    assert ran["whole"] == [count + 1 for count in ran["plain"]]
+    for way in ("whole", "selective"):
+        for found, wanted in zip(gradients[way], gradients["plain"], strict=True):
+            assert_bits(found, wanted)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -189,6 +189,20 @@ def test_a_recompute_that_stops_early_leaves_no_state(early_stop):
 KEPT = (torch.ops.aten.sort.stable, torch.ops.moe_patch.experts.default)
 
 
+def keeping(block, x, operators):
+    """The output of a block under a policy that keeps some operators, and which it met."""
+    met = []
+
+    def policy(_ctx, op, *_args, **_kwargs):
+        if op in operators:
+            met.append(op)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts), met
+
+
 def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch):
     """Both are operators to a policy: kept, each runs once; the rest is recomputed."""
     model = tied_model("qwen3_moe", dtype=torch.float32)
@@ -196,23 +210,15 @@ def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch
     x = tiny_models.hidden(block, 2, 7)
     parameters = [x, *block.parameters()]
     expected = torch.autograd.grad(block(x).square().sum(), parameters)
-    ran, kept, forward = [], [], moe_patch.experts_torch.experts_forward
+    ran, forward = [], moe_patch.experts_torch.experts_forward
     monkeypatch.setattr(
         moe_patch.experts_torch,
         "experts_forward",
         lambda *args, **kwargs: (ran.append(1), forward(*args, **kwargs))[1],
     )
-
-    def policy(_ctx, op, *_args, **_kwargs):
-        if op in KEPT:
-            kept.append(op)
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    out = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    out, met = keeping(block, x, KEPT)
     found = torch.autograd.grad(out.square().sum(), parameters)
-    assert kept[: len(KEPT)] == list(KEPT)  # some releases of torch ask again in recompute
+    assert met[: len(KEPT)] == list(KEPT)  # some releases of torch ask again in recompute
     assert len(ran) == 1, "the experts ran again in recompute"
     for mine, wanted in zip(found, expected, strict=True):
         assert_bits(mine, wanted)
