@@ -23,11 +23,15 @@ class Program:
         leaves: what backward differentiates, by the op's own names ("x", "w13", ...). They share
             storage with the op's inputs, or hold the same values in the implementation's layout.
         canonical: turns one leaf's gradient into the op's layout; the others are in it already.
+        dout: the gradient that backward starts from, where the output's layout is not the op's.
+        result: turns the output into the op's layout, for the check; not timed.
     """
 
     forward: Callable[[], Tensor]
     leaves: Mapping[str, Tensor]
     canonical: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    dout: Tensor | None = None
+    result: Callable[[Tensor], Tensor] = lambda out: out
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bench_lib.impls import te_router
 from bench_lib.rotating import RotatingInputs, rotate
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program, Work
@@ -58,6 +59,11 @@ def build_torch(inputs: RotatingInputs, point: Point, *, compiled: bool = False)
     return inputs.program(lambda leaf: run(leaf["logits"], spec, bias_E).weights_TK)
 
 
+def build_te(inputs: RotatingInputs, point: Point) -> Program:
+    """Transformer Engine's router."""
+    return te_router.build(inputs, spec_of(point), _bias(inputs, point))
+
+
 def reference(point: Point, inputs: RotatingInputs) -> tuple[Tensor, Tensor]:
     """fp64 weights and the gradient to the logits."""
     wide_TE = inputs.copies[0]["logits"].detach().double().requires_grad_()
@@ -95,6 +101,13 @@ ROUTING = Op(
         Impl("torch", build_torch),
         Impl(
             "torch_compile", partial(build_torch, compiled=True), needs_cuda=True, compiles="sizes"
+        ),
+        Impl(
+            "te_router",
+            build_te,
+            peer=True,
+            needs_cuda=True,
+            modules=("transformer_engine.pytorch.router",),
         ),
     ),
     required=("torch", "torch_compile"),

@@ -1,0 +1,168 @@
+"""The benchmark's processes: budgets, crashes, deadlines, warming up."""
+
+import dataclasses
+import signal
+import subprocess
+import sys
+import time
+
+import bench
+import pytest
+from bench_lib import child, process, runner, warmup
+from bench_lib.ops import OPS
+
+from tests import bench_cases
+from tests.bench_cases import ROOT, TINY, TINY_LORA, good_row
+
+pytestmark = bench_cases.NEEDS_GROUPED_MM
+
+
+def fake_child(tmp_path, monkeypatch, code: str) -> runner.Plan:
+    script = tmp_path / "fake.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "job = json.load(open(sys.argv[2]))\n"
+        "out = open(job['results'], 'a')\n"
+        "sys.stdin.readline()\n"
+        "def deliver(fields): print(json.dumps({'fields': fields}), file=out, flush=True)\n"
+        f"names = [task['impl'] for task in job['tasks']]\n{code}\n"
+    )
+    monkeypatch.setattr(process, "SCRIPT", script)
+    return runner.Plan(OPS["experts"], (), (TINY,), "cpu", None, 1.5, bench.DRY_SETTINGS)
+
+
+TASKS = [child.Task(name, TINY) for name in ("hf_eager", "scattermoe", "liger")]
+
+
+def test_a_crash_costs_one_point_and_no_other(tmp_path, monkeypatch):
+    plan = fake_child(
+        tmp_path,
+        monkeypatch,
+        "for name in names:\n"
+        "    if name == 'scattermoe': sys.exit('an illegal memory access')\n"
+        "    deliver({'median_ms': 1.0, 'run': job['run']})",
+    )
+    found = dict(runner.run_group("run-7", runner.Group(plan, None, tuple(TASKS))))
+    assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0, "run": "run-7"}
+    assert found[TASKS[1]] == {"skipped": "process ended with 1: an illegal memory access"}
+
+
+@pytest.mark.parametrize("peer", [None, OPS["experts"].impl("scattermoe")], ids=["ours", "peer"])
+def test_what_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch, peer):
+    plan = fake_child(
+        tmp_path,
+        monkeypatch,
+        "for name in names:\n"
+        "    if name == 'scattermoe': time.sleep(60)\n"
+        "    deliver({'median_ms': 1.0})",
+    )
+    found = dict(runner.run_group("run-7", runner.Group(plan, peer, tuple(TASKS))))
+    assert found[TASKS[1]] == {"skipped": "took longer than 2 s"}
+    assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0}
+
+
+def test_peers_run_in_processes_of_their_own():
+    op = OPS["experts"]
+    plan = runner.Plan(op, op.impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
+    shared, *alone = runner.groups(plan)
+    assert shared.peer is None
+    assert {task.impl for task in shared.tasks} >= {child.BOUNDS, "moe_patch", "hf_grouped_mm"}
+    assert [group.peer.name for group in alone] == ["scattermoe", "sonicmoe", "liger"]
+    assert all({task.impl for task in g.tasks} == {g.peer.name} for g in alone)
+
+
+def test_a_child_ends_with_its_parent(tmp_path):
+    job = child.Job("run-7", "experts", "cpu", (), bench.DRY_SETTINGS, str(tmp_path / "found"))
+    (tmp_path / "job").write_text(job.to_json())
+    code = (
+        "import sys, time; from pathlib import Path; sys.path[:0] = sys.argv[1:3]\n"
+        "from bench_lib import child\n"
+        "def measure_all(*given): print('measuring', flush=True); time.sleep(60)\n"
+        "child._measure_all = measure_all\n"
+        "child.main(Path(sys.argv[3]))"
+    )
+    process_ = subprocess.Popen(
+        [sys.executable, "-c", code, str(ROOT / "scripts"), str(ROOT), str(tmp_path / "job")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    process_.stdin.write("go\n")
+    process_.stdin.flush()
+    assert process_.stdout.readline() == "measuring\n"
+    process_.stdin.close()
+    assert process_.wait(timeout=20) == -signal.SIGKILL
+
+
+def test_a_warm_up_compiles_each_kernel_in_one_process():
+    def points(name, impl):
+        op = OPS[name]
+        grid = runner.grid(op, "cuda", None, None, None, None, None)
+        plan = runner.Plan(op, op.impls, grid, "cuda", None, 60.0, bench.DRY_SETTINGS)
+        return [
+            {(p.shape, p.T) for p in group} for group in warmup.warm_points(plan, op.impl(impl))
+        ]
+
+    assert points("experts", "hf_grouped_mm") == []
+    assert points("experts", "moe_patch") == [{("qwen3_30b", 4096)}]
+    assert points("lora", "axolotl_lora") == [{(name, 4096)} for name in OPS["lora"].shapes]
+    assert points("decode", "moe_patch")[0] == {("qwen3_30b", T) for T in OPS["decode"].tokens}
+
+
+def test_what_is_left_at_the_deadline_has_no_row(tmp_path, monkeypatch):
+    code = (
+        "for name in names:\n"
+        "    if name == 'hf_eager': time.sleep(60)\n"
+        "    deliver({'median_ms': 1.0, 'bitwise': True, 'rel_err': 1e-3})"
+    )
+    op = OPS["experts"]
+    impls = tuple(op.impl(name) for name in ("torch_grouped_mm_early", "hf_eager", "liger"))
+    plan = dataclasses.replace(fake_child(tmp_path, monkeypatch, code), impls=impls, budget_s=60.0)
+    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    found, versions = [], {"triton": None, "transformers": None}
+    measured = runner.execute([plan], where | versions, time.monotonic() + 1.5)
+    with pytest.raises(process.Timeout, match="not finished: experts"):
+        found.extend(row["impl"] for row in measured)
+    assert found == ["torch_grouped_mm_early", "liger"], "what cannot run is known all the same"
+
+
+def test_what_a_preset_leaves_out_says_why_unless_it_ran_elsewhere(tmp_path, monkeypatch):
+    code = "for name in names: deliver({'median_ms': 1.0, 'bitwise': True, 'rel_err': 1e-3})"
+    op = OPS["lora"]
+    points = (TINY_LORA, dataclasses.replace(TINY_LORA, T=32))
+    some = dataclasses.replace(
+        fake_child(tmp_path, monkeypatch, code),
+        op=op, impls=(op.impl("peft"), op.impl("axolotl_lora")), points=points,
+        device="cuda", left_out={"axolotl_lora": "too slow"},
+    )  # fmt: skip
+    one = dataclasses.replace(some, impls=some.impls[1:], points=points[:1], left_out={})
+    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    found = list(runner.execute([some, one], where | {"triton": None, "transformers": None}))
+    keys = [(row["impl"], row["T"], row.get("skipped")) for row in found]
+    assert sorted(keys, key=str) == [
+        ("axolotl_lora", 16, None),
+        ("axolotl_lora", 32, "too slow"),
+        ("peft", 16, None),
+        ("peft", 32, None),
+    ]
+
+
+def test_what_hangs_or_crashes_twice_is_not_tried_again(tmp_path, monkeypatch):
+    code = (
+        "for task in job['tasks']:\n"
+        "    if task['impl'] == 'liger': time.sleep(60)\n"
+        "    if task['impl'] == 'scattermoe': sys.exit('an illegal memory access')\n"
+        "    deliver({'median_ms': 1.0})"
+    )
+    plan = fake_child(tmp_path, monkeypatch, code)
+    sizes = [dataclasses.replace(TINY, T=T) for T in (8, 16, 32)]
+    names = ("scattermoe", "liger", "hf_eager")
+    tasks = tuple(child.Task(name, size) for size in sizes for name in names)
+    found = list(runner.run_group("run-7", runner.Group(plan, None, tasks)))
+    reasons = {name: [f.get("skipped") for t, f in found if t.impl == name] for name in names}
+    assert len(found) == len(tasks)
+    # Their rows need the bounds of their points, which the same group measures.
+    assert sorted(task.impl for task, _ in found[-3:]) == ["liger", "liger", "scattermoe"]
+    again = "not tried: it hung or crashed at an earlier point"
+    assert reasons["liger"] == ["took longer than 2 s", again, again]
+    assert reasons["scattermoe"][:2] == ["process ended with 1: an illegal memory access"] * 2
+    assert reasons["scattermoe"][2] == again
+    assert reasons["hf_eager"] == [None] * 3

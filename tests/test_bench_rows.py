@@ -1,0 +1,177 @@
+"""Benchmark rows, and the tables, documents and charts that are made of them."""
+
+import bench
+import pytest
+from bench_lib import aims, blocks, charts, newest, rows, table
+from bench_lib.ops import OPS
+from bench_lib.rows import RowError
+
+from tests import bench_cases
+from tests.bench_cases import COMMIT, FIELDS, ROOT, good_row
+
+pytestmark = bench_cases.NEEDS_GROUPED_MM
+
+
+def test_good_rows_pass():
+    rows.check_row(good_row())
+    rows.check_row(good_row(shape="E256_K8_G8", op="routing", D=None, F=None, impl="torch"))
+    rows.check_row(good_row(impl="sonicmoe", median_ms=None, skipped="not installed"))
+    rows.check_row(good_row(op="model", shape="qwen3_30b_12L_4x4096_ckpt", commit=f"{COMMIT}+dirty",
+                            moe_ms=1.5, tokens_per_s=1e4))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"impl": "moe_patsch"}, "impl"),
+        ({"impl": "peft:fast"}, "impl"),
+        ({"shape": "qwen3_31b"}, "shape"),
+        ({"shape": "E128"}, "shape"),
+        ({"op": "expert"}, "op"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"pass": "bwd"}, "pass"),
+        ({"date": "2026-11-27T23:00Z"}, "date"),
+        ({"commit": "e8d9507"}, "commit"),
+        ({"T": None}, "T"),
+        ({"T": 4096.0}, "T"),
+        ({"median_ms": "2.0"}, "median_ms"),
+        ({"median_ms": float("nan")}, "median_ms"),
+        ({"median_ms": -1.0}, "median_ms"),
+        ({"median_ms": True}, "median_ms"),
+        ({"median_ms": None}, "skipped"),
+        ({"skipped": "slow"}, "skipped"),
+        ({"skipped": "", "median_ms": None}, "skipped"),
+        ({"rel_err": None}, "rel_err"),
+        ({"bitwise": None}, "bitwise"),
+        ({"bitwise": "yes"}, "bitwise"),
+        ({"mood": "fine"}, "mood"),
+        ({"moe_ms": 1.0}, "moe_ms"),
+        ({"op": "model"}, "tokens_per_s"),
+    ],
+)
+def test_bad_rows_are_refused_by_field(changes, named):
+    with pytest.raises(RowError, match=rf"\b{named}\b"):
+        rows.check_row(good_row(**changes))
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_a_missing_field_is_named(field):
+    row = good_row()
+    del row[field]
+    with pytest.raises(RowError, match=f"{field} is missing"):
+        rows.check_row(row)
+
+
+def test_nothing_is_written_when_one_row_is_bad(tmp_path):
+    out = tmp_path / "new" / "experts.jsonl"
+    with pytest.raises(RowError):
+        rows.append_rows(out, [good_row(), good_row(op="expert")])
+    assert not out.exists()
+    rows.append_rows(out, [good_row()])
+    rows.append_rows(out, [good_row(run="r2")])
+    assert [row["run"] for row in rows.read_rows(out)] == ["r1", "r2"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")), ids=str)
+def test_committed_rows_are_valid(path):
+    if path.stem in rows.OPS:
+        assert all(row["op"] == path.stem for row in rows.read_rows(path))
+
+
+def test_ratios_stay_within_one_run_and_point():
+    slow, fast = good_row(median_ms=3.0), good_row(impl="hf_eager", median_ms=1.5)
+    assert table.ratio(slow, fast) == 2.0
+    for change in ({"run": "r2"}, {"T": 16384}, {"pass": "fwd+bwd"}, {"dtype": "fp16"}):
+        with pytest.raises(RowError, match="no ratio across different"):
+            table.ratio(slow, fast | change)
+    with pytest.raises(RowError, match="hf_eager, which was skipped: absent"):
+        table.ratio(slow, fast | {"median_ms": None, "skipped": "absent"})
+
+
+def test_a_table_is_of_one_run():
+    mixed = [good_row(), good_row(run="r2", impl="hf_eager", median_ms=9.0)]
+    with pytest.raises(RowError, match="of one run, these rows are of 2"):
+        table.markdown(mixed)
+    assert table.of_run(mixed, None) == mixed[1:]
+    assert table.of_run(mixed, "r1") == mixed[:1]
+    with pytest.raises(RowError, match="no rows of run 'r3'; the file has r1, r2"):
+        table.of_run(mixed, "r3")
+
+
+def test_table_shows_ratios_and_reasons():
+    text = table.markdown(
+        [
+            good_row(impl="moe_patch", median_ms=2.0),
+            good_row(impl="hf_eager", median_ms=5.0),
+            good_row(impl="sonicmoe", median_ms=None, skipped="not installed: sonicmoe"),
+        ],
+        over="hf_eager",
+    )
+    assert "| 2 ms, 300 TF, 2.50x | 5 ms, 300 TF | skipped |" in text
+    assert "- skipped sonicmoe: not installed: sonicmoe" in text
+
+
+def test_a_document_shows_the_newest_run_that_has_the_peers():
+    def rows_of(run, day, peers, **changes):
+        when = {"run": run, "date": f"2026-11-{day}T00:00:00Z", "impl": "moe_patch"}
+        return [good_row(**when | {"impl": impl}, **changes) for impl in ("moe_patch", *peers)]
+
+    required = OPS["experts"].required
+    full = rows_of("full", 20, required)
+    newer = rows_of("newer", 22, required, shape="mixtral")
+    alone = rows_of("alone", 25, ())
+    on_cpu = rows_of("laptop", 26, required, card="CPU: some")
+    lines = newest.newest_lines([*full, *newer, *alone, *on_cpu], OPS["experts"])
+    assert [(line.shape, line.ours["run"]) for line in lines] == [
+        ("olmoe", "full"),
+        ("mixtral", "newer"),
+    ]
+    assert newest.newest_lines(alone, OPS["experts"])[0].ours["run"] == "alone"
+
+
+def test_blocks_are_made_from_rows_alone(tmp_path):
+    timed = [good_row(impl="moe_patch"), good_row(impl="hf_grouped_mm", median_ms=5.0)]
+    skipped = good_row(impl="sonicmoe", median_ms=None, skipped="needs another card")
+    rows.append_rows(tmp_path / "experts.jsonl", [*timed, skipped])
+    text = "before\n<!-- bench: experts -->\nold\n<!-- end of bench -->\nafter\n"
+    new = blocks.rewrite(text, tmp_path)
+    assert "| olmoe | 4096 | fwd | 2 | 5 (2.50x) | skipped | 300 (0.50) |" in new
+    assert "- sonicmoe skipped at olmoe T=4096 fwd: needs another card" in new
+    assert "Run r1 (2026-11-27 23:00 UTC, commit 0123456789)." in new
+    assert "old" not in new
+    assert blocks.rewrite(new, tmp_path) == new
+    with pytest.raises(RowError, match="no block 'expert'; there are headline, experts"):
+        blocks.rewrite(text.replace("experts", "expert"), tmp_path)
+    assert all(block(tmp_path / "nothing") == blocks.NOTHING for block in blocks.BLOCKS.values())
+
+
+def test_aims_are_judged_within_one_run(tmp_path):
+    def row(**changes):
+        return good_row(**{"op": "lora", "impl": "moe_patch", "shape": "qwen3_30b", "T": 16384,
+                           "pass": "fwd+bwd", "tflops": 400.0} | changes)  # fmt: skip
+
+    bases = [row(run=run, median_ms=ms) for run, ms in (("r1", 5.0), ("r2", 9.0))]
+    adapted = [row(R=16, median_ms=6.0), row(R=16, impl="peft", median_ms=18.0)]
+    rows.append_rows(tmp_path / "lora.jsonl", [*adapted, bases[0]])
+    found = {line[1]: line[3:] for line in aims.table(tmp_path, aims.all_aims())}
+    assert found["over the fastest peer"] == ["≥ 2.5", "3.00", "met"]
+    assert found["times the frozen base"] == ["≤ 1.35", "1.20", "met"]
+    assert found["share of bmm"] == ["≥ 0.65", "0.67", "met"]
+    other = tmp_path / "other"
+    rows.append_rows(other / "lora.jsonl", [*adapted, bases[1]])
+    assert "times the frozen base" not in {line[1] for line in aims.table(other, aims.all_aims())}
+
+
+def test_documents_are_not_older_than_their_rows():
+    bench.write_docs(check=True)
+
+
+def test_charts_are_drawn_and_repeat(tmp_path):
+    pytest.importorskip("matplotlib", reason="charts need the extra plots")
+    impls = ("moe_patch", "hf_grouped_mm")
+    timed = [good_row(impl=impl, **{"pass": "fwd+bwd"}) for impl in impls]
+    rows.append_rows(tmp_path / "experts.jsonl", timed)
+    (first,) = charts.draw(tmp_path, tmp_path / "a")
+    (second,) = charts.draw(tmp_path, tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+    assert "hf_grouped_mm" in first.read_text()
