@@ -16,6 +16,7 @@ from moe_patch.kernels.plan import (
     build_plan,
     build_plan_blocked,
     grouped_rows,
+    plan_and_tiles,
     tile_bound,
     tile_table,
 )
@@ -35,6 +36,17 @@ GPU_BLOCKS = [
     (4097, 8, 512, 256, 5, torch.int32),
     (131071, 2, 8, 1024, 3, torch.int64),
     (5, 1, 5, 128, 8, torch.uint8),
+]
+
+# T, K, E, rows of a tile: at most one block of rows, and then some
+TOGETHER = [
+    *((T, 8, E, 16) for E in (5, 128) for T in (0, 1, 7)),
+    (64, 8, 128, 16),  # a whole block
+    (1, 8, 1, 16),
+    (7, 8, 64, 64),
+    (7, 2, 512, 1),
+    (64, 8, 5, 16),  # tens of tiles of one expert
+    (65, 8, 5, 16),  # more than a block
 ]
 
 
@@ -88,21 +100,41 @@ def check_tiles(device: str) -> None:
         ids_TK = random_ids(T, K, E, torch.int64, device)
         ids_TK[ids_TK == 3] = 2
         plan = build_plan(ids_TK, E)
-        table, M = tile_table(plan, block).tolist(), tile_bound(T * K, E, block)
-        offsets = plan.offsets_S.tolist()
-        expected = [
-            (e, start) for e in range(E) for start in range(offsets[e], offsets[e + 1], block)
-        ]
-        assert len(table) == 1 + 2 * M
-        assert table[0] == len(expected) <= M
-        padded = expected + [(-1, -1)] * (M - len(expected))
-        assert list(zip(table[1 : 1 + M], table[1 + M :], strict=True)) == padded
+        assert_tiles(tile_table(plan, block), plan.offsets_S, T * K, block)
+
+
+def assert_tiles(table: torch.Tensor, offsets_S: torch.Tensor, rows: int, block: int) -> None:
+    """Tiles of ``block`` rows from each expert's first row, in the order of experts, then -1."""
+    offsets, E = offsets_S.tolist(), len(offsets_S) - 1
+    found, M = table.tolist(), tile_bound(rows, E, block)
+    expected = [(e, start) for e in range(E) for start in range(offsets[e], offsets[e + 1], block)]
+    assert len(found) == 1 + 2 * M
+    assert found[0] == len(expected) <= M
+    padded = expected + [(-1, -1)] * (M - len(expected))
+    assert list(zip(found[1 : 1 + M], found[1 + M :], strict=True)) == padded
+
+
+def check_together(T: int, K: int, E: int, block: int, device: str) -> None:
+    for ids_TK in (
+        random_ids(T, K, E, torch.int64, device),
+        torch.full((T, K), E - 1, device=device),  # all rows of one expert
+        torch.full((T, K), -1, device=device),
+    ):
+        expected = reference_plan(ids_TK, E)
+        plan, table = plan_and_tiles(ids_TK, E, block)
+        for name, ours, ref in zip(plan._fields, plan, expected, strict=True):
+            assert torch.equal(ours, ref), (name, T, K, E)
+        assert_tiles(table, expected.offsets_S, T * K, block)
 
 
 CASES = {
     **{
         f"blocks-{i}": lambda device, case=case: check_blocks(*case, device)
         for i, case in enumerate(BLOCKS)
+    },
+    **{
+        f"together-{i}": lambda device, case=case: check_together(*case, device)
+        for i, case in enumerate(TOGETHER)
     },
     "special": check_special,
     "grouped": check_grouped,

@@ -33,6 +33,7 @@ class Launcher:
         self._kernel = kernel
         # Under the interpreter kernels are of another type, and there is no driver.
         self._direct = _DIRECT and isinstance(kernel, JITFunction)
+        self._driver: object = None
         self._compiled: dict[Hashable, tuple[CompiledKernel, tuple]] = {}
 
     def __call__(
@@ -47,7 +48,7 @@ class Launcher:
 
         Args:
             grid: one to three sizes.
-            operands: tensors and tensor descriptors, all on the current device.
+            operands: tensors and tensor descriptors on the current device; the last is a tensor.
             varying: int32 values the kernel was declared not to specialise on.
             fixed: all other numbers; each value of them has an entry of its own in the cache.
             constants: compile-time arguments, in one order at every call, and Triton's options.
@@ -55,12 +56,15 @@ class Launcher:
         if not self._direct:
             self._kernel[grid](*operands, *varying, *fixed, **constants)
             return
-        device = driver.active.get_current_device()
+        active = driver.active
+        if active is not self._driver:
+            self._driver, self._compiled = active, {}
+        device = operands[-1].get_device()
         key = (device, *map(_kind, operands), fixed, *constants.values())
         found = self._compiled.get(key)
         if found is not None:
             compiled, tail = found
-            stream = driver.active.get_current_stream(device)
+            stream = active.get_current_stream(device)
             compiled[(*grid, 1, 1)[:3]](*operands, *varying, *fixed, *tail, stream=stream)
             return
         compiled = self._kernel[grid](*operands, *varying, *fixed, **constants)
