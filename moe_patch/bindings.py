@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ def overridden(block: FoundBlock) -> str | None:
 
 
 def origin_of(function: Any) -> str:
-    """The qualified name of a function found on an instance."""
-    target = getattr(function, "func", function)
-    return f"{target.__module__}.{target.__qualname__}"
+    """The qualified name of what was found on an instance: a function's own, else its class's."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"

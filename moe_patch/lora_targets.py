@@ -110,8 +110,12 @@ def _names_experts(target: str, experts_attributes: set[str]) -> bool:
 
 
 def _asked(config: Any) -> set[str]:
+    from peft import LoraConfig
+
     targets: set[str] = set()
-    for value in (config.target_modules, getattr(config, "target_parameters", None)):
+    if not isinstance(config, LoraConfig):
+        return targets
+    for value in (config.target_modules, config.target_parameters):
         targets |= {value} if isinstance(value, str) else set(value or ())
     return targets
 

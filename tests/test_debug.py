@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_patch import (
     PatchStateError,
@@ -265,6 +265,20 @@ def test_a_block_with_a_forward_of_its_own_is_replayed_whole(tmp_path) -> None:
     assert result.module == "Llama4TextMoe"
     assert len(result.ours) == len(result.theirs) == result.tokens == 14
     assert "experts.down_proj" in result.parameters
+
+
+def test_the_config_is_that_of_the_model_around_the_block(tmp_path, caplog) -> None:
+    """Also inside a wrapper that has no config; a block that stands alone has none to write."""
+    model = build("llama4")
+    wrapper = nn.Sequential(model)
+    patch_model(wrapper, self_check=False, debug_nan=True, debug_dir=str(tmp_path))
+    plant(model, 0, slice(None))
+    model(**batch_of(model))
+    assert replay_file(next(tmp_path.iterdir())).module == "Llama4TextMoe"
+    assert not any("leave out" in record.message for record in caplog.records)
+    alone = nn.ModuleList([tiny_models.blocks(build("llama4"))[0][1]])
+    patch_model(alone, self_check=False, debug_nan=True)
+    assert "debug_nan leave out 0: no transformers model around them" in caplog.text
 
 
 def test_debug_nan_changes_no_bit_and_says_nothing_of_a_healthy_model(tmp_path, caplog) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 from typing import Any
 
 import pytest
@@ -168,6 +169,24 @@ def test_loading_a_checkpoint_packs_what_it_reads(
     for name, value in loaded.state_dict().items():
         assert_bits(value, expected[name], name)
     assert "quantization_config" not in loaded.config.to_dict()
+
+
+def test_loading_reads_the_config_that_the_options_name(tmp_path: Any) -> None:
+    """An FP8 config in the folder's root, another in a subfolder, a third handed in."""
+    model = build()
+    model.save_pretrained(tmp_path / "sub")
+    config = json.loads((tmp_path / "sub" / "config.json").read_text())
+    fp8 = config | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(fp8))
+    with pytest.raises(UnsupportedModelError, match="quantised with fp8, asked for nf4"):
+        load_quantized(str(tmp_path), "nf4")
+    for options in ({}, {"config": model.config}):
+        loaded = load_quantized(
+            str(tmp_path), "nf4", subfolder="sub", dtype=torch.float32, **options
+        )
+        expected = quantize_experts(copy.deepcopy(model), "nf4").state_dict()
+        for name, value in loaded.state_dict().items():
+            assert_bits(value, expected[name], name)
 
 
 def test_copies_and_moves_keep_the_bytes() -> None:

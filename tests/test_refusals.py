@@ -39,6 +39,17 @@ def break_router(model):
     )
 
 
+class Called:
+    """An object in a forward's place: it has a class, and no name of its own."""
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("not to be called")
+
+
+def break_router_with_an_object(model):
+    model.model.layers[1].mlp.gate.forward = Called()
+
+
 def break_attribute(model):
     del model.model.layers[1].mlp.gate.norm_topk_prob
 
@@ -59,7 +70,10 @@ def break_values(model):
     model.model.layers[1].mlp.gate.__class__ = DoublingRouter
 
 
-@pytest.mark.parametrize("break_it", [break_router, break_attribute, break_weight, break_values])
+@pytest.mark.parametrize(
+    "break_it",
+    [break_router, break_router_with_an_object, break_attribute, break_weight, break_values],
+)
 def test_failure_leaves_the_model_as_it_was(model, break_it):
     logits(model, tiny_models.inputs(model))
     break_it(model)

@@ -124,14 +124,14 @@ def attach(model: nn.Module, blocks: Sequence[FoundBlock], config: PatchConfig) 
     if not (config.shadow_check or config.debug_nan):
         return
     nan = FirstNan() if config.debug_nan else None
-    model_config = getattr(model, "config", None)
     watched = {block.path: _watched(block) for block in blocks}
     kept = [path for path, modules in watched.items() if modules]
+    homeless: list[str] = []
     for index, path in enumerate(kept):
         make = functools.partial(
             Probe,
             path,
-            model_config=model_config,
+            model_config=_config_above(model, path),
             index=index,
             blocks=len(kept),
             every=config.shadow_check,
@@ -139,15 +139,37 @@ def attach(model: nn.Module, blocks: Sequence[FoundBlock], config: PatchConfig) 
         )
         for role, module in watched[path]:
             record = record_of(module)
-            if record is not None and record.probe is None:
-                record.probe = make(role, nan=None if role == "router" else nan)
-    unwatched = [path for path in watched if path not in kept]
-    if unwatched:
-        logger.warning(
-            "moe_patch: shadow_check and debug_nan leave out %s: their experts are called in a way "
-            "of the family's own",
-            ", ".join(unwatched),
-        )
+            if record is None or record.probe is not None:
+                continue
+            record.probe = make(role)
+            if role == "router" or nan is None:
+                continue
+            if "config" in record.saved or record.probe.model_config is not None:
+                record.probe.nan = nan
+            else:
+                homeless.append(path)
+    _name(
+        "shadow_check and debug_nan", [path for path in watched if path not in kept],
+        "their experts are called in a way of the family's own",
+    )  # fmt: skip
+    _name("debug_nan", homeless, "no transformers model around them has the config for its file")
+
+
+def _name(options: str, paths: list[str], why: str) -> None:
+    if paths:
+        logger.warning("moe_patch: %s leave out %s: %s", options, ", ".join(paths), why)
+
+
+def _config_above(model: nn.Module, path: str) -> Any:
+    """The config of the innermost transformers model around a block, or None."""
+    from transformers import PreTrainedModel
+
+    while path:
+        path = path.rpartition(".")[0]
+        around = model.get_submodule(path)
+        if isinstance(around, PreTrainedModel):
+            return around.config
+    return None
 
 
 def _watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:

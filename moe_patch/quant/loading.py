@@ -14,6 +14,11 @@ from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.quant.tensor import QuantTensor, parameter
 
 _METHOD = "moe_patch_experts"
+# Arguments of from_pretrained that say where a config lies and what code may run to read it.
+_HUB_OPTIONS = (
+    "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
+    "subfolder", "token", "trust_remote_code",
+)  # fmt: skip
 
 
 def load_quantized(
@@ -49,9 +54,12 @@ def load_quantized(
             f"load_quantized: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
         )
     load = (model_class or AutoModelForCausalLM).from_pretrained
-    stored = getattr(AutoConfig.from_pretrained(path), "quantization_config", None)
-    if stored is not None:
-        method = stored["quant_method"]
+    config = options.get("config")
+    if config is None:
+        hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
+        config = AutoConfig.from_pretrained(path, **hub)
+    if hasattr(config, "quantization_config"):
+        method = config.quantization_config["quant_method"]
         if method != "fp8" or storage != "fp8":
             raise UnsupportedModelError(
                 f"{path}: the checkpoint is quantised with {method}, asked for {storage}; "
