@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ from bench_lib.process import Timeout  # noqa: E402
 from bench_lib.rows import COMMIT, PASSES, Row, RowError  # noqa: E402
 from bench_lib.shapes import DTYPES, SHAPES  # noqa: E402
 from bench_lib.spec import Op  # noqa: E402
+
+from moe_patch.cli.output import Parser, add_json, print_json  # noqa: E402
 
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
 RESULTS = ROOT / "benchmarks" / "results"
@@ -56,6 +59,7 @@ def _add_common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--warm-limit", type=float, default=240.0, metavar="S", help="and no longer")
     sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
     sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
+    add_json(sub)
 
 
 def _add_op(commands: Any, op: Op) -> None:
@@ -72,9 +76,7 @@ def _add_op(commands: Any, op: Op) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line: one sub-command per op, ``all``, ``table``, ``chart`` and ``docs``."""
-    top = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    top = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True, metavar="OP | all | table")
     for op in OPS.values():
         _add_op(commands, op)
@@ -90,10 +92,13 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--run", help="default: the newest in the file")
     sub.add_argument("--over", help="the implementation that ratios are taken over")
     sub.add_argument("--show", choices=table.CELLS, default="time")
+    add_json(sub)
     sub = commands.add_parser("chart", help="the newest rows as SVG (needs matplotlib)")
     sub.add_argument("--out", type=Path, default=ROOT / "docs" / "img", metavar="DIR")
+    add_json(sub)
     sub = commands.add_parser("docs", help="rewrite the marked tables of README and docs")
     sub.add_argument("--check", action="store_true", help="write nothing; fail if one is stale")
+    add_json(sub)
     sub = commands.add_parser("child", help="(internal) measure what a job file says")
     sub.add_argument("job", type=Path)
     return top
@@ -171,6 +176,7 @@ def _run(
     if args.warm_jobs:
         for line in warmup.warm_up(run, plans, args.warm_jobs, args.warm_limit):
             print(line, file=sys.stderr, flush=True)
+    found: list[Row] = []
     if vars(args).get("warm_only"):
         return
     try:
@@ -180,11 +186,13 @@ def _run(
                 file=sys.stderr,
                 flush=True,
             )
+            found.append(row)
             if row["op"] in out:
                 rows.append_rows(out[row["op"]], [row])
     finally:
-        written = ", ".join(str(path) for path in dict.fromkeys(out.values()))
-        print(f"run {run}: {f'rows in {written}' if out else 'nothing written (dry run)'}")
+        files = [str(path) for path in dict.fromkeys(out.values())]
+        where_to = f"rows in {', '.join(files)}" if files else "nothing written (dry run)"
+        _tell(args, f"run {run}: {where_to}", run=run, rows=found, files=files)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -207,12 +215,26 @@ def bench_all(args: argparse.Namespace) -> None:
     _run(args, plans, {name: args.out_dir / f"{name}.jsonl" for name in out}, args.total)
 
 
-def write_docs(check: bool) -> None:
-    """Make the marked tables anew.
+def _tell(args: argparse.Namespace, text: str, **found: Any) -> None:
+    """What was found, as text or as one JSON document."""
+    if args.json:
+        print_json(found)
+    elif text:
+        print(text)
+
+
+def _tell_files(args: argparse.Namespace, done: str, paths: Iterable[Path]) -> None:
+    files = [str(path) for path in paths]
+    _tell(args, "\n".join(f"{done} {file}" for file in files), files=files)
+
+
+def write_docs(check: bool) -> list[Path]:
+    """Make the marked tables anew; the documents that changed.
 
     Raises:
         RowError: with ``check``, a document differs from its rows; or a marker is unknown.
     """
+    changed = []
     for path in DOCUMENTS:
         old = path.read_text(encoding="utf-8")
         new = blocks.rewrite(old, RESULTS)
@@ -221,7 +243,8 @@ def write_docs(check: bool) -> None:
         if check:
             raise RowError(f"{path} is older than its rows; run scripts/bench.py docs")
         path.write_text(new, encoding="utf-8")
-        print(f"rewrote {path}")
+        changed.append(path)
+    return changed
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,12 +255,11 @@ def main(argv: list[str] | None = None) -> int:
             child.main(args.job)
         elif args.command == "table":
             chosen = table.of_run(rows.read_rows(args.file), args.run)
-            print(table.markdown(chosen, args.over, args.show))
+            _tell(args, table.markdown(chosen, args.over, args.show), rows=chosen)
         elif args.command == "chart":
-            for path in charts.draw(RESULTS, args.out):
-                print(f"drew {path}")
+            _tell_files(args, "drew", charts.draw(RESULTS, args.out))
         elif args.command == "docs":
-            write_docs(args.check)
+            _tell_files(args, "rewrote", write_docs(args.check))
         elif args.command == "all":
             bench_all(args)
         else:

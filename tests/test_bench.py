@@ -111,6 +111,30 @@ def test_dry_run_without_out_writes_nothing():
     assert {path: path.read_bytes() for path in results.glob("*")} == before
 
 
+def test_json_is_all_that_is_on_stdout(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "Child", HereChild)
+    out = tmp_path / "plan.jsonl"
+    assert dry_run("plan", out, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["rows"] == rows.read_rows(out) != []
+    assert said["run"] == said["rows"][0]["run"]
+    assert said["files"] == [str(out)]
+    assert bench.main(["table", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == said["rows"]
+    monkeypatch.setattr(bench, "DOCUMENTS", ())
+    assert bench.main(["docs", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": []}
+
+
+def test_a_command_line_that_cannot_be_read_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main(["plan", "--T", "many"])
+    assert stopped.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe-patch: error: argument --T: invalid int value: 'many'; see ")
+    assert err.count("\n") == 1
+
+
 def test_a_tree_without_git_needs_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
     assert bench.main(["experts", "--dry-run"]) == 1
