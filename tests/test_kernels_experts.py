@@ -17,7 +17,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch import definition as reference
-from moe_patch.kernels import dh, dh_hopper, dw, rows, rows_hopper, up, up_hopper
+from moe_patch.kernels import dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
@@ -144,8 +144,8 @@ SPECIALISED = {
     "down": (rows_hopper, "specialised_grouped_linear"),
     "dx": (rows_hopper, "specialised_grouped_linear"),
     "dh": (dh_hopper, "specialised_hidden_gradients"),
-    "dw2": (dw, "specialised_outer_sum"),
-    "dw13": (dw, "specialised_outer_sum"),
+    "dw2": (dw_hopper, "specialised_outer_sum"),
+    "dw13": (dw_hopper, "specialised_outer_sum"),
 }
 
 

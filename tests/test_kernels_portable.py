@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,6 +25,7 @@ from moe_patch.kernels.portable import portable_reason
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
 
+ROOT = Path(__file__).parents[1]
 SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
 GPT_OSS = Glu("swiglu_oai", interleaved=True)
 EVERY = {"up", "down", "dx", "dh", "dw13", "dw2"}
@@ -104,6 +108,26 @@ def test_another_triton_is_named(version: str, known: bool, hopper: None, monkey
     assert ("" if known else f"take triton 3.6, found {version}") in reason
     assert bool(reason) != known
     assert taken(64, 32, SILU, False) == (EVERY if known else set())
+
+
+WITHOUT_GLUON = """
+import sys
+import triton
+triton.__version__ = "9.9.0"
+sys.modules["triton.experimental"] = None
+import moe_patch.kernels.experts
+found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
+sys.exit(f"imported: {found}" if found else 0)
+"""
+
+
+def test_another_triton_needs_no_gluon() -> None:
+    """Its names change between releases: the portable kernels have to import without it."""
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GLUON]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> None:

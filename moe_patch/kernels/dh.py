@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels import dh_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     column_chunk,
@@ -33,6 +33,9 @@ from moe_patch.kernels.tiling import (
     weight_operand,
 )
 from moe_patch.types import Glu
+
+if known_triton():
+    from moe_patch.kernels import dh_hopper
 
 
 class HiddenGradients(NamedTuple):
@@ -80,7 +83,10 @@ def hidden_gradients(
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
     specialised = (
-        tile.specialised and dh and dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
+        tile.specialised
+        and dh
+        and known_triton()
+        and dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
     )
     columns = cdiv(F, dh_hopper.BN if specialised else tile.n)
     if into is None:

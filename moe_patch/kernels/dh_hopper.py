@@ -26,7 +26,6 @@ from moe_patch.kernels.hopper import (
     RANK3,
     RANK3_C,
     RANK4_C,
-    available,
     claim,
     copies_boxes,
     copies_rows,
@@ -42,6 +41,7 @@ from moe_patch.kernels.hopper import (
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
 from moe_patch.types import Glu
 

@@ -12,12 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import device_of
-from moe_patch.kernels.dw_hopper import specialised_outer_sum, supported
 from moe_patch.kernels.launch import programs
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import RUN, locate_tile
 from moe_patch.types import Plan
+
+if known_triton():
+    from moe_patch.kernels import dw_hopper
 
 
 def outer_sum(
@@ -40,8 +43,12 @@ def outer_sum(
         tile: m and n are the gradient's rows and columns, k token rows per step.
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
-    if tile.specialised and supported(left, right, like_EOI, **gathers):
-        return specialised_outer_sum(
+    if (
+        tile.specialised
+        and known_triton()
+        and dw_hopper.supported(left, right, like_EOI, **gathers)
+    ):
+        return dw_hopper.specialised_outer_sum(
             left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
         )
     E, O, I = like_EOI.shape

@@ -24,7 +24,6 @@ from moe_patch.kernels.hopper import (
     RANK3,
     RANK3_C,
     RANK4_C,
-    available,
     claim,
     copies_boxes,
     copies_rows,
@@ -38,6 +37,7 @@ from moe_patch.kernels.hopper import (
     sum_steps,
 )
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import locate_tile
 from moe_patch.types import Plan
 

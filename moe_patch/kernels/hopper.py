@@ -10,7 +10,6 @@ rows each, still write theirs out.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,8 +25,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.device import device_of
 
-# Gluon is experimental and its names change between releases: only versions this was tested on.
-TRITON_VERSIONS = ("3.6",)
 BM, BN, BK = 128, 256, 64
 # Columns that leave the accumulator at a time.
 CHUNK = 64
@@ -39,16 +36,6 @@ RAGGED_AXIS = 0x7FFF0000
 RAGGED_ROWS_C = gl.constexpr(RAGGED_ROWS)
 RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
 RANK3_C, RANK4_C = gl.constexpr(RANK3), gl.constexpr(RANK4)
-
-
-def known_triton() -> bool:
-    """Whether the installed Triton is one of :data:`TRITON_VERSIONS`, in any of its builds."""
-    return ".".join(triton.__version__.split(".")[:2]) in TRITON_VERSIONS
-
-
-def available(tensor: Tensor) -> bool:
-    """Whether these kernels serve the tensor's device and dtype: sm_90, 16 bits, a known Triton."""
-    return device_of(tensor).capability == (9, 0) and known_triton() and tensor.dtype.itemsize == 2
 
 
 def copies_rows(*sides: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from moe_patch.kernels.hopper import TRITON_VERSIONS, known_triton
+from moe_patch.kernels.specialised import TRITON_VERSIONS, known_triton
 from moe_patch.types import Glu
 
 

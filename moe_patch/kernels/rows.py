@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels import rows_hopper
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -24,6 +24,9 @@ from moe_patch.kernels.tiling import (
     rows_of_tile,
     weight_operand,
 )
+
+if known_triton():
+    from moe_patch.kernels import rows_hopper
 
 
 def grouped_linear(
@@ -53,6 +56,7 @@ def grouped_linear(
     out_NO = inputs.new_empty(rows.count, O) if into is None else into
     if (
         tile.specialised
+        and known_triton()
         and not gather
         and alpha == 1.0
         and rows_hopper.supported(inputs, rows, w_EOI, low_rank)

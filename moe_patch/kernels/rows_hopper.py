@@ -21,7 +21,6 @@ from moe_patch.kernels.hopper import (
     RANK2,
     RANK3,
     RANK4_C,
-    available,
     claim,
     copies_boxes,
     copies_rows,
@@ -36,6 +35,7 @@ from moe_patch.kernels.hopper import (
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
 
 STAGES, OUTS = 4, 2

@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels import up_hopper
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -27,6 +27,9 @@ from moe_patch.kernels.tiling import (
     weight_operand,
 )
 from moe_patch.types import Glu
+
+if known_triton():
+    from moe_patch.kernels import up_hopper
 
 
 def up(
@@ -60,7 +63,11 @@ def up(
     if into is None:
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
-    if tile.specialised and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
+    if (
+        tile.specialised
+        and known_triton()
+        and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank)
+    ):
         up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
         return h_NH, a_NF
     halves = 2 if glu.gated and not glu.interleaved else 1

@@ -24,7 +24,6 @@ from moe_patch.kernels.hopper import (
     RAGGED_ROWS_C,
     RANK4,
     RANK4_C,
-    available,
     copies_boxes,
     copies_rows,
     gather_step,
@@ -39,6 +38,7 @@ from moe_patch.kernels.hopper import (
 )
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.sizes import cdiv
+from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
 from moe_patch.types import Glu
 
