@@ -11,7 +11,7 @@ from torch import nn
 from moe_patch.backend import choose_backend
 from moe_patch.bindings import overridden, wrapped_by_parallelism
 from moe_patch.discover import WHOLE_MODEL, FoundBlock, discover
-from moe_patch.experts_module import layout_of, read_glu, stored_weight
+from moe_patch.experts_module import compute_dtype, layout_of, read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, record_of
@@ -141,7 +141,7 @@ def _portable(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     rows, columns = _whole_shape(weight)[1:]
     return portable_reason(
         torch.cuda.get_device_capability(device),
-        weight.dtype,
+        compute_dtype(weight, weight, found.spec.experts_fp32),
         (columns, rows) if layout.is_transposed else (rows, columns),
         glu,
         transposed=layout.is_transposed,

@@ -50,13 +50,13 @@ def hopper() -> Iterator[None]:
         yield
 
 
-def taken(D: int, F: int, glu: Glu, transposed: bool) -> set[str]:
+def taken(D: int, F: int, glu: Glu, transposed: bool, dtype: torch.dtype = BF16) -> set[str]:
     """The products for which the launchers take the specialised kernels."""
     E, T, K = 4, 16, 2
     N, H = T * K, 2 * F if glu.gated else F
 
     def empty(*size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=BF16)
+        return torch.empty(size, dtype=dtype)
 
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
@@ -82,8 +82,11 @@ def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> No
     reason = portable_reason(HOPPER, BF16, shape, glu, transposed=transposed)
     assert said in reason
     assert bool(said) == bool(reason)
-    for capability, dtype in ((HOPPER, torch.float32), ((8, 0), BF16), ((10, 0), BF16)):
-        assert portable_reason(capability, dtype, shape, glu, transposed=transposed) == ""
+    for capability in ((8, 0), (10, 0)):
+        assert portable_reason(capability, BF16, shape, glu, transposed=transposed) == ""
+    assert taken(D, F, glu, transposed, torch.float32) == set()
+    reason = portable_reason(HOPPER, torch.float32, shape, glu, transposed=transposed)
+    assert reason.endswith("take bf16 and fp16, found torch.float32")
 
 
 def test_numbers_of_hip_are_not_taken_for_those_of_cuda(monkeypatch) -> None:
@@ -137,3 +140,5 @@ def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> Non
     for row in patch_report(model, torch.device("cuda")):
         assert "expert width 20" in row.reason
     assert all(row.reason == "" for row in patch_report(model))
+    for row in patch_report(model.float(), torch.device("cuda")):
+        assert row.reason.endswith("found torch.float32")

@@ -23,13 +23,15 @@ def portable_reason(
 
     Args:
         capability: of the device.
-        dtype: of the weights.
+        dtype: of the products.
         shape: (H, D) of the up projection.
         glu: the activation.
         transposed: the weights are stored [E, in, out].
     """
-    if capability != (9, 0) or dtype.itemsize != 2:
+    if capability != (9, 0):
         return ""
+    if dtype.itemsize != 2:
+        return f"portable kernels: those for Hopper take bf16 and fp16, found {dtype}"
     H, D = shape
     F = H // 2 if glu.gated else H
     if not known_triton():
