@@ -34,6 +34,10 @@ class ExpertTensors(NamedTuple):
     lora13: Lora | None
     lora2: Lora | None
 
+    @property
+    def has_lora(self) -> bool:
+        return self.lora13 is not None or self.lora2 is not None
+
 
 def layout_of(experts: Any, spec: FamilySpec) -> Layout:
     """How the weights lie: the family entry's word, else transformers' own flags.
@@ -238,15 +242,10 @@ def run_experts(
     x_TD = hidden_TD.to(dtype)
     signals = None
     if layer is not None:
-        has_lora = tensors.lora13 is not None or tensors.lora2 is not None
         signals = layer.begin(
-            x_TD,
-            ids_TK,
-            weights_TK,
-            experts=stored.shape[0],
-            has_lora=has_lora,
+            x_TD, ids_TK, weights_TK, experts=stored.shape[0], has_lora=tensors.has_lora,
             fused=glu is not None,
-        )
+        )  # fmt: skip
     if glu is None:
         if batch_invariant:
             refuse_batch_invariant(f"{type(experts).__name__} runs its own activation or norm")

@@ -123,6 +123,8 @@ def test_a_file_gives_scores_and_history_back(recorder, tmp_path) -> None:
     save_file({"ids": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(UnsupportedOptionError, match=r"other\.safetensors: format is None"):
         load_recorder(tmp_path / "other.safetensors")
+    with pytest.raises(UnsupportedOptionError, match=r"missing: not a safetensors file"):
+        load_recorder(tmp_path / "missing")
 
 
 def test_what_is_not_there_is_named(recorder, monkeypatch, tmp_path) -> None:

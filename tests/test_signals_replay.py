@@ -161,6 +161,8 @@ def test_a_file_gives_the_trace_back(tmp_path, experts, dtype, weights) -> None:
     save_file({"ids": ids}, tmp_path / "other.safetensors")
     with pytest.raises(UnsupportedOptionError, match=r"other\.safetensors: format"):
         RoutingTrace.load(tmp_path / "other.safetensors")
+    with pytest.raises(UnsupportedOptionError, match=r"missing: not a safetensors file"):
+        RoutingTrace.load(tmp_path / "missing")
 
 
 def test_a_mismatch_is_named() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch import tensor_file
 from moe_patch.lora import HANDED_DOWN, Factors
 from moe_patch.patch_record import record_of
 
@@ -56,7 +56,6 @@ class NanCall:
 def write(probe: Any, module: nn.Module, args: tuple) -> Path:
     """Write the call of a probed module; the file's path."""
     import transformers
-    from safetensors.torch import save_file
 
     record = record_of(module)
     assert record is not None
@@ -70,7 +69,6 @@ def write(probe: Any, module: nn.Module, args: tuple) -> Path:
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}
     own = _class_of(module)
     about = {
-        "format": FORMAT,
         "path": probe.path,
         "role": probe.role,
         "class": json.dumps([own.__module__, own.__name__]),
@@ -84,7 +82,7 @@ def write(probe: Any, module: nn.Module, args: tuple) -> Path:
     }
     file = _name(probe)
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, str(file), about)
+    tensor_file.write(file, FORMAT, tensors, about)
     return file
 
 
@@ -94,19 +92,7 @@ def read(file: str | Path) -> NanCall:
     Raises:
         UnsupportedOptionError: there is no such file, or it is of another kind.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            about = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedOptionError(f"{file}: not a safetensors file: {error}") from error
-    if about.get("format") != FORMAT:
-        raise UnsupportedOptionError(
-            f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}, which debug_nan "
-            "writes"
-        )
+    tensors, about = tensor_file.read(file, FORMAT, "debug_nan")
     (module, cls), (config_module, config_cls) = (
         json.loads(about[key]) for key in ("class", "config_class")
     )

@@ -79,17 +79,27 @@ def _config(storage: str) -> Any:
 
 
 def _register() -> None:
-    from transformers.core_model_loading import ConversionOps
+    """The names are transformers' own way to find a quantizer; nothing else of it changes."""
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.quantizers.base import HfQuantizer
+
+    register_quantization_config(_METHOD)(_config_class())
+    register_quantizer(_METHOD)(_quantizer_class(_operation_class()))
+
+
+def _config_class() -> type:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
-    @register_quantization_config(_METHOD)
     class ExpertsQuantConfig(QuantizationConfigMixin):
         """How the experts are to be stored."""
 
         def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
             self.storage, self.quant_method = storage, quant_method
+
+    return ExpertsQuantConfig
+
+
+def _operation_class() -> type:
+    from transformers.core_model_loading import ConversionOps
 
     class QuantizeExperts(ConversionOps):
         """One merged projection -> its packed parameter."""
@@ -106,7 +116,12 @@ def _register() -> None:
                 state.watch(model.get_submodule(name.rpartition(".")[0]))
             return packed
 
-    @register_quantizer(_METHOD)
+    return QuantizeExperts
+
+
+def _quantizer_class(operation: type) -> type:
+    from transformers.quantizers.base import HfQuantizer
+
     class ExpertsQuantizer(HfQuantizer):
         """Tells transformers' loader which parameters are packed as they are read."""
 
@@ -132,8 +147,8 @@ def _register() -> None:
                 return param.element_size()
             return memory.bits_per_value(self.quantization_config.storage) / 8
 
-        def get_quantize_ops(self) -> QuantizeExperts:
-            return QuantizeExperts(self.quantization_config.storage)
+        def get_quantize_ops(self) -> Any:
+            return operation(self.quantization_config.storage)
 
         def is_serializable(self) -> bool:
             return False
@@ -141,3 +156,5 @@ def _register() -> None:
         @property
         def is_trainable(self) -> bool:
             return True
+
+    return ExpertsQuantizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch import tensor_file
 from moe_patch.ops import Signals
 from moe_patch.signals.recorder import Recorder, StepSignals
 from moe_patch.signals.slot import LayerSignals
@@ -24,8 +24,6 @@ FIELDS = ("ids", "weights", "tokens_per_expert")
 
 def save_recorder(recorder: Recorder, file: str | Path) -> None:
     """Write a recorder to a file; a tensor that was not recorded is left out."""
-    from safetensors.torch import save_file
-
     paths = list(recorder.layers)
     tensors: dict[str, Tensor] = {}
     for i, layer in enumerate(recorder.layers.values()):
@@ -40,7 +38,6 @@ def save_recorder(recorder: Recorder, file: str | Path) -> None:
         if steps and len(steps) == len(recorder.history):
             tensors[f"{i}.history"] = torch.stack(steps)
     about = {
-        "format": FORMAT,
         "layers": json.dumps(
             [
                 {"path": path, "missing": layer.missing, "has_lora": layer.has_lora}
@@ -48,25 +45,16 @@ def save_recorder(recorder: Recorder, file: str | Path) -> None:
             ]
         ),
     }
-    save_file({n: t.detach().contiguous().cpu() for n, t in tensors.items()}, str(file), about)
+    tensor_file.write(file, FORMAT, tensors, about)
 
 
 def load_recorder(file: str | Path) -> Recorder:
     """A recorder as :func:`save_recorder` wrote it; it records nothing more.
 
     Raises:
-        UnsupportedOptionError: it is a safetensors file of another kind.
+        UnsupportedOptionError: there is no such file, or it is of another kind.
     """
-    from safetensors import safe_open
-
-    with safe_open(str(file), framework="pt") as opened:
-        about = opened.metadata() or {}
-        if about.get("format") != FORMAT:
-            raise UnsupportedOptionError(
-                f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}, which "
-                "save_recorder writes"
-            )
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    tensors, about = tensor_file.read(file, FORMAT, "save_recorder")
     found = json.loads(about["layers"])
     layers = {layer["path"]: _layer(layer, tensors, i) for i, layer in enumerate(found)}
     recorder = Recorder(layers)

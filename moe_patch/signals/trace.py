@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedOptionError
 
 FORMAT = "moe_patch routing 1"
@@ -98,32 +99,20 @@ class RoutingTrace:
 
     def save(self, file: str | Path) -> None:
         """Write a safetensors file; ids as int16 where E allows."""
-        from safetensors.torch import save_file
-
         small = self.experts and self.experts <= torch.iinfo(torch.int16).max
-        ids = self.ids_TLK.to(torch.int16 if small else torch.int32).contiguous().cpu()
-        tensors = {"ids": ids}
+        tensors = {"ids": self.ids_TLK.to(torch.int16 if small else torch.int32)}
         if self.weights_TLK is not None:
-            tensors["weights"] = self.weights_TLK.contiguous().cpu()
-        about = {"format": FORMAT, "experts": str(self.experts), "paths": json.dumps(self.paths)}
-        save_file(tensors, str(file), metadata=about)
+            tensors["weights"] = self.weights_TLK
+        about = {"experts": str(self.experts), "paths": json.dumps(self.paths)}
+        tensor_file.write(file, FORMAT, tensors, about)
 
     @classmethod
     def load(cls, file: str | Path) -> RoutingTrace:
         """Read a file that :meth:`save` wrote.
 
         Raises:
-            UnsupportedOptionError: it is a safetensors file of another kind.
+            UnsupportedOptionError: there is no such file, or it is of another kind.
         """
-        from safetensors import safe_open
-
-        with safe_open(str(file), framework="pt") as opened:
-            about = opened.metadata() or {}
-            if about.get("format") != FORMAT:
-                raise UnsupportedOptionError(
-                    f"{file}: format is {about.get('format')!r}; accepted: {FORMAT!r}"
-                )
-            names = opened.keys()
-            weights = opened.get_tensor("weights") if "weights" in names else None
-            ids = opened.get_tensor("ids")
+        tensors, about = tensor_file.read(file, FORMAT, "RoutingTrace.save")
+        ids, weights = tensors["ids"], tensors.get("weights")
         return cls(ids, weights, tuple(json.loads(about["paths"])), int(about["experts"]))

@@ -112,16 +112,11 @@ def blocks_and_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module
 
 def train(model: Any, batch: int, length: int, checkpointing: bool, device: torch.device) -> Steps:
     """A few Trainer steps: forward, backward, clipping and AdamW, timed from outside."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer, TrainerCallback
 
     found = Steps()
     on_cuda = device.type == "cuda"
     meter = Meter(*blocks_and_layers(model), device)
-
-    def synchronize() -> float:
-        if on_cuda:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
 
     class Clock(TrainerCallback):
         started = 0.0
@@ -129,10 +124,10 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == WARM_STEPS and on_cuda:
                 torch.cuda.reset_peak_memory_stats(device)
-            self.started = synchronize()
+            self.started = _now(device)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step_ms, moe_ms = 1e3 * (synchronize() - self.started), meter.take_ms()
+            step_ms, moe_ms = 1e3 * (_now(device) - self.started), meter.take_ms()
             if state.global_step > WARM_STEPS:
                 found.step_ms.append(step_ms)
                 found.moe_ms.append(moe_ms)
@@ -145,20 +140,14 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
                 found.first = torch.stack([loss, *norms]).double().cpu()
             return loss
 
-    steps = WARM_STEPS + STEPS
-    vocab = model.config.vocab_size
+    steps, vocab = WARM_STEPS + STEPS, model.config.vocab_size
     with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
-        arguments = TrainingArguments(
-            output_dir=folder, max_steps=steps, per_device_train_batch_size=batch,
-            gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": False},
-            bf16=on_cuda, use_cpu=not on_cuda, seed=SEED, report_to="none", save_strategy="no",
-            logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=on_cuda,
-        )  # fmt: skip
         trainer = Watched(
-            model, arguments, train_dataset=RandomTokens(steps * batch, length, vocab),
+            model,
+            _arguments(folder, batch, checkpointing, on_cuda),
+            train_dataset=RandomTokens(steps * batch, length, vocab),
             callbacks=[Clock()],
-        )  # fmt: skip
+        )
         try:
             trainer.train()
         finally:
@@ -169,3 +158,23 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
     if on_cuda:
         found.peak_bytes = torch.cuda.max_memory_allocated(device)
     return found
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _arguments(folder: str, batch: int, checkpointing: bool, on_cuda: bool) -> Any:
+    """A Trainer that does nothing but train."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
+        output_dir=folder, max_steps=WARM_STEPS + STEPS, per_device_train_batch_size=batch,
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        bf16=on_cuda, use_cpu=not on_cuda, seed=SEED, report_to="none", save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=on_cuda,
+    )  # fmt: skip
