@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -79,13 +79,21 @@ def wrapped_by_parallelism(module: nn.Module) -> bool:
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """A method of another class that was bound over a module's own, or None.
+    """What another library runs in place of a module's own forward, or None.
 
-    Liger and the kernels library bind so, and never call what was there; parallelism and hooks of
-    transformers and accelerate bind closures and partials around it.
+    Liger and the kernels library bind a method of another class, others assign a function to the
+    class; neither calls what was there. Closures and partials are put around it, by parallelism and
+    hooks of transformers and accelerate among others.
     """
     found = foreign_forward(module, "forward")
-    return found if isinstance(found, MethodType) else None
+    if found is not None:
+        return found if isinstance(found, MethodType) else None
+    if is_ours(module.__dict__.get(slot_for(module))):
+        return None
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    found = vars(owner)["forward"]
+    around = not isinstance(found, FunctionType) or found.__closure__ is not None
+    return None if around or found.__module__ == owner.__module__ else found
 
 
 def overridden(block: FoundBlock) -> str | None:

@@ -50,6 +50,37 @@ def test_a_replaced_forward_is_refused_by_name(model_type, which):
     assert_unchanged(before, snapshot(model))
 
 
+def dense_forward(self, hidden_states, *args):
+    """Stands for what densemixer and others assign to a class."""
+    return hidden_states * 0
+
+
+@pytest.mark.parametrize("which", ["experts", "block"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_forward_replaced_on_the_class_is_refused_by_name(model_type, which, monkeypatch):
+    model = tiny_models.build(model_type)
+    cls = type(target(model, which))
+    monkeypatch.setattr(cls, "forward", dense_forward)
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.0\.mlp.*{cls.__name__}.*dense_f"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize(("which", "tier"), [("router", "full"), ("experts", "refused")])
+def test_a_class_forward_replaced_after_patching(which, tier, monkeypatch):
+    """Behind a forward that we bound it never runs; elsewhere the report says that it does."""
+    model = patch_model(tiny_models.build("qwen3_moe"))
+    batch = tiny_models.inputs(model)
+    out = logits(model, batch)
+    block = tiny_models.blocks(model)[0][1]
+    other = block.gate if which == "router" else block.experts
+    monkeypatch.setattr(type(other), "forward", dense_forward)
+    assert {row.tier for row in patch_report(model)} == {tier}
+    if tier == "full":
+        assert_bits(logits(model, batch), out)
+
+
 def test_a_forward_replaced_after_patching_shows_in_the_report():
     """Trainer applies Liger when training begins: ours no longer runs, and the report says so."""
     model = patch_model(tiny_models.build("qwen3_moe"))
