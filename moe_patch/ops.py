@@ -9,10 +9,12 @@ graphs and checkpointing see one call; inside, a backend module supplies ``exper
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,21 +27,18 @@ from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
 
 _lib = torch.library.Library("moe_patch", "DEF")
-_WEIGHTS = (
-    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, "
-    "Tensor? a13, Tensor? lb13, Tensor? a2, Tensor? lb2, float s13, float s2, "
-    "str kind, bool gated, bool interleaved, float alpha, float limit, "
-    "str backend, bool batch_invariant, Tensor[] scales, str storage"
+# Few arguments, since torch spends time on each: what is no tensor travels as one string.
+_OPERANDS = (
+    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
+    "Tensor? lb2, Tensor[] scales, float s13, float s2, str options"
 )
 _lib.define(
-    f"experts(Tensor x, Tensor ids, Tensor weights, {_WEIGHTS}, "
-    "bool save_h, bool save_u13, bool save_u2, bool norms, Tensor? signals) "
+    f"experts(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, Tensor? signals) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _lib.define(
-    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_WEIGHTS}, "
-    "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, "
-    "bool[] needs) -> Tensor[]"
+    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, "
+    "Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs) -> Tensor[]"
 )
 
 
@@ -101,10 +100,13 @@ def experts_mlp(
     refuse_forward_mode(*inputs)
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     keep, norms = graph and not recompute, signals is not None
+    kept = [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms]
+    a13, lb13, s13 = lora13 or (None, None, 1.0)
+    a2, lb2, s2 = lora2 or (None, None, 1.0)
     out_TD, *_, act_norm_TK = torch.ops.moe_patch.experts(
-        x_TD, ids_TK, weights_TK, *_flatten(tensors, glu, lora13, lora2), backend,
-        batch_invariant, scales, storage, keep, keep and _reads_u(lora13, norms),
-        keep and _reads_u(lora2, norms), norms, None if signals is None else signals.grads_3TK,
+        x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, scales, s13, s2,
+        spell_options(glu, backend, batch_invariant, storage), kept,
+        None if signals is None else signals.grads_3TK,
     )  # fmt: skip
     if signals is not None:
         signals.act_norm_TK = act_norm_TK.detach()
@@ -116,26 +118,50 @@ def _reads_u(lora: Lora | None, norms: bool) -> bool:
     return lora is not None and (norms or lora.B_EOR.requires_grad)
 
 
-def _flatten(w: ExpertWeights, glu: Glu, lora13: Lora | None, lora2: Lora | None) -> tuple:
-    a13, lb13, s13 = lora13 or (None, None, 1.0)
-    a2, lb2, s2 = lora2 or (None, None, 1.0)
-    activation = glu.kind, glu.gated, glu.interleaved, glu.alpha, glu.limit
-    return *w, a13, lb13, a2, lb2, s13, s2, *activation
+class _Options(NamedTuple):
+    """What :func:`spell_options` wrote."""
+
+    glu: Glu
+    backend: str
+    batch_invariant: bool
+    storage: str
 
 
-def _unflatten(
-    args: list[Any], dtype: torch.dtype
+def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
+    """The operators' options in one word each."""
+    activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d} {glu.alpha} {glu.limit}"
+    return f"{activation} {backend} {batch_invariant:d} {storage}"
+
+
+@functools.cache
+def _read_options(options: str) -> _Options:
+    kind, gated, interleaved, alpha, limit, backend, invariant, storage = options.split(" ", 7)
+    return _Options(
+        Glu(kind, gated == "1", interleaved == "1", float(alpha), float(limit)),
+        backend,
+        invariant == "1",
+        storage,
+    )
+
+
+@functools.cache
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(_BACKEND_MODULES[backend])
+
+
+def _operands(
+    args: Sequence[Any], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
-    weights, (a13, lb13, a2, lb2, s13, s2) = args[:4], args[4:10]
-    glu, (backend, batch_invariant, scales, storage) = args[10:15], args[15:]
+    w13, w2, b13, b2, a13, lb13, a2, lb2, scales, s13, s2, spelled = args
+    options = _read_options(spelled)
     return (
-        packed_weights(ExpertWeights(*weights), scales, storage, dtype),
-        Glu(*glu),
+        packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
+        options.glu,
         None if a13 is None else Lora(a13.to(dtype), lb13.to(dtype), s13),
         None if a2 is None else Lora(a2.to(dtype), lb2.to(dtype), s2),
-        importlib.import_module(_BACKEND_MODULES[backend]),
+        _module(options.backend),
         # The torch backend does not know the option: it cannot hold there.
-        {"batch_invariant": True} if batch_invariant else {},
+        {"batch_invariant": True} if options.batch_invariant else {},
     )
 
 
@@ -145,10 +171,13 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+_KEEP = ("save_h", "save_u13", "save_u2", "norms")
+
+
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
-    *flat, save_h, save_u13, save_u2, norms, _ = args
-    w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
-    options |= {"save_h": save_h, "save_u13": save_u13, "save_u2": save_u2, "norms": norms}
+    *operands, keep, _ = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, x.dtype)
+    options |= zip(_KEEP, keep, strict=True)
     with _no_autocast(x.device.type):
         out, plan, kept, act_norm = backend.experts_forward(
             x, ids, weights, w, glu, lora13, lora2, **options
@@ -160,8 +189,8 @@ _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
-    *flat, row_of_N, slot_of_TK, offsets, h, u13, u2, needs = args
-    w, glu, lora13, lora2, backend, options = _unflatten(flat, x.dtype)
+    *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with _no_autocast(x.device.type):
@@ -170,15 +199,16 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
         )
     typed = {
         name: getattr(grads, name).to(factor.dtype)
-        for name, factor in zip(_FACTORS, flat[4:8], strict=True)
+        for name, factor in zip(_FACTORS, operands[4:8], strict=True)
         if getattr(grads, name) is not None
     }
     return [x.new_empty(0) if g is None else g for g in grads._replace(**typed)]
 
 
 def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any) -> Any:
-    a13, _, a2 = args[2:5]
-    scales, storage, save_h, save_u13, save_u2, norms, _ = args[-7:]
+    a13, a2, scales, options = args[2], args[4], args[6], args[9]
+    save_h, save_u13, save_u2, norms = args[-2]
+    storage = _read_options(options).storage
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
     T, K = ids.shape
     return (
@@ -217,26 +247,24 @@ def _gradient_of(t: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-    x, ids, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *scalars = inputs
-    *scalars, scales, storage, _, _, _, _, signals = scalars
+    x, _, weights, *tensors, scales, s13, s2, options, _, signals = inputs
     _, *for_backward, act_norm = output
     ctx.mark_non_differentiable(*for_backward, act_norm)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weights, w13, w2, b13, b2, a13, lb13, a2, lb2, *for_backward, *scales)
-    ctx.scalars, ctx.storage = scalars, storage
-    ctx.signals = signals
+    ctx.save_for_backward(x, weights, *tensors, *for_backward, *scales)
+    ctx.scalars, ctx.signals = (s13, s2, options), signals
 
 
 def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     x, weights, *tensors = ctx.saved_tensors
     tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
-    others = (*(None for _ in ctx.scalars), [None for _ in scales], *(None for _ in range(6)))
+    others = [None for _ in scales], *(None for _ in ctx.scalars), None, None
     if dout is None:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
     *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
-        dout, x, weights, *tensors, *ctx.scalars, scales, ctx.storage, *from_forward, needs
+        dout, x, weights, *tensors, scales, *ctx.scalars, *from_forward, needs
     )
     if ctx.signals is not None:
         lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from moe_patch import definition as reference
+from moe_patch.ops import spell_options
 from tests.experts_cases import (
     FULL,
     Case,
@@ -194,20 +195,17 @@ def test_opcheck(full, T, columns_first) -> None:
         lb13,
         a2,
         lb2,
+        [],
         s13,
         s2,
-        *(getattr(glu, f.name) for f in fields(glu)),
-        "torch",
-        False,
-        [],
-        "",
+        spell_options(glu, "torch", False, ""),
     )
     for keep in (True, False):
-        args = (x, ids, weights, *rest, keep, keep and full, keep and full, keep, None)
+        args = (x, ids, weights, *rest, [keep, keep and full, keep and full, keep], None)
         torch.library.opcheck(torch.ops.moe_patch.experts.default, args, test_utils=CHECKS)
-    save = (True, full, full)
+    save = [True, full, full, False]
     with torch.no_grad():
-        _, *kept, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, *save, False, None)
+        _, *kept, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, save, None)
     args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
