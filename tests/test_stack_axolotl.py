@@ -109,6 +109,8 @@ def test_the_key_is_declared_to_axolotl(plugin):
         {"expert_backend": "scattermoe"},
         {"experts_implementation": "sonicmoe"},
         {"experts_implementation": "deep_ep_grouped_mm"},
+        {"expert_parallel_size": 2},
+        {"dense_mixer": True},
     ],
     ids=str,
 )
@@ -117,6 +119,15 @@ def test_axolotls_own_expert_kernels_are_a_named_conflict(plugin, conflict):
     with pytest.raises(UnsupportedOptionError, match=f"{key}: {str(value).lower()}.*both"):
         plugin.pre_model_load(Config(conflict))
     plugin.pre_model_load(Config(conflict, moe_patch=False))
+
+
+def test_what_a_later_plugin_chooses_is_a_conflict_too(plugin):
+    """expert_parallel writes its choice when the model is about to load, after ours has looked."""
+    cfg = Config()
+    plugin.pre_model_load(cfg)
+    cfg["experts_implementation"] = "deep_ep_grouped_mm"
+    with pytest.raises(UnsupportedOptionError, match="experts_implementation: deep_ep"):
+        plugin.post_model_load(cfg, tiny_models.build("qwen3_moe"))
 
 
 def test_wrong_option_is_named_before_the_model_loads(plugin):

@@ -45,21 +45,26 @@ class MoePatchPlugin(BasePlugin):
             _refuse_conflicts(cfg)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Patch; adapters are there by now.
+        """Patch; adapters are there by now, and so is what other plugins wrote into ``cfg``.
 
         Raises:
             UnsupportedModelError: see :func:`moe_patch.patch_model`.
+            UnsupportedOptionError: see :meth:`pre_model_load`.
         """
+        self.pre_model_load(cfg)
         patch_model(model, cfg.moe_patch)
 
 
 def _refuse_conflicts(cfg: Any) -> None:
-    asked = [f"use_{name}: true" for name in EXPERT_KERNELS if cfg[f"use_{name}"]]
+    flags = [*(f"use_{name}" for name in EXPERT_KERNELS), "dense_mixer"]
+    asked = [f"{flag}: true" for flag in flags if cfg[flag]]
     if cfg["expert_backend"] in EXPERT_KERNELS:
         asked.append(f"expert_backend: {cfg['expert_backend']}")
     chosen = cfg["experts_implementation"]
     if chosen in EXPERT_KERNELS or str(chosen).startswith("deep_ep"):
         asked.append(f"experts_implementation: {chosen}")
+    if (cfg["expert_parallel_size"] or 1) > 1:
+        asked.append(f"expert_parallel_size: {cfg['expert_parallel_size']}")
     if asked:
         raise UnsupportedOptionError(
             f"axolotl config: {asked[0]} and moe_patch would both serve the experts; remove one "
