@@ -182,3 +182,22 @@ def test_own_manager_passes_a_conflict_on(own_manager):
     own_manager.register(PLUGIN)
     with pytest.raises(UnsupportedOptionError, match="both serve the experts"):
         own_manager.pre_model_load(DictDefault({"use_scattermoe": True}))
+
+
+@pytest.mark.parametrize("value", [True, False, {"ties": "torch"}], ids=str)
+def test_own_manager_adds_the_key_to_axolotls_file(own_manager, value):
+    """A YAML file with the key passes axolotl's own checks; without the plugin it is dropped."""
+    from axolotl.utils.config import validate_config
+    from axolotl.utils.dict import DictDefault
+
+    raw = {
+        "base_model": "none", "datasets": [{"path": "none", "type": "alpaca"}],
+        "micro_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 1e-4,
+        "moe_patch": value,
+    }  # fmt: skip
+    machine = {"bf16": True, "fp8": False, "n_gpu": 1, "n_node": 1, "compute_capability": "sm_90"}
+    versions = {"torch_version": "2.9.0"}
+    own_manager.register(PLUGIN)
+    checked = validate_config(DictDefault(raw | {"plugins": [PLUGIN]}), machine, versions)
+    assert checked.moe_patch == value
+    assert validate_config(DictDefault(raw), machine, versions).moe_patch is None
