@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch import patch_model, record
 from moe_patch.patch_record import record_of
 from tests import tiny_models
+from tests.adapters import adapt, lora_config
 
 PROJECTIONS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+EXACT = 1e-10
+GRADIENTS = ("grad_norm_output", "grad_norm_params")
+CHECKPOINTS = (None, False, True)
 
 
 def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -153,3 +158,25 @@ def explicit_norms(experts: Any, seen: dict[str, Tensor], layer: Any) -> dict[st
         for name, value in zip(names, values, strict=True):
             norms[name][t, k] = value
     return norms
+
+
+def patched(model_type: str, layers: int = 1, lora: tuple[str, ...] = (), **patch: Any) -> Any:
+    """A patched model of a few layers, with adapters on what ``lora`` names."""
+    model = build(model_type, layers)
+    if lora:
+        model = adapt(model, lora_config(lora))
+    return patch_model(model, self_check=False, **patch)
+
+
+def recorded(model: Any, batch: dict[str, Tensor]) -> Any:
+    """The record of one forward and backward."""
+    with record(model, router_input=True) as recorder:
+        sum_loss(model, batch).backward()
+    return recorder
+
+
+def checkpointed(model: Any, reentrant: bool | None) -> None:
+    """Gradient checkpointing of either kind; None: none."""
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
