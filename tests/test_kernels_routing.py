@@ -56,6 +56,8 @@ SPECS = {
     "odd_and_wide": (511, False, RouteSpec(31, renormalize=True)),
     "wide": (257, False, RouteSpec(32, score="sigmoid")),
     "widest": (512, False, RouteSpec(10, renormalize=True)),
+    "qwen3_30b": (128, False, RouteSpec(8, renormalize=True)),
+    "deepseek_v3_full": (256, True, RouteSpec(8, groups=8, top_groups=4, **DEEPSEEK)),
 }  # fmt: skip
 # How far one rounding of a result can be from fp64, by dtype, relative in norm.
 LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}

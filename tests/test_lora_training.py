@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from peft.tuners.lora import layer as peft_layer
 
 import moe_patch.experts_module
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
@@ -112,6 +113,31 @@ def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order, dev
     for name, gradient in adapter_gradients(ours).items():
         assert_bits(gradient, expected[name], name)
     assert no_factors_left(ours)
+
+
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant", "of h alone"])
+def test_recompute_merges_nothing(recompute, monkeypatch, device):
+    """PEFT's proxies, which add a delta to a weight, run neither in forward nor in recompute."""
+    theirs, ours, batch = adapted_pair(
+        "qwen3_moe", EXPERTS, overrides={"output_router_logits": False},
+        patch={"recompute": recompute == "of h alone"}, device=device,
+    )  # fmt: skip
+    if recompute != "of h alone":
+        ours.enable_input_require_grads()
+        ours.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": recompute == "reentrant"}
+        )
+
+    def merge(self, weight):
+        raise AssertionError("a merged weight was evaluated")
+
+    monkeypatch.setattr(peft_layer._LoraFactorsProxy, "forward", merge)
+    monkeypatch.setattr(peft_layer._LoraParameterProxy, "forward", merge)
+    monkeypatch.setattr(peft_layer.ParamWrapper, "get_delta_weight", merge)
+    step(ours, batch)
+    adapter_gradients(ours)
+    with pytest.raises(AssertionError, match="merged"):
+        step(theirs, batch)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

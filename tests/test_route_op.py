@@ -61,7 +61,7 @@ def test_a_forward_mode_derivative_is_a_named_error(run, word: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss", "widest"])
+@pytest.mark.parametrize("name", ["qwen3_30b", "deepseek_v3_full", "gpt_oss", "widest"])
 def test_gpu_few_tokens_take_one_launch(name: str) -> None:
     from tests.test_kernels_routing import inputs
 
@@ -88,7 +88,7 @@ def on_device(profiled: profile) -> list[str]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
-@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3", "gpt_oss", "widest", "clamp"])
+@pytest.mark.parametrize("name", ["qwen3_30b", "deepseek_v3_full", "gpt_oss", "widest", "clamp"])
 def test_gpu_repeats_are_bit_identical(
     name: str, dtype: torch.dtype, poisoned_memory: None
 ) -> None:

@@ -48,6 +48,13 @@ def test_an_unpatched_model_and_options_beside_a_model_are_refused() -> None:
         warmup(model, progress=False, dtype=torch.bfloat16)
 
 
+def test_progress_goes_to_stderr(capsys) -> None:
+    warmup(patch_model(tiny_models.build("qwen3_moe")))
+    said = capsys.readouterr()
+    assert "compiling MoE kernels: 100%" in said.err
+    assert said.out == ""
+
+
 def test_on_a_cpu_there_is_nothing_to_compile() -> None:
     (row,) = warmup(patch_model(tiny_models.build("qwen3_moe")), progress=False)
     assert row.tokens == []
