@@ -27,18 +27,23 @@ from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
 
 _lib = torch.library.Library("moe_patch", "DEF")
-# Few arguments, since torch spends time on each: what is no tensor travels as one string.
+# Few arguments, since torch spends time on each: what is no tensor travels as one string. A list of
+# tensors takes autograd longer than all others: an overload of its own has that of packed weights.
 _OPERANDS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
-    "Tensor? lb2, Tensor[] scales, float s13, float s2, str options"
+    "Tensor? lb2, float s13, float s2, str options"
 )
-_lib.define(
-    f"experts(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, Tensor? signals) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
+_OVERLOADS = {"": "", ".packed": ", Tensor[] scales"}
+for _overload, _scales in _OVERLOADS.items():
+    _lib.define(
+        f"experts{_overload}(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, "
+        f"Tensor? signals{_scales}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
 _lib.define(
     f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, "
-    "Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs) -> Tensor[]"
+    "Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, "
+    "Tensor[] scales) -> Tensor[]"
 )
 
 
@@ -103,10 +108,11 @@ def experts_mlp(
     kept = [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms]
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
-    out_TD, *_, act_norm_TK = torch.ops.moe_patch.experts(
-        x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, scales, s13, s2,
+    operator = torch.ops.moe_patch.experts
+    out_TD, *_, act_norm_TK = (operator.packed if scales else operator.default)(
+        x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, s13, s2,
         spell_options(glu, backend, batch_invariant, storage), kept,
-        None if signals is None else signals.grads_3TK,
+        None if signals is None else signals.grads_3TK, *([scales] if scales else ()),
     )  # fmt: skip
     if signals is not None:
         signals.act_norm_TK = act_norm_TK.detach()
@@ -150,9 +156,9 @@ def _module(backend: str) -> ModuleType:
 
 
 def _operands(
-    args: Sequence[Any], dtype: torch.dtype
+    args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
-    w13, w2, b13, b2, a13, lb13, a2, lb2, scales, s13, s2, spelled = args
+    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, spelled = args
     options = _read_options(spelled)
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
@@ -171,12 +177,17 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext()
 
 
+def _with_scales(args: tuple) -> tuple:
+    """The last arguments of ``experts``, whose scales only the overload for packed weights has."""
+    return args if isinstance(args[-1], list) else (*args, [])
+
+
 _KEEP = ("save_h", "save_u13", "save_u2", "norms")
 
 
 def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
-    *operands, keep, _ = args
-    w, glu, lora13, lora2, backend, options = _operands(operands, x.dtype)
+    *operands, keep, _, scales = _with_scales(args)
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     options |= zip(_KEEP, keep, strict=True)
     with _no_autocast(x.device.type):
         out, plan, kept, act_norm = backend.experts_forward(
@@ -189,8 +200,8 @@ _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
 def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
-    *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs = args
-    w, glu, lora13, lora2, backend, options = _operands(operands, x.dtype)
+    *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs, scales = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with _no_autocast(x.device.type):
@@ -205,9 +216,9 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
     return [x.new_empty(0) if g is None else g for g in grads._replace(**typed)]
 
 
-def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any) -> Any:
-    a13, a2, scales, options = args[2], args[4], args[6], args[9]
-    save_h, save_u13, save_u2, norms = args[-2]
+def _experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
+    w13, w2, _, _, a13, _, a2, _, _, _, options, keep, _, scales = _with_scales(args)
+    save_h, save_u13, save_u2, norms = keep
     storage = _read_options(options).storage
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
     T, K = ids.shape
@@ -226,7 +237,7 @@ def _experts_fake(x: Any, ids: Any, weights: Any, w13: Any, w2: Any, *args: Any)
 
 
 def _experts_bwd_fake(dout: Any, *args: Any) -> Any:
-    inputs, slot_of_TK, needs = args[:10], args[-6], args[-1]
+    inputs, slot_of_TK, needs = args[:10], args[-7], args[-2]
     x, a13, a2 = args[0], args[6], args[8]
     grads = [
         _gradient_of(t) if need and t is not None else x.new_empty(0)
@@ -247,7 +258,8 @@ def _gradient_of(t: Tensor) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
-    x, _, weights, *tensors, scales, s13, s2, options, _, signals = inputs
+    x, _, weights, *others = inputs
+    *tensors, s13, s2, options, _, signals, scales = _with_scales(tuple(others))
     _, *for_backward, act_norm = output
     ctx.mark_non_differentiable(*for_backward, act_norm)
     ctx.set_materialize_grads(False)
@@ -258,13 +270,14 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
 def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     x, weights, *tensors = ctx.saved_tensors
     tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
-    others = [None for _ in scales], *(None for _ in ctx.scalars), None, None
+    others: list[Any] = [*(None for _ in ctx.scalars), None, None]
+    others += [[None for _ in scales]] if scales else []
     if dout is None:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
     *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
-        dout, x, weights, *tensors, scales, *ctx.scalars, *from_forward, needs
+        dout, x, weights, *tensors, *ctx.scalars, *from_forward, needs, scales
     )
     if ctx.signals is not None:
         lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK
@@ -273,11 +286,13 @@ def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     return (grads[0], None, *grads[1:], *others)
 
 
-_lib.impl("experts", _experts, "CompositeExplicitAutograd")
+for _overload in _OVERLOADS:
+    _name = f"experts{_overload}"
+    _lib.impl(_name, _experts, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_patch::{_name}", _experts_fake, lib=_lib)
+    torch.library.register_autograd(
+        f"moe_patch::{_name}", _backward, setup_context=_setup_context, lib=_lib
+    )
 _lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_patch::experts", _experts_fake, lib=_lib)
 torch.library.register_fake("moe_patch::experts_bwd", _experts_bwd_fake, lib=_lib)
-torch.library.register_autograd(
-    "moe_patch::experts", _backward, setup_context=_setup_context, lib=_lib
-)
 torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=_lib)

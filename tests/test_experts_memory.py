@@ -195,7 +195,6 @@ def test_opcheck(full, T, columns_first) -> None:
         lb13,
         a2,
         lb2,
-        [],
         s13,
         s2,
         spell_options(glu, "torch", False, ""),
@@ -205,7 +204,7 @@ def test_opcheck(full, T, columns_first) -> None:
         torch.library.opcheck(torch.ops.moe_patch.experts.default, args, test_utils=CHECKS)
     save = [True, full, full, False]
     with torch.no_grad():
-        _, *kept, _ = torch.ops.moe_patch.experts(x, ids, weights, *rest, save, None)
-    args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True])
+        _, *kept, _ = torch.ops.moe_patch.experts.default(x, ids, weights, *rest, save, None)
+    args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True], [])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
