@@ -6,8 +6,8 @@
     python scripts/bench.py experts --dry-run            # tiny, on the CPU, writes nothing
     python scripts/bench.py all --preset h100 --warm-jobs 12   # the whole grid within one run
     python scripts/bench.py table benchmarks/results/experts.jsonl --over hf_grouped_mm
-    python scripts/bench.py docs                         # the tables of README and docs
-    python scripts/bench.py chart                        # docs/img/bench_*.svg
+    python scripts/bench.py docs                         # all tables and charts of README and docs
+    python scripts/bench.py chart --out DIR              # the charts alone
 
 docs/performance.md says what is measured and how; benchmarks/README.md what a row means.
 """
@@ -40,6 +40,7 @@ from moe_patch.cli.output import Parser, add_json, print_json  # noqa: E402
 
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
 RESULTS = ROOT / "benchmarks" / "results"
+CHARTS = ROOT / "docs" / "img"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
@@ -94,10 +95,10 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--show", choices=table.CELLS, default="time")
     add_json(sub)
     sub = commands.add_parser("chart", help="the newest rows as SVG (needs matplotlib)")
-    sub.add_argument("--out", type=Path, default=ROOT / "docs" / "img", metavar="DIR")
+    sub.add_argument("--out", type=Path, default=CHARTS, metavar="DIR")
     add_json(sub)
-    sub = commands.add_parser("docs", help="rewrite the marked tables of README and docs")
-    sub.add_argument("--check", action="store_true", help="write nothing; fail if one is stale")
+    sub = commands.add_parser("docs", help="make the tables and charts of README and docs anew")
+    sub.add_argument("--check", action="store_true", help="write nothing; fail if a table is stale")
     add_json(sub)
     sub = commands.add_parser("child", help="(internal) measure what a job file says")
     sub.add_argument("job", type=Path)
@@ -259,7 +260,8 @@ def main(argv: list[str] | None = None) -> int:
         elif args.command == "chart":
             _tell_files(args, "drew", charts.draw(RESULTS, args.out))
         elif args.command == "docs":
-            _tell_files(args, "rewrote", write_docs(args.check))
+            drawn = [] if args.check else charts.draw(RESULTS, CHARTS)
+            _tell_files(args, "made", [*write_docs(args.check), *drawn])
         elif args.command == "all":
             bench_all(args)
         else:

@@ -1,6 +1,7 @@
 """The benchmark's own promises: valid rows, nothing hidden, no number before a correct result."""
 
 import json
+from pathlib import Path
 
 import bench
 import pytest
@@ -121,9 +122,22 @@ def test_json_is_all_that_is_on_stdout(capsys, tmp_path, monkeypatch):
     assert said["files"] == [str(out)]
     assert bench.main(["table", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"] == said["rows"]
-    monkeypatch.setattr(bench, "DOCUMENTS", ())
+
+
+def test_one_command_makes_tables_and_charts(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="charts need the extra plots")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench: plan -->\nold\n<!-- end of bench -->\n")
+    monkeypatch.setattr(bench, "DOCUMENTS", (page,))
+    monkeypatch.setattr(bench, "CHARTS", tmp_path / "img")
     assert bench.main(["docs", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"files": []}
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert files[0] == str(page)
+    assert {Path(file).name for file in files[1:]} >= {"bench_experts.svg", "bench_lora.svg"}
+    assert bench.main(["docs", "--check"]) == 0
+    monkeypatch.setattr(bench.charts.importlib.util, "find_spec", lambda name: None)
+    assert bench.main(["docs"]) == 1
+    assert "pip install 'moe-patch[plots]'" in capsys.readouterr().err
 
 
 def test_a_command_line_that_cannot_be_read_is_one_line(capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from moe_patch.cli.output import add_json, print_json, print_table
+from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.families.spec import TIERS
 
 
@@ -24,7 +24,8 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Print the rows."""
-    rows = [row for row in family_rows() if args.tier in (None, row["tier"])]
+    with progress(1, "reading the families"):
+        rows = [row for row in family_rows() if args.tier in (None, row["tier"])]
     if args.json:
         print_json(rows)
         return 0

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from moe_patch.cli.output import add_json, print_json
+from moe_patch.cli.output import add_json, print_json, progress
 
 
 def add(subparsers: Any) -> None:
@@ -32,7 +32,8 @@ def command(args: argparse.Namespace) -> int:
     from moe_patch.cli.models import device_of
     from moe_patch.debug.replay import replay_file
 
-    result = replay_file(args.file, str(device_of(args)), args.backend)
+    with progress(1, "running both paths"):
+        result = replay_file(args.file, str(device_of(args)), args.backend)
     if args.json:
         print_json(asdict(result))
     else:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from moe_patch.cli import models
-from moe_patch.cli.output import add_json, print_json, print_table
+from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.errors import UnsupportedOptionError
 
 
@@ -38,13 +38,16 @@ def command(args: argparse.Namespace) -> int:
     if args.tokens is not None and min(args.tokens) < 1:
         raise UnsupportedOptionError(f"--tokens {min(args.tokens)}: at least 1")
     device = models.device_of(args)
-    config = models.load_config(args.model)
-    dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
-    model = models.build(config, dtype, "meta")
-    if args.lora is not None:
-        model = models.with_adapters(model, args.lora)
+    with progress(2, "reading the config") as steps:
+        config = models.load_config(args.model)
+        dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
+        steps.step("building on the meta device")
+        model = models.build(config, dtype, "meta")
+        if args.lora is not None:
+            model = models.with_adapters(model, args.lora)
+        model = patch_model(model)
     rows = warmup(
-        patch_model(model),
+        model,
         args.tokens,
         training=not args.inference,
         device=device,

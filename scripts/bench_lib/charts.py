@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench_lib.newest import OURS, Line, lines_of, one_per_shape
 from bench_lib.ops import OPS
+from bench_lib.rows import RowError
 
 COLOURS = ("#1b6ca8", "#8d99ae", "#c9a227", "#5b8c5a", "#b5533c", "#7b5ea7")
 WIDTH = 0.8
@@ -130,7 +132,13 @@ CHARTS: dict[str, Callable[[Path, Path], bool]] = {
 
 
 def draw(results: Path, folder: Path) -> list[Path]:
-    """Every chart that there are rows for, as NAME.svg in a folder."""
+    """Every chart that there are rows for, as NAME.svg in a folder.
+
+    Raises:
+        RowError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RowError("charts need matplotlib: pip install 'moe-patch[plots]'")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [(chart, folder / f"bench_{name}.svg") for name, chart in CHARTS.items()]
     return [path for chart, path in paths if chart(results, path)]
