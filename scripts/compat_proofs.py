@@ -136,6 +136,8 @@ PROOFS = (
           "test_stack_axolotl.py", "own_manager", needs="axolotl"),
     Proof("lifecycle", "patch, undo, hooks, shared configs", "test_lifecycle.py"),
     Proof("lifecycle", "every family", "test_lifecycle_all.py"),
+    Proof("lifecycle", "no class, module or setting outside of the model changes",
+          "test_stack_process.py"),
     Proof("lifecycle", "deepcopy, pickle, saved files", "test_copies.py"),
     Proof("lifecycle", "hooks fire once", "test_families.py", "fire_once"),
     Proof("lifecycle", "patch, train, undo, continue; copies; EMA", "test_gpu_stacks.py",
