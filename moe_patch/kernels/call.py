@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
 from moe_patch.kernels.reduce import combine
 from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.rows_packed import decoding_tile, packed_linear
-from moe_patch.kernels.tiles import Tile, pick_tile, rows_bucket
+from moe_patch.kernels.tiles import Tile, pick_tile, resized, rows_bucket
 from moe_patch.kernels.up import up
 from moe_patch.quant.packed import PackedWeight
 from moe_patch.types import ExpertWeights, Glu, Lora, Plan
@@ -54,7 +53,7 @@ class Call:
         tile = pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
         # Over some of the experts most tiles of the bound are empty: none gets a program.
         packed = op in PACKED_OPS and isinstance(self.w.w2_EDF, PackedWeight)
-        return replace(tile, persistent=True) if packed else tile
+        return resized(tile, persistent=True) if packed else tile
 
     @functools.cached_property
     def _packed(self) -> PackedParts:
@@ -179,7 +178,7 @@ class Call:
         tile, found = self.tile(op), None
         if low_rank is not None and tile.flatten:
             # A factor costs the plain kernel its flattened loop, the specialised one nothing.
-            tile = replace(tile, specialised=True)
+            tile = resized(tile, specialised=True)
         for part in self.parts(w_EOI):
             found = grouped_linear(
                 inputs, part.rows(tile.m), part.w_EOI, part.own(b_EO), tile,
@@ -211,8 +210,7 @@ class Call:
         return self._thin(source, b_EOR.transpose(1, 2), lora.scaling, gather)
 
     def _thin(self, source: Tensor, w_ERI: Tensor, alpha: float, gather: bool) -> Tensor:
-        tile = self.tile("thin")
-        tile = replace(tile, n=depth_block(w_ERI.shape[1]))
+        tile = resized(self.tile("thin"), n=depth_block(w_ERI.shape[1]))
         rows = self.tiles.rows(tile.m)
         return grouped_linear(source, rows, w_ERI, None, tile, gather=gather, alpha=alpha)
 
@@ -220,7 +218,7 @@ class Call:
         self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False
     ) -> Tensor:
         """Gradient of an A factor."""
-        tile = replace(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
+        tile = resized(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
         return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)
 
     def outer_B(
@@ -228,5 +226,5 @@ class Call:
     ) -> Tensor:
         """Gradient of a B factor."""
         tile = self.tile("thin_dw")
-        tile = replace(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
+        tile = resized(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
         return outer_sum(left, rank_NR, self.plan, like_EOR, tile, gather_left=gather)

@@ -160,6 +160,12 @@ def candidates(
 
 
 @functools.cache
+def resized(tile: Tile, **changes: int | bool) -> Tile:
+    """The tile with some of its fields changed."""
+    return replace(tile, **changes)  # type: ignore[arg-type]
+
+
+@functools.cache
 def pick_tile(
     op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
 ) -> Tile:
