@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 import triton
 
 import moe_patch.report
-from moe_patch import patch_model, patch_report
+from moe_patch import patch_model, patch_report, unpatch_model
 from moe_patch.backend import BackendChoice
 from moe_patch.kernels import device, dh_hopper, dw_hopper, rows_hopper, up_hopper
 from moe_patch.kernels.device import Device
@@ -24,6 +24,7 @@ from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.portable import portable_reason
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
+from tests.adapters import DOWN, UP, adapt, lora_config
 
 ROOT = Path(__file__).parents[1]
 SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
@@ -50,7 +51,14 @@ def hopper() -> Iterator[None]:
         yield
 
 
-def taken(D: int, F: int, glu: Glu, transposed: bool, dtype: torch.dtype = BF16) -> set[str]:
+def taken(
+    D: int,
+    F: int,
+    glu: Glu,
+    transposed: bool,
+    dtype: torch.dtype = BF16,
+    ranks: tuple[int, int] = (0, 0),
+) -> set[str]:
     """The products for which the launchers take the specialised kernels."""
     E, T, K = 4, 16, 2
     N, H = T * K, 2 * F if glu.gated else F
@@ -62,12 +70,19 @@ def taken(D: int, F: int, glu: Glu, transposed: bool, dtype: torch.dtype = BF16)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
     x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty(0, dtype=torch.int32)
     rows = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
-    outer = dw_hopper.supported
+    outer, (R13, R2) = dw_hopper.supported, ranks
+    # What each product adds, by the side its rank comes from: u B13, u B2, p A13, q A2.
+    added = {
+        "up": (empty(N, R13), empty(E, H, R13)) if R13 else None,
+        "down": (empty(N, R2), empty(E, D, R2)) if R2 else None,
+        "dx": (empty(N, R13), empty(E, R13, D).mT) if R13 else None,
+        "dh": (empty(N, R2), empty(E, R2, F)) if R2 else None,
+    }
     found = {
-        "up": up_hopper.supported(x, rows, w13, glu, None),
-        "down": rows_hopper.supported(a, rows, w2, None),
-        "dx": rows_hopper.supported(h, rows, w13.mT, None),
-        "dh": dh_hopper.supported(x, rows, w2, h, glu, None),
+        "up": up_hopper.supported(x, rows, w13, glu, added["up"]),
+        "down": rows_hopper.supported(a, rows, w2, added["down"]),
+        "dx": rows_hopper.supported(h, rows, w13.mT, added["dx"]),
+        "dh": dh_hopper.supported(x, rows, w2, h, glu, added["dh"]),
         "dw13": outer(h, x, w13, gather_left=False, gather_right=True),
         "dw2": outer(x, a, w2, gather_left=True, gather_right=False),
     }
@@ -87,6 +102,26 @@ def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> No
     assert taken(D, F, glu, transposed, torch.float32) == set()
     reason = portable_reason(HOPPER, torch.float32, shape, glu, transposed=transposed)
     assert reason.endswith("take bf16 and fp16, found torch.float32")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "left"),
+    [
+        ((16, 8), set()),
+        ((12, 0), {"up", "dx"}),
+        ((0, 3), {"down", "dh"}),
+        ((8, 20), {"down", "dh"}),
+        ((17, 1), {"up", "dx", "down", "dh"}),
+    ],
+    ids=str,
+)
+def test_an_odd_rank_is_named(ranks: tuple[int, int], left: set[str], hopper: None) -> None:
+    assert EVERY - taken(64, 32, SILU, False, ranks=ranks) == left
+    reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False, ranks=ranks)
+    for rank, products in zip(ranks, ("up and dx", "down and dh"), strict=True):
+        said = f"for {products}: those for Hopper take ranks of multiples of 8, found {rank}"
+        assert (said in reason) == set(products.split(" and ")).issubset(left)
+    assert bool(reason) == bool(left)
 
 
 def test_numbers_of_hip_are_not_taken_for_those_of_cuda(monkeypatch) -> None:
@@ -142,3 +177,28 @@ def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> Non
     assert all(row.reason == "" for row in patch_report(model))
     for row in patch_report(model.float(), torch.device("cuda")):
         assert row.reason.endswith("found torch.float32")
+
+
+def test_the_report_adds_up_the_ranks_of_active_adapters(hopper: None, monkeypatch) -> None:
+    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    model = adapt(tiny_models.build("qwen3_moe").bfloat16(), lora_config([UP, DOWN], r=4))
+    other = lora_config([UP, DOWN], r=12, rank_pattern={r".*\.down_proj": 5})
+    model.add_adapter("more", other)
+    patch_model(model)
+
+    def reason() -> str:
+        (found,) = {row.reason for row in patch_report(model, torch.device("cuda"))}
+        return found
+
+    assert reason().count("found 4") == 2
+    model.base_model.set_adapter(["default", "more"])
+    assert reason().endswith(
+        "for down and dh: those for Hopper take ranks of multiples of 8, found 9"
+    )
+    assert "up and dx" not in reason(), "4 + 12 make a whole rank"
+    with model.disable_adapter():
+        assert reason() == ""
+    unpatch_model(model)
+    patch_model(model, fuse_lora="off")
+    assert reason() == ""
