@@ -35,7 +35,7 @@ from tests.kernels_cases import (
     make_inputs,
     run_kernels,
 )
-from tests.numerics import assert_bits, assert_close
+from tests.numerics import FP32, assert_bits, assert_close
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +124,16 @@ def test_gpu_repeats_bit_for_bit(case: str, poisoned_memory: None) -> None:
             assert_bits(again[name], first[name], name)
 
 
-def _all_tiles() -> list[tuple[str, Tile]]:
+def _all_tiles() -> list[tuple[str, Tile, torch.dtype]]:
+    """Of every op and capability, and what is left of a tile without the Hopper kernels."""
     return sorted(
         {
-            (op, chosen)
-            for op in ("up", "down", "dh", "dx", "dw2", "dw13")
+            (op, chosen, dtype)
+            for op in OPS
             for bucket in ("few", "some", "many")
-            for capability in ((8, 0), (8, 6), (9, 0))
-            for tile in candidates(op, bucket, torch.bfloat16, capability)
+            for capability in ((8, 0), (8, 6), (9, 0), (10, 0))
+            for dtype in (torch.bfloat16, torch.float32)
+            for tile in candidates(op, bucket, dtype, capability)
             for chosen in (tile, replace(tile, specialised=False))
         },
         key=str,
@@ -152,16 +154,18 @@ SPECIALISED = {
 class Rows:
     """The rows of one call in plan order: operands, and the same in fp64 for what exists."""
 
-    def __init__(self, case: Case) -> None:
-        inputs = make_inputs(case, torch.bfloat16, "cuda")
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        inputs = make_inputs(case, dtype, "cuda")
         self.case, self.tensors, self.dout_TD = case, inputs.tensors, inputs.dout_TD
         self.plan = reference.build_plan(inputs.ids_TK, case.E)
         self.tiles, self.valid = RowTiles(self.plan), int(self.plan.offsets_S[-1])
         row_n = self.plan.row_of_N[: self.valid].long()
         self.token_n, self.e_n = row_n // case.K, inputs.ids_TK.reshape(-1)[row_n]
         self.weight_n1 = self.tensors["weights"].reshape(-1)[row_n, None].double()
-        self.h_NH = torch.randn(self.tiles.count, 2 * case.F, device="cuda", dtype=torch.bfloat16)
-        self.a_NF = torch.randn(self.tiles.count, case.F, device="cuda", dtype=torch.bfloat16)
+        self.h_NH, self.a_NF, self.u_NR = (
+            torch.randn(self.tiles.count, width, device="cuda", dtype=dtype)
+            for width in (2 * case.F, case.F, case.rank)
+        )
         self.h64, self.a64 = self.h_NH[: self.valid].double(), self.a_NF[: self.valid].double()
         self.x64, self.dout64 = self.tensors["x"].double(), self.dout_TD.double()
 
@@ -185,12 +189,24 @@ class Rows:
             return {"dx": (ours[n], self.grouped(self.h64, w13.mT))}
         if op == "dh":
             return self._run_dh(tile)
-        left, right = (self.dout_TD, self.a_NF) if op == "dw2" else (self.h_NH, x)
-        gathers = {"gather_left": op == "dw2", "gather_right": op == "dw13"}
-        ours = dw.outer_sum(left, right, self.plan, w2 if op == "dw2" else w13, tile, **gathers)
-        sides = self.dout64[self.token_n], self.a64
-        if op == "dw13":
-            sides = self.h64, self.x64[self.token_n]
+        if op == "thin":
+            factor = self.tensors["lora13_A"]
+            ours = rows.grouped_linear(x, row_tiles, factor, None, tile, gather=True, alpha=0.5)
+            return {"u": (ours[n], 0.5 * self.grouped(self.x64[self.token_n], factor))}
+        return self._run_outer(op, tile)
+
+    def _run_outer(self, op: str, tile: Tile) -> dict[str, tuple[Tensor, Tensor]]:
+        left, right, like = {
+            "dw2": (self.dout_TD, self.a_NF, self.tensors["w2"]),
+            "dw13": (self.h_NH, self.tensors["x"], self.tensors["w13"]),
+            "thin_dw": (self.u_NR, self.tensors["x"], self.tensors["lora13_A"]),
+        }[op]
+        gathers = {"gather_left": op == "dw2", "gather_right": op != "dw2"}
+        ours = dw.outer_sum(left, right, self.plan, like, tile, **gathers)
+        sides = [
+            side.double()[self.token_n] if gathered else side[: self.valid].double()
+            for side, gathered in zip((left, right), gathers.values(), strict=True)
+        ]
         chosen = torch.nn.functional.one_hot(self.e_n, self.case.E).double()
         return {op: (ours, torch.einsum("ne,no,ni->eoi", chosen, *sides))}
 
@@ -212,15 +228,20 @@ class Rows:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "tile"), _all_tiles(), ids=str)
-def test_gpu_every_tile(op: str, tile: Tile, poisoned_memory: None, monkeypatch) -> None:
-    data = Rows(Case(900, 3, 7, 272, 136))
+@pytest.mark.parametrize(("op", "tile", "dtype"), _all_tiles(), ids=str)
+def test_gpu_every_tile(
+    op: str, tile: Tile, dtype: torch.dtype, poisoned_memory: None, monkeypatch
+) -> None:
+    data = Rows(Case(900, 3, 7, 272, 136, rank=16), dtype)
     device = device_of(data.dout_TD)
-    if tile.shared_bytes(2) > device.shared_memory:
+    if tile.shared_bytes(dtype.itemsize) > device.shared_memory:
         pytest.fail(f"{tile} does not fit {device}")
-    module, name = SPECIALISED[op]
-    specialised, ran = getattr(module, name), []
-    monkeypatch.setattr(module, name, lambda *a, **k: ran.append(1) or specialised(*a, **k))
+    ran = []
+    if op in SPECIALISED:
+        module, name = SPECIALISED[op]
+        specialised = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: ran.append(1) or specialised(*a, **k))
+    limit = FP32 if dtype == torch.float32 else 5e-3
     for result, (ours, expected) in data.run(op, tile).items():
-        assert_close(ours, expected, 5e-3, result)
+        assert_close(ours, expected, limit, result)
     assert bool(ran) == (tile.specialised and device.capability == (9, 0))
