@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from moe_patch import patch_report
 from tests.adapters import (
     EXPERTS,
     adapted_pair,
@@ -70,6 +71,34 @@ def pair():
     return adapted_pair(
         "qwen3_moe", EXPERTS, r=R, dtype=torch.bfloat16, device="cuda", overrides=SIZES
     )
+
+
+def test_kernels_of_a_step_in_bf16(pair):
+    """Those that the report promises, and no library's product: PEFT forms its delta by one."""
+    from moe_patch.kernels.specialised import available
+
+    wrapper, base = experts_wrapper(pair.ours), expert_modules(pair.ours)[0]
+    x, ids, weights = experts_call(wrapper)
+    prefix = "_specialised" if available(x) else ""
+    products = {f"{prefix}_{name}_kernel" for name in ("up", "rows", "dh")}
+    (row,) = patch_report(pair.ours)
+    assert (row.lora, row.reason) == ("fused (down_proj, gate_up_proj)", "")
+    factors = [p for p in wrapper.parameters() if p.requires_grad]
+    assert len(factors) == 4
+    for module, trained in ((wrapper, factors), (base, [])):
+
+        def run(module=module, trained=trained):
+            torch.autograd.grad(module(x, ids, weights).sum(), [x, weights, *trained])
+
+        run()
+        found = kernels(run)
+        assert products <= found, sorted(found)
+        assert not any(
+            part in name.lower() for name in found for part in ("gemm", "cutlass", "bmm")
+        )
+        # Of experts that nothing trains there is no weight gradient; factors' are thin.
+        assert "_specialised_dw_kernel" not in found
+        assert ("_dw_kernel" in found) == bool(trained)
 
 
 def test_bytes_from_forward_to_backward(pair):
