@@ -44,6 +44,8 @@ PROOFS = (
           "step 5", "test_gpu_stacks.py", "checkpointed or memory", on="card"),
     Proof("checkpointing", "selective: a policy keeps router and experts", "test_gpu_stacks.py",
           "selective", on="card"),
+    Proof("checkpointing", "frozen experts need no memory for their gradients",
+          "test_gpu_memory.py", on="card"),
     Proof("compile", "fullgraph block and model, at most 2 compilations for dynamic T, patch "
           "before and after", "test_stack_compile.py"),
     Proof("compile", "blocks with adapters", "test_lora_training.py", "compiled"),
@@ -139,7 +141,8 @@ PROOFS = (
     Proof("lifecycle", "no class, module or setting outside of the model changes",
           "test_stack_process.py"),
     Proof("lifecycle", "deepcopy, pickle, saved files", "test_copies.py"),
-    Proof("lifecycle", "hooks fire once", "test_families.py", "fire_once"),
+    Proof("lifecycle", "hooks fire once, and steer as without the patch", "test_families.py",
+          "fire_once or replaces_ids"),
     Proof("lifecycle", "patch, train, undo, continue; copies; EMA", "test_gpu_stacks.py",
           "undo or copies", on="card"),
     Proof("conflicts", "forwards replaced as Liger and hub kernels do (stand-ins), nn.DataParallel",

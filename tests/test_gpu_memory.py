@@ -1,0 +1,42 @@
+"""On a CUDA device: frozen experts need no memory for the gradients of their weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_patch import patch_model
+from tests import tiny_models
+from tests.test_gpu_stacks import DEVICE, assert_ours
+
+pytestmark = pytest.mark.gpu
+
+WIDE = {"moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 1}
+
+
+def peak_of_a_step(block, x):
+    """Bytes at the highest point of a forward and backward above what was there before."""
+    block.zero_grad(set_to_none=True)
+    x.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    block(x).square().sum().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_frozen_experts_save_at_least_their_gradients(dtype):
+    """Frozen and thawed after patching; with 14 tokens the weights are most of what there is."""
+    model = patch_model(tiny_models.build("qwen3_moe", dtype=dtype, **WIDE).to(DEVICE))
+    assert_ours(model)
+    block = tiny_models.blocks(model)[0][1]
+    x = tiny_models.hidden(block, 2, 7)
+    gradients = sum(p.nbytes for p in block.experts.parameters())
+    peaks = {}
+    for trained in (True, False, True, False):  # the first of each also compiles
+        block.experts.requires_grad_(trained)
+        peaks[trained] = peak_of_a_step(block, x)
+        assert all((p.grad is not None) == trained for p in block.experts.parameters())
+    assert peaks[True] - peaks[False] >= gradients
