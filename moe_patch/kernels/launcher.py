@@ -64,8 +64,15 @@ class Launcher:
         found = self._compiled.get(key)
         if found is not None:
             compiled, tail = found
-            stream = active.get_current_stream(device)
-            compiled[(*grid, 1, 1)[:3]](*operands, *varying, *fixed, *tail, stream=stream)
+            stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
+            runtime = triton.knobs.runtime
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                compiled[sizes](*operands, *varying, *fixed, *tail, stream=stream)
+            else:  # as there, without what only hooks read
+                compiled.run(
+                    *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                    *operands, *varying, *fixed, *tail,
+                )  # fmt: skip
             return
         compiled = self._kernel[grid](*operands, *varying, *fixed, **constants)
         if compiled is not None and len(self._compiled) < _MOST:
