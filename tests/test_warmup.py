@@ -172,6 +172,25 @@ def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
+def test_gpu_warms_and_trains_in_two_gigabytes() -> None:
+    """No spare memory is needed to compile or to choose a tile."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64}
+    model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, **sizes)
+    patch_model(model.to("cuda"))
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**31) / total)
+    try:
+        (row,) = warmup(model, progress=False)
+        assert row.skipped == ""
+        x = torch.randn(1, 8192, 1024, device="cuda", dtype=torch.bfloat16)
+        for name, value in run_block(blocks(model)[0][1], x).items():
+            assert value is None or value.isfinite().all(), name
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
 def test_gpu_warmed_from_a_config_serves_the_model(monkeypatch) -> None:
     import triton
 
