@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -18,12 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCH = ROOT / "configs" / "accelerate"
 
 
-def train(folder, launcher, lora=True, **options):
-    """Two steps of the small node, also without the patch; what the run printed."""
+def launch(folder, launcher, lora=True, compare=True, **options):
+    """Steps of the small node in processes of their own: what they printed, run.json, losses."""
+    folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
     training = {**node()["training"], "max_steps": 2, **options}
     source = {"source": str(folder / "text.txt"), "block_size": 16}
-    changes = {"compare_unpatched": True} | ({} if lora else {"lora": None})
+    changes = {"compare_unpatched": compare} | ({} if lora else {"lora": None})
     config = node(data=source, training=training, output_dir=str(folder / "out"), **changes)
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(launcher)]
@@ -38,12 +40,35 @@ def train(folder, launcher, lora=True, **options):
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("results: ") == done.stdout.count("softmax_topk") == 1
     record = json.loads((folder / "out" / "run.json").read_text())
+    assert all(check["passed"] for check in record["checks"])
+    with (folder / "out" / "losses.csv").open(newline="") as file:
+        losses = {int(row["step"]): float(row["loss_patched"]) for row in csv.DictReader(file)}
+    return done.stdout, record, losses
+
+
+def train(folder, launcher, lora=True, **options):
+    """Two steps, also without the patch; what the run printed."""
+    shown, record, _ = launch(folder, launcher, lora, **options)
+    assert shown.count("results: ") == shown.count("softmax_topk") == 1
     # Equal losses, and the saved model, reloaded without a patch, gives the trained one's logits.
     assert len(record["checks"]) == 3
-    assert all(check["passed"] for check in record["checks"])
-    return done.stdout
+    return shown
+
+
+def resume(folder, launcher, lora=True, **options):
+    """Two of three steps again, from the checkpoint after the first."""
+    options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    _, _, whole = launch(folder / "whole", launcher, lora, compare=False, **options)
+    options["resume_from_checkpoint"] = str(folder / "whole" / "out/checkpoints/checkpoint-1")
+    _, _, rest = launch(folder / "rest", launcher, lora, compare=False, **options)
+    assert list(whole) == [1, 2, 3]
+    assert rest == pytest.approx({step: whole[step] for step in (2, 3)}, rel=1e-6)
+
+
+def need_deepspeed(name):
+    if name == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
 @pytest.mark.slow
@@ -56,17 +81,25 @@ def test_ddp_cpu_on_two_processes(tmp_path):
 @pytest.mark.parametrize("what", ["full", "lora"])
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
 def test_two_cards(tmp_path, name, what):
-    if name == "zero3":
-        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    need_deepspeed(name)
     shown = train(tmp_path, LAUNCH / f"{name}.yaml", what == "lora", use_cpu=False)
     assert " triton " in shown
+
+
+@pytest.mark.gpu
+@needs_cards(2)
+@pytest.mark.parametrize("what", ["full", "lora"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero3"])
+def test_resumed_on_two(tmp_path, name, what):
+    need_deepspeed(name)
+    resume(tmp_path, LAUNCH / f"{name}.yaml", what == "lora", use_cpu=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_zero3_on_two_processes_of_a_cpu(tmp_path, lora):
     """The same file but for the device: DeepSpeed's collectives then run on gloo."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    need_deepspeed("zero3")
     config = yaml.safe_load((LAUNCH / "zero3.yaml").read_text())
     (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True}))
     train(tmp_path, tmp_path / "zero3.yaml", lora)

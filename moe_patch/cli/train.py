@@ -51,8 +51,11 @@ def command(args: argparse.Namespace) -> int:
     told = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with told:
         result = run(config, overwrite=args.overwrite)
-    # Threads of gloo that are still there when the interpreter ends can abort the process.
-    PartialState().destroy_process_group()
+    # A thread of gloo drops tensors of earlier calls when a barrier is over, and aborts a process
+    # that ends meanwhile; this barrier has no such calls before it.
+    state = PartialState()
+    state.wait_for_everyone()
+    state.destroy_process_group()
     if args.json:
         summary = json.loads((result.folder / MARKER).read_text(encoding="utf-8"))
         print_json({"folder": str(result.folder), **summary})
