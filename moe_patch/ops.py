@@ -14,13 +14,14 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
+from moe_patch.op_options import read_options, spell_options
 from moe_patch.quant.operands import packed_weights, plain_weights
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
@@ -40,6 +41,11 @@ for _overload, _scales in _OVERLOADS.items():
         f"Tensor? signals{_scales}) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
+# Where gradients are off: autograd's layer and outputs that nothing reads take a third of the time.
+_lib.define(
+    f"experts.inference(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) "
+    "-> Tensor"
+)
 _lib.define(
     f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, "
     "Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, "
@@ -103,17 +109,21 @@ def experts_mlp(
     tensors, scales, storage = plain_weights(w)
     inputs = (x_TD, weights_TK, *tensors, *(lora13 or ())[:2], *(lora2 or ())[:2])
     refuse_forward_mode(*inputs)
-    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-    keep, norms = graph and not recompute, signals is not None
-    kept = [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms]
+    operator, grad = torch.ops.moe_patch.experts, torch.is_grad_enabled()
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
-    operator = torch.ops.moe_patch.experts
+    spelled = spell_options(glu, backend, batch_invariant, storage)
+    operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, s13, s2, spelled
+    if not grad and signals is None:
+        return operator.inference(*operands, scales)
+    graph = grad and any(t is not None and t.requires_grad for t in inputs)
+    keep, norms = graph and not recompute, signals is not None
     out_TD, *_, act_norm_TK = (operator.packed if scales else operator.default)(
-        x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, s13, s2,
-        spell_options(glu, backend, batch_invariant, storage), kept,
-        None if signals is None else signals.grads_3TK, *([scales] if scales else ()),
-    )  # fmt: skip
+        *operands,
+        [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms],
+        None if signals is None else signals.grads_3TK,
+        *([scales] if scales else ()),
+    )
     if signals is not None:
         signals.act_norm_TK = act_norm_TK.detach()
     return out_TD
@@ -122,32 +132,6 @@ def experts_mlp(
 def _reads_u(lora: Lora | None, norms: bool) -> bool:
     """Whether backward reads what the factor B is multiplied with."""
     return lora is not None and (norms or lora.B_EOR.requires_grad)
-
-
-class _Options(NamedTuple):
-    """What :func:`spell_options` wrote."""
-
-    glu: Glu
-    backend: str
-    batch_invariant: bool
-    storage: str
-
-
-def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
-    """The operators' options in one word each."""
-    activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d} {glu.alpha} {glu.limit}"
-    return f"{activation} {backend} {batch_invariant:d} {storage}"
-
-
-@functools.cache
-def _read_options(options: str) -> _Options:
-    kind, gated, interleaved, alpha, limit, backend, invariant, storage = options.split(" ", 7)
-    return _Options(
-        Glu(kind, gated == "1", interleaved == "1", float(alpha), float(limit)),
-        backend,
-        invariant == "1",
-        storage,
-    )
 
 
 @functools.cache
@@ -159,7 +143,7 @@ def _operands(
     args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
     w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, spelled = args
-    options = _read_options(spelled)
+    options = read_options(spelled)
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
         options.glu,
@@ -196,6 +180,15 @@ def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     return out, *plan, *kept, act_norm
 
 
+def _inference(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
+    *operands, scales = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    with _no_autocast(x.device.type):
+        return backend.experts_forward(
+            x, ids, weights, w, glu, lora13, lora2, save_h=False, **options
+        ).out_TD
+
+
 _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
@@ -219,7 +212,7 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
 def _experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     w13, w2, _, _, a13, _, a2, _, _, _, options, keep, _, scales = _with_scales(args)
     save_h, save_u13, save_u2, norms = keep
-    storage = _read_options(options).storage
+    storage = read_options(options).storage
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
     T, K = ids.shape
     return (
@@ -293,6 +286,10 @@ for _overload in _OVERLOADS:
     torch.library.register_autograd(
         f"moe_patch::{_name}", _backward, setup_context=_setup_context, lib=_lib
     )
+_lib.impl("experts.inference", _inference, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "moe_patch::experts.inference", lambda x, *_: x.new_empty(x.shape), lib=_lib
+)
 _lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("moe_patch::experts_bwd", _experts_bwd_fake, lib=_lib)
 torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=_lib)

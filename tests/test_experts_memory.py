@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ from packaging.version import Version
 from torch import Tensor
 
 from moe_patch import definition as reference
-from moe_patch.ops import spell_options
+from moe_patch.op_options import read_options, spell_options
+from moe_patch.ops import Signals
+from moe_patch.types import Glu
 from tests.experts_cases import (
     FULL,
     Case,
@@ -208,3 +211,29 @@ def test_opcheck(full, T, columns_first) -> None:
     args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True], [])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
+
+
+@pytest.mark.parametrize("T", [0, 7])
+def test_the_operator_without_gradients(T) -> None:
+    """The same bits as the one with gradients, and an operator to torch like that."""
+    case = Case(bias=True, lora13=True, lora2=True, T=T)
+    t = make_inputs(case, torch.float32)
+    with torch.no_grad():
+        assert_bits(ours(case, t), ours(case, t, signals=Signals(torch.zeros(3, T, K))))
+    x, ids, weights, w, glu, (a13, lb13, s13), (a2, lb2, s2) = arguments(case, t)
+    factors = (a13, lb13, a2, lb2, s13, s2)
+    args = (x, ids, weights, *w, *factors, spell_options(glu, "torch", False, ""), [])
+    args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
+    torch.library.opcheck(torch.ops.moe_patch.experts.inference, args)
+
+
+def test_options_come_back_from_their_words() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        glu = Glu(
+            draw.choice(Glu.KINDS), gated=True, interleaved=draw.random() < 0.5,
+            alpha=draw.gauss(1, 1), limit=draw.choice([math.inf, draw.expovariate(1e-3)]),
+        )  # fmt: skip
+        given = glu, draw.choice(["torch", "triton"]), draw.random() < 0.5, "nf4 transposed"
+        assert read_options(spell_options(*given)) == given
+    assert read_options(spell_options(Glu("relu", gated=False), "torch", True, "")).storage == ""

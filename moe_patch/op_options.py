@@ -1,0 +1,38 @@
+"""The options of the experts operators as one string: torch spends time on each argument.
+
+A string of words rather than a tuple, which no operator of torch takes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from moe_patch.types import Glu
+
+
+class Options(NamedTuple):
+    """What :func:`spell_options` wrote, in its arguments' order."""
+
+    glu: Glu
+    backend: str
+    batch_invariant: bool
+    storage: str
+
+
+def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
+    """The options in words; ``storage`` is :func:`moe_patch.quant.operands.plain_weights`'s."""
+    activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d} {glu.alpha} {glu.limit}"
+    return f"{activation} {backend} {batch_invariant:d} {storage}"
+
+
+@functools.cache
+def read_options(spelled: str) -> Options:
+    """The inverse of :func:`spell_options`; floats come back bit for bit."""
+    kind, gated, interleaved, alpha, limit, backend, invariant, storage = spelled.split(" ", 7)
+    return Options(
+        Glu(kind, gated == "1", interleaved == "1", float(alpha), float(limit)),
+        backend,
+        invariant == "1",
+        storage,
+    )
