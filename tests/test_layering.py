@@ -23,7 +23,7 @@ LAYERS = (
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
     {"backend", "definition", "routing"},
-    {"activations", "config", "grouped", "kernels.", "plan_rows"},
+    {"activations", "config", "grouped", "kernels.", "op_options", "plan_rows"},
     {"balance_loss", "experts_torch", "product_key", "route_op"},
     {"composed", "ops"},
     {"families.spec", "families.logits"},
