@@ -215,6 +215,11 @@ NOTES = """\
   for it in most tests.
 - **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
   one warning says so.
+- **Other code in a block's place** is refused by name: a method of another class bound to a block,
+  router or experts module, or a plain function assigned to its class. A wrapper (closure, partial)
+  around the own forward stays, and is compared with the patched block where that can be done.
+- **axolotl keys** refused beside the plugin: `use_scattermoe`, `use_sonicmoe`, `expert_backend` and
+  `experts_implementation` with one of these, `expert_parallel_size` above 1, `dense_mixer`.
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
 - **Adapters on experts under expert or tensor parallelism**: PEFT 0.21.2 cannot attach them to
