@@ -182,6 +182,9 @@ def launch_packed(dtype: torch.dtype, tiles: RowTiles, weights_TK: torch.Tensor)
         dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
         launch_decoding(stored, tiles)
         launch_decoding(stored.transpose(1, 2), tiles)
+    values = torch.empty(E, O, I // 2, device="meta", dtype=torch.uint8)
+    stored = PackedWeight("mxfp4", values, (values[..., ::16].contiguous(),), dtype)
+    dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
 
 
 def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:

@@ -60,13 +60,24 @@ LARGE = {
 }
 
 
+def packed_like(stored: torch.Tensor, storage: str) -> PackedWeight:
+    """A weight [E, rows, columns] packed; in mxfp4, which is only read, a random one so large."""
+    if storage != "mxfp4":
+        return pack(stored, storage, stored.device, "w")
+    E, rows, columns = stored.shape
+    random = partial(torch.randint, device=stored.device)
+    values = random(0, 256, (E, rows, columns // 2)).to(torch.uint8)
+    scales = random(122, 126, (E, rows, columns // 32)).to(torch.uint8)
+    return PackedWeight(storage, values, (scales,), stored.dtype)
+
+
 def pack_inputs(inputs: Inputs, storage: str) -> Inputs:
     """The same call with both projections packed."""
     packed: dict[str, Any] = {}
     for name in ("w13", "w2"):
         weight = inputs.tensors[name]
         stored = weight.transpose(1, 2) if inputs.case.transposed else weight
-        one = pack(stored, storage, stored.device, name)
+        one = packed_like(stored, storage)
         packed[name] = one.transpose(1, 2) if inputs.case.transposed else one
     return replace(inputs, tensors=inputs.tensors | packed)
 
@@ -125,9 +136,11 @@ def check_dequantised(device: str) -> None:
         ("nf4", (4, 3, 64)),
         ("fp8", (5, 200, 136)),
         ("fp8", (3, 4, 7)),
+        ("mxfp4", (5, 24, 96)),
+        ("mxfp4", (3, 1, 32)),
     ]
     for (storage, shape), dtype in itertools.product(shapes, (torch.float32, torch.float16)):
-        w = pack(torch.randn(shape, device=device), storage, torch.device(device), "w").to(dtype)
+        w = packed_like(torch.randn(shape, device=device), storage).to(dtype)
         counts = torch.ones(shape[0], dtype=torch.int32, device=device)
         counts[1] = 0
         offsets_S = torch.cat([counts.new_zeros(1), counts.cumsum(0).to(torch.int32)])
@@ -152,6 +165,18 @@ def check_every_byte(device: str) -> None:
     expected = w.stored_experts(0, 2)
     assert torch.equal(buffer.isnan(), expected.isnan())
     assert_bits(buffer.nan_to_num(), expected.nan_to_num())
+
+
+def check_every_mxfp4(device: str) -> None:
+    """All values under all scales but that of NaN, in fp32 and where it holds them."""
+    values = torch.arange(256, device=device).to(torch.uint8).repeat(255, 1, 1)
+    scales = torch.arange(255, device=device).to(torch.uint8).view(255, 1, 1).repeat(1, 1, 16)
+    offsets_S = torch.arange(256, dtype=torch.int32, device=device)
+    for dtype, some in ((torch.float32, slice(0, 252)), (torch.float16, slice(114, 139))):
+        w = PackedWeight("mxfp4", values, (scales,), dtype)
+        buffer = torch.zeros(255, 1, 512, dtype=dtype, device=device)
+        dequantize_into(buffer, w, offsets_S, 0)
+        assert_bits(buffer[some], w.stored_experts(0, 255)[some])
 
 
 def check_packed_linear(device: str) -> None:
@@ -234,6 +259,8 @@ INTERPRETED = (
     ("gpt_oss", "fp8", torch.float16),
     ("no_tokens", "fp8", torch.float32),
     ("all_empty", "nf4", torch.float32),
+    ("gpt_oss", "mxfp4", torch.float32),
+    ("sparse", "mxfp4", torch.float16),
 )
 CASES: dict[str, Callable[[str], None]] = {
     **{
@@ -244,6 +271,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "decoding-fp8": partial(check_decoding, SMALL["recompute"], "fp8"),
     "dequantised": check_dequantised,
     "every_byte": check_every_byte,
+    "every_mxfp4": check_every_mxfp4,
     "packed_linear": check_packed_linear,
     "untouched": check_untouched,
     "buffer": check_buffer,

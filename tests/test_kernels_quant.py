@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 from moe_patch.kernels import call, rows_packed
 from moe_patch.kernels.device import Device
-from moe_patch.quant.packed import pack
+from moe_patch.quant.packed import READABLE, pack
 from tests import interpreted
 from tests.quant_cases import (
     CASES,
@@ -22,8 +22,10 @@ from tests.quant_cases import (
     check_close,
     check_dequantised,
     check_every_byte,
+    check_every_mxfp4,
     check_packed_linear,
     check_untouched,
+    packed_like,
 )
 
 
@@ -51,6 +53,8 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows() ->
     assert [chosen("fp8", rows, hopper, bf16) for rows in (0, 512, 1024)] == [True] * 2 + [False]
     assert not chosen("nf4", 1, ampere, bf16)
     assert not chosen("nf4", 1, hopper, torch.float32)
+    mxfp4 = packed_like(torch.randn(4, 128, 192), "mxfp4")
+    assert rows_packed.decoding_tile(mxfp4, bf16, hopper, 4) is None
     odd = pack(torch.randn(4, 32, 64), "nf4", torch.device("cpu"), "w")
     assert rows_packed.decoding_tile(odd, bf16, hopper, 4) is None
 
@@ -66,7 +70,7 @@ def test_decoding_in_front_of_the_product_is_close_to_fp64(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("storage", READABLE)
 @pytest.mark.parametrize("case", SMALL | LARGE)
 def test_through_the_buffer_the_bits_of_the_plain_kernels(
     case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +83,7 @@ def test_through_the_buffer_the_bits_of_the_plain_kernels(
 def test_parts(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_dequantised("cuda")
     check_every_byte("cuda")
+    check_every_mxfp4("cuda")
     check_untouched("cuda")
     check_packed_linear("cuda")
     monkeypatch.setattr(call, "decoding_tile", lambda *_: None)

@@ -20,7 +20,7 @@ NODE = {
 
 def test_a_storage_is_taken() -> None:
     assert make_config(NODE).quantize_experts is None
-    for storage in ("nf4", "fp8"):
+    for storage in ("nf4", "fp8", "mxfp4"):
         assert make_config({**NODE, "quantize_experts": storage}).quantize_experts == storage
 
 

@@ -6,17 +6,20 @@ and bitsandbytes round them, so that the weights are theirs bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import device_of
-from moe_patch.quant import fp8, nf4
+from moe_patch.quant import fp8, mxfp4, nf4
 from moe_patch.quant.packed import PackedWeight
 
-# Blocks of 64 values a program decodes.
+# Blocks of 64 values a program decodes, and of 32.
 _BLOCKS = 128
+_MX_BLOCKS = 256
 _ROWS = 64
 _SCALES = 1024
 # Triton has no e4m3 below this capability: there its bytes are taken apart.
@@ -32,16 +35,30 @@ def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: i
         offsets_S: the plan's offsets, over all experts.
         first: the expert that goes to the buffer's first place.
     """
+    _LAUNCHES[w.storage](buffer, w, offsets_S, first)
+
+
+def _launch_nf4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
     count, rows, columns = buffer.shape
-    if w.storage == "nf4":
-        absmax, nested_absmax, code, offset, levels = w.scales
-        blocks = rows * columns // nf4.BLOCK
-        _nf4_kernel[(count, triton.cdiv(blocks, _BLOCKS))](
-            w.packed, absmax, nested_absmax, code, offset, levels, buffer,
-            offsets_S, first, blocks,
-            NESTED=nf4.NESTED_BLOCK, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        return
+    absmax, nested_absmax, code, offset, levels = w.scales
+    blocks = rows * columns // nf4.BLOCK
+    _nf4_kernel[(count, triton.cdiv(blocks, _BLOCKS))](
+        w.packed, absmax, nested_absmax, code, offset, levels, buffer,
+        offsets_S, first, blocks,
+        NESTED=nf4.NESTED_BLOCK, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_mxfp4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
+    count, rows, columns = buffer.shape
+    blocks = rows * columns // mxfp4.BLOCK
+    _mxfp4_kernel[(count, triton.cdiv(blocks, _MX_BLOCKS))](
+        w.packed, w.scales[0], buffer, offsets_S, first, blocks, BLOCKS=_MX_BLOCKS, num_warps=4
+    )
+
+
+def _launch_fp8(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
+    count, rows, columns = buffer.shape
     (scales,) = w.scales
     in_bytes = device_of(buffer).capability < _E4M3
     values = w.packed.view(torch.uint8) if in_bytes else w.packed
@@ -49,6 +66,13 @@ def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: i
         values, scales, buffer, offsets_S, first, rows, columns, scales.shape[1], scales.shape[2],
         BLOCK=fp8.BLOCK, ROWS=_ROWS, IN_BYTES=in_bytes, num_warps=8,
     )  # fmt: skip
+
+
+_LAUNCHES: dict[str, Callable[[Tensor, PackedWeight, Tensor, int], None]] = {
+    "nf4": _launch_nf4,
+    "fp8": _launch_fp8,
+    "mxfp4": _launch_mxfp4,
+}
 
 
 def decoded_scales(w: PackedWeight, offsets_S: Tensor) -> Tensor:
@@ -117,6 +141,41 @@ def _nf4_kernel(
         into = (tl.program_id(0).to(tl.int64) * blocks + inside)[:, None] * 64
         tl.store(
             out_ptr + into + tl.arange(0, 64)[None, :],
+            value.to(out_ptr.dtype.element_ty),
+            mask=exists[:, None],
+        )
+
+
+@triton.jit
+def _e2m1(index):
+    """fp32 of the 16 values: the fp16 of the same bits, but for the exponent's bias."""
+    bits = ((index & 8).to(tl.uint16) << 12) | ((index & 7).to(tl.uint16) << 9)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit(do_not_specialize=["first"])
+def _mxfp4_kernel(
+    packed_ptr, scale_ptr, out_ptr, offsets_ptr, first, blocks, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 32 values of one expert."""
+    e = first + tl.program_id(0)
+    if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
+        inside = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        exists = inside < blocks
+        block = e.to(tl.int64) * blocks + inside
+        exponent = tl.load(scale_ptr + block, mask=exists, other=0).to(tl.int32)
+        # A scale is the exponent of a power of two; 0 is that of the first subnormal one.
+        scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
+        byte = tl.load(
+            packed_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :],
+            mask=exists[:, None],
+            other=0,
+        )
+        low, high = _e2m1(byte & 15) * scale[:, None], _e2m1(byte >> 4) * scale[:, None]
+        value = tl.reshape(tl.join(low, high), (BLOCKS, 32))
+        into = (tl.program_id(0).to(tl.int64) * blocks + inside)[:, None] * 32
+        tl.store(
+            out_ptr + into + tl.arange(0, 32)[None, :],
             value.to(out_ptr.dtype.element_ty),
             mask=exists[:, None],
         )

@@ -37,7 +37,7 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
     """The tile of :func:`packed_linear`, or None where decoding into a buffer is the better way.
 
     Args:
-        w: the packed weight.
+        w: the packed weight; mxfp4 is always decoded into a buffer.
         dtype: of the rows.
         device: where it runs; only Hopper's matrix instructions take an operand from registers.
         rows: of all experts.
@@ -46,7 +46,7 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
     aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
     if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned:
         return None
-    if mean > _MOST_ROWS[w.storage]:
+    if w.storage not in _MOST_ROWS or mean > _MOST_ROWS[w.storage]:
         return None
     return _FEW_TILE if mean <= _FEW_ROWS else _TILE
 

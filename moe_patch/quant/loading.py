@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.quant import memory, state
-from moe_patch.quant.packed import STORAGES, check_packable, pack
+from moe_patch.quant import memory, mxfp4_checkpoint, state
+from moe_patch.quant.packed import READABLE, check_packable, pack
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.quant.tensor import QuantTensor, parameter
 
@@ -33,11 +34,12 @@ def load_quantized(
 
     transformers reads, merges and hands over one projection at a time; it is quantised and freed
     before the next, so no device ever holds more than one layer's experts in 16 bits. A checkpoint
-    that is FP8 already is loaded as it is and its experts taken over (storage "fp8").
+    that has its experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is taken as it
+    is.
 
     Args:
         path: a local folder or hub id.
-        storage: "nf4" or "fp8".
+        storage: "nf4", "fp8" or "mxfp4".
         device: where the model goes.
         model_class: what to call ``from_pretrained`` on; None: ``AutoModelForCausalLM``.
         options: further arguments of ``from_pretrained`` (``dtype``, ``attn_implementation``, ..).
@@ -49,23 +51,30 @@ def load_quantized(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if storage not in STORAGES:
+    if storage not in READABLE:
         raise UnsupportedOptionError(
-            f"load_quantized: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
+            f"load_quantized: storage is {storage!r}; accepted: {', '.join(READABLE)}"
         )
     load = (model_class or AutoModelForCausalLM).from_pretrained
     config = options.get("config")
     if config is None:
         hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
         config = AutoConfig.from_pretrained(path, **hub)
+    stored = None
     if hasattr(config, "quantization_config"):
-        method = config.quantization_config["quant_method"]
-        if method != "fp8" or storage != "fp8":
-            raise UnsupportedModelError(
-                f"{path}: the checkpoint is quantised with {method}, asked for {storage}; "
-                "accepted: an FP8 checkpoint with storage 'fp8', or a checkpoint in 16 bits"
-            )
+        stored = config.quantization_config["quant_method"]
+    if (stored or storage) != storage or (storage == "mxfp4") != (stored == "mxfp4"):
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is {f'quantised with {stored}' if stored else 'not quantised'}"
+            f", asked for {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for an MXFP4 "
+            "one, 'nf4' or 'fp8' for one in 16 bits"
+        )
+    if stored == "fp8":
         return quantize_experts(load(path, device_map=str(device), **options), storage)
+    if stored == "mxfp4":
+        # transformers' own quantizer would dequantise, or pack for kernels without a backward.
+        options["config"] = copy.deepcopy(config)
+        del options["config"].quantization_config
     return load(path, quantization_config=_config(storage), device_map=str(device), **options)
 
 
@@ -126,8 +135,12 @@ def _quantizer_class(operation: type) -> type:
         """Tells transformers' loader which parameters are packed as they are read."""
 
         names: frozenset[str] = frozenset()
+        expected: Any = ()
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            if self.quantization_config.storage == "mxfp4":
+                self.expected = mxfp4_checkpoint.expect(model)
+                return model
             projections = list(expert_projections(model))
             for one in projections:
                 check_packable(one.stored, self.quantization_config.storage, one.where)
@@ -137,6 +150,7 @@ def _quantizer_class(operation: type) -> type:
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             # To others the model is an ordinary one whose experts happen to be frozen.
             self.remove_quantization_config(model)
+            mxfp4_checkpoint.collect(self.expected)
             return model
 
         def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from moe_patch.quant import fp8, nf4
+from moe_patch.quant import fp8, mxfp4, nf4
+from moe_patch.quant.packed import READABLE, STORAGES
 from moe_patch.quant.surgery import expert_projections
 from moe_patch.quant.tensor import QuantTensor
 
@@ -17,7 +18,8 @@ class ExpertsMemory(NamedTuple):
 
     Attributes:
         stored: as they are now.
-        quantised: by storage, as they would be; a storage that some expert cannot have is left out.
+        quantised: by storage, as they would be; a storage that some expert cannot have is left out,
+            and so is mxfp4 where the checkpoint does not have it.
     """
 
     stored: int
@@ -28,17 +30,29 @@ def bits_per_value(storage: str) -> float:
     """What a large weight takes per value, scales included."""
     if storage == "nf4":
         return 4 + 8 / nf4.BLOCK + 32 / (nf4.BLOCK * nf4.NESTED_BLOCK)
-    return 8 + 32 / fp8.BLOCK**2
+    return 4 + 8 / mxfp4.BLOCK if storage == "mxfp4" else 8 + 32 / fp8.BLOCK**2
 
 
 def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
-    """What a weight [E, rows, columns], as stored, takes in "nf4" or "fp8", scales included."""
+    """What a weight [E, rows, columns], as stored, takes in a storage, scales included."""
     E, rows, columns = shape
     values = math.prod(shape)
+    if storage == "mxfp4":
+        return values // 2 + values // mxfp4.BLOCK
     if storage == "fp8":
         return values + 4 * E * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
     scales = values // nf4.BLOCK
     return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
+
+
+def _stored_in_mxfp4(model: nn.Module) -> bool:
+    """Whether the checkpoint that the model's config is of has its experts in MXFP4."""
+    config: Any = model.config
+    if not hasattr(config, "quantization_config"):
+        return False
+    found = config.quantization_config
+    method = found["quant_method"] if isinstance(found, dict) else found.quant_method
+    return method == "mxfp4"
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:
@@ -48,7 +62,7 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
         UnsupportedModelError: no MoE block, or experts that cannot be quantised, by name.
     """
     stored = 0
-    quantised = {"nf4": 0, "fp8": 0}
+    quantised = dict.fromkeys(READABLE if _stored_in_mxfp4(model) else STORAGES, 0)
     for one in expert_projections(model):
         weight = one.stored
         if isinstance(weight, QuantTensor):

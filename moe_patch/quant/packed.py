@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant import fp8, nf4
+from moe_patch.quant import fp8, mxfp4, nf4
 
+# What weights can be packed into; and with what checkpoints hold already.
 STORAGES = ("nf4", "fp8")
+READABLE = (*STORAGES, "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,9 @@ class PackedWeight:
     index); no arithmetic is defined on it, so packed bytes cannot enter a product.
 
     Attributes:
-        storage: "nf4" or "fp8".
+        storage: a name in :data:`FORMATS`.
         packed: uint8 [E, rows, columns / 2] or e4m3 [E, rows, columns], contiguous.
-        scales: the tensors of :class:`moe_patch.quant.nf4.Nf4Scales`, or (scale_inv,).
+        scales: what the format keeps beside them.
         dtype: what an expert is dequantised to.
         transposed: rows are inputs and columns outputs, rather than the other way round.
     """
@@ -39,7 +42,7 @@ class PackedWeight:
     def stored_shape(self) -> tuple[int, int, int]:
         """[E, rows, columns] as stored, in values."""
         E, rows, columns = self.packed.shape
-        return E, rows, columns * (2 if self.storage == "nf4" else 1)
+        return E, rows, columns * FORMATS[self.storage].per_element
 
     @property
     def shape(self) -> torch.Size:
@@ -65,21 +68,57 @@ class PackedWeight:
 
     def __getitem__(self, e: int) -> Tensor:
         """One expert, [out, in], dequantised."""
-        weight = self.stored_experts(e, e + 1)[0]
-        return weight.T if self.transposed else weight
+        return self.experts(e, e + 1)[0]
 
     def stored_experts(self, start: int, end: int) -> Tensor:
         """Experts ``start`` to ``end`` dequantised, as stored: [end - start, rows, columns]."""
-        part = self.packed[start:end]
-        if self.storage == "nf4":
-            _, rows, columns = self.stored_shape
-            scales = nf4.Nf4Scales(*self.scales)
-            return nf4.dequantize(part, scales, self.dtype, start * rows * columns // nf4.BLOCK)
-        return fp8.dequantize(part, self.scales[0][start:end], self.dtype)
+        return FORMATS[self.storage].dequantize(self, start, end)
+
+    def experts(self, start: int, end: int) -> Tensor:
+        """Experts ``start`` to ``end`` dequantised, [end - start, out, in]."""
+        stored = self.stored_experts(start, end)
+        return stored.transpose(1, 2) if self.transposed else stored
 
     def nbytes(self) -> int:
         """What the storage takes, scales included."""
         return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the rest needs to know of a storage.
+
+    Attributes:
+        per_element: values to an element of the packed tensor.
+        scales: tensors that are kept beside it.
+        dequantize: experts ``start`` to ``end`` of a weight, as stored, in the weight's dtype.
+    """
+
+    per_element: int
+    scales: int
+    dequantize: Callable[[PackedWeight, int, int], Tensor]
+
+
+def _nf4_experts(w: PackedWeight, start: int, end: int) -> Tensor:
+    """The blocks of 64 are counted through the whole stack."""
+    _, rows, columns = w.stored_shape
+    first = start * rows * columns // nf4.BLOCK
+    return nf4.dequantize(w.packed[start:end], nf4.Nf4Scales(*w.scales), w.dtype, first)
+
+
+def _fp8_experts(w: PackedWeight, start: int, end: int) -> Tensor:
+    return fp8.dequantize(w.packed[start:end], w.scales[0][start:end], w.dtype)
+
+
+def _mxfp4_experts(w: PackedWeight, start: int, end: int) -> Tensor:
+    return mxfp4.dequantize(w.packed[start:end], w.scales[0][start:end], w.dtype)
+
+
+FORMATS = {
+    "nf4": Format(2, len(nf4.Nf4Scales._fields), _nf4_experts),
+    "fp8": Format(1, 1, _fp8_experts),
+    "mxfp4": Format(2, 1, _mxfp4_experts),
+}
 
 
 def check_packable(weight: Tensor, storage: str, where: str) -> None:

@@ -3,7 +3,7 @@
 For a parameter ``P``: nf4 has the keys of bitsandbytes, ``P`` (uint8), ``P.absmax``,
 ``P.nested_absmax``, ``P.nested_quant_map``, ``P.quant_map`` and
 ``P.quant_state.bitsandbytes__nf4`` (JSON as bytes); fp8 those of FP8 checkpoints, ``P`` (e4m3) and
-``P_scale_inv``.
+``P_scale_inv``; mxfp4 those of gpt-oss, ``P_blocks`` and ``P_scales``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.quant import nf4
+from moe_patch.quant import mxfp4, nf4
 from moe_patch.quant.packed import PackedWeight
 from moe_patch.quant.tensor import QuantTensor
 
@@ -39,13 +39,13 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
     for name, value in module._parameters.items():
         key = prefix + name
         if isinstance(value, QuantTensor) and isinstance(state_dict.get(key), QuantTensor):
-            state_dict.update(to_tensors(state_dict[key].weight, key))
+            state_dict.update(to_tensors(state_dict.pop(key).weight, key))
 
 
 def _load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, value in module._parameters.items():
         key = prefix + name
-        if isinstance(value, QuantTensor) and key in state_dict:
+        if isinstance(value, QuantTensor):
             found = from_tensors(state_dict, key, value.weight)
             if found is not None:
                 state_dict[key] = QuantTensor(found)
@@ -55,6 +55,10 @@ def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
     """The entries of one parameter."""
     if weight.storage == "fp8":
         return {key: weight.packed, f"{key}_scale_inv": weight.scales[0]}
+    if weight.storage == "mxfp4":
+        (scales_EOB,) = weight.scales
+        blocks = weight.packed.view(*scales_EOB.shape, mxfp4.BLOCK // 2)
+        return {f"{key}_blocks": blocks, f"{key}_scales": scales_EOB}
     scales = nf4.Nf4Scales(*weight.scales)
     described = {
         "quant_type": "nf4",
@@ -80,11 +84,16 @@ def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
 def from_tensors(state_dict: dict[str, Any], key: str, like: PackedWeight) -> PackedWeight | None:
     """Take one parameter's entries out of a state dict; None when they are not all there."""
     if like.storage == "fp8":
-        if f"{key}_scale_inv" not in state_dict:
+        if key not in state_dict or f"{key}_scale_inv" not in state_dict:
             return None
         return replace(like, packed=state_dict[key], scales=(state_dict.pop(f"{key}_scale_inv"),))
+    if like.storage == "mxfp4":
+        if f"{key}_blocks" not in state_dict or f"{key}_scales" not in state_dict:
+            return None
+        blocks, scales = (state_dict.pop(f"{key}_{name}") for name in ("blocks", "scales"))
+        return replace(like, packed=blocks.flatten(2), scales=(scales,))
     names = ("absmax", "nested_absmax", "nested_quant_map", "quant_map", _QUANT_STATE)
-    if any(f"{key}.{name}" not in state_dict for name in names):
+    if key not in state_dict or any(f"{key}.{name}" not in state_dict for name in names):
         return None
     absmax, nested, code, levels, described = (state_dict.pop(f"{key}.{name}") for name in names)
     offset = json.loads(bytes(described.tolist()))["nested_offset"]

@@ -24,11 +24,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Projection(NamedTuple):
-    """One expert parameter of a model."""
+    """One expert parameter of a model; transposed: it is [E, in, out]."""
 
     path: str
     module: Any
     name: str
+    transposed: bool
 
     @property
     def where(self) -> str:
@@ -71,7 +72,8 @@ def quantize_experts(
     """
     if storage not in STORAGES:
         raise UnsupportedOptionError(
-            f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)}"
+            f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)} (mxfp4 is "
+            "only read, from checkpoints that have it: load_quantized)"
         )
     if storage == "fp8":
         adopt(model, include, exclude)
@@ -126,7 +128,7 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
         )
     for module, name in todo:
         weight = module._parameters[name].weight  # type: ignore[union-attr]
-        plain = weight.to(dtype or weight.dtype).stored_experts(0, weight.shape[0])
+        plain = weight.to(dtype or weight.dtype).experts(0, weight.shape[0]).contiguous()
         setattr(module, name, nn.Parameter(plain, requires_grad=False))
     return model
 
@@ -162,8 +164,9 @@ def _projections_of(block: FoundBlock) -> Iterator[Projection]:
                 f"{path} ({type(experts).__name__}): cannot be quantised: {why}; use exclude to "
                 "leave it"
             )
-        for name in (layout_of(experts, block.spec).up_name, "down_proj"):
-            yield Projection(path, experts, name)
+        layout = layout_of(experts, block.spec)
+        for name in (layout.up_name, "down_proj"):
+            yield Projection(path, experts, name, layout.is_transposed)
 
 
 def _obstacle(experts: nn.Module, spec: FamilySpec) -> str | None:

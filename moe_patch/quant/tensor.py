@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant.packed import PackedWeight
+from moe_patch.quant.packed import FORMATS, PackedWeight
 
 SCALES = ("scale_0", "scale_1", "scale_2", "scale_3", "scale_4")
 
@@ -25,27 +25,29 @@ class QuantTensor(Tensor):
 
     Attributes:
         stored_in, packed: storage and bytes, see :class:`PackedWeight`.
+        columns_first: the bytes run along the axis that is the first of an expert's in the module.
         scale_0, ..: its scales. Tensors are attributes of their own so that Dynamo finds them.
     """
 
     stored_in: str
     packed: Tensor
+    columns_first: bool
 
     @staticmethod
     def __new__(cls, weight: PackedWeight) -> QuantTensor:
         return Tensor._make_wrapper_subclass(
-            cls, weight.stored_shape, dtype=weight.dtype, device=weight.device, requires_grad=False
+            cls, weight.shape, dtype=weight.dtype, device=weight.device, requires_grad=False
         )
 
     def __init__(self, weight: PackedWeight) -> None:
-        assert not weight.transposed
         self.stored_in, self.packed = weight.storage, weight.packed
+        self.columns_first = weight.transposed
         for name, scale in zip(SCALES, weight.scales, strict=False):
             setattr(self, name, scale)
 
     @property
     def weight(self) -> PackedWeight:
-        """The storage, not transposed: how a module reads its weight is its family's affair."""
+        """The storage, its axes as the module has them."""
         return packed_weight(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -61,15 +63,16 @@ class QuantTensor(Tensor):
         return memo[id(self)]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["packed", *_scale_names(self.stored_in)], (self.stored_in, self.dtype)
+        context = self.stored_in, self.dtype, self.columns_first
+        return ["packed", *_scale_names(self.stored_in)], context
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantTensor:
-        storage, dtype = context
+        storage, dtype, columns_first = context
         scales = tuple(inner[name] for name in _scale_names(storage))
-        return QuantTensor(PackedWeight(storage, inner["packed"], scales, dtype))
+        return QuantTensor(PackedWeight(storage, inner["packed"], scales, dtype, columns_first))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -88,11 +91,11 @@ class QuantTensor(Tensor):
 def packed_weight(tensor: QuantTensor) -> PackedWeight:
     """The storage of a quantised parameter, also while Dynamo traces."""
     scales = tuple(getattr(tensor, name) for name in _scale_names(tensor.stored_in))
-    return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype)
+    return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype, tensor.columns_first)
 
 
 def _scale_names(storage: str) -> tuple[str, ...]:
-    return SCALES if storage == "nf4" else SCALES[:1]
+    return SCALES[: FORMATS[storage].scales]
 
 
 def _rebuild(weight: PackedWeight, is_parameter: bool) -> QuantTensor:
@@ -192,7 +195,7 @@ def _slice(
     if dim % 3 != 0 or step != 1:
         raise _not_by_expert(tensor, f"along axis {dim} in steps of {step}")
     first, last, _ = slice(start, end).indices(tensor.shape[0])
-    return tensor.weight.stored_experts(first, max(first, last))
+    return tensor.weight.experts(first, max(first, last))
 
 
 _aten = torch.ops.aten

@@ -5,7 +5,7 @@
     data: python-stdlib-docstrings | FILE.txt | FILE.jsonl | DATASETS_ID | {source: ..., ...}
     lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
     training: arguments of transformers.TrainingArguments
-    quantize_experts: nf4 | fp8, the frozen experts under the adapters     default: as they are
+    quantize_experts: nf4 | fp8 | mxfp4, frozen experts under the adapters default: as they are
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.quant.packed import STORAGES
+from moe_patch.quant.packed import READABLE
 from moe_patch.train.schema import check_known, check_mapping, check_type
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -188,7 +188,7 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
             "compare_unpatched: false"
         )
     if (storage := shape.get("quantize_experts")) is not None:
-        check_known(f"{where}: quantize_experts", storage, STORAGES)
+        check_known(f"{where}: quantize_experts", storage, READABLE)
         if node.get("lora") is None or node.get("moe_patch", True) is False:
             raise UnsupportedOptionError(
                 f"{where}: quantize_experts freezes the experts, which only patched models run; "

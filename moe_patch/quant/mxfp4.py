@@ -1,0 +1,33 @@
+"""MXFP4, as gpt-oss checkpoints have it: e2m1 values, one power of two per 32 of a row.
+
+Two values to a byte, the earlier one in the low half (OCP Microscaling Formats 1.0: e2m1 has the
+magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6; a scale s in e8m0 is 2^(s - 127)).
+
+    weight = e2m1[index] * 2^(scale - 127)        exact in fp32, and in bf16
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+
+
+def dequantize(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight that uint8 [.., columns / 2] and scales uint8 [.., columns / 32] stand for."""
+    index = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+    blocks = _e2m1(index).unflatten(-1, (-1, BLOCK))
+    return (blocks * _e8m0(scales)[..., None]).flatten(-2).to(dtype)
+
+
+def _e2m1(index: Tensor) -> Tensor:
+    """fp32 of the 16 values: the fp16 of the same bits, but for the exponent's bias."""
+    bits = (index & 8).int() << 12 | (index & 7).int() << 9
+    return bits.to(torch.int16).view(torch.float16).float() * 2.0**14
+
+
+def _e8m0(scale: Tensor) -> Tensor:
+    """fp32 powers of two: a scale is the exponent of one, and 0 that of the first subnormal."""
+    exponent = scale.int()
+    return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)

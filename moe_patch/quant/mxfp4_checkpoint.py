@@ -1,0 +1,67 @@
+"""The experts of MXFP4 checkpoints (gpt-oss), taken as they are stored while transformers loads.
+
+A checkpoint has ``P_blocks`` uint8 [E, out, in / 32, 16] and ``P_scales`` uint8 [E, out, in / 32]
+for a parameter ``P``. They become parameters of those names for the time of loading, so that
+transformers places them like any other, and one packed parameter afterwards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.quant import mxfp4, state
+from moe_patch.quant.packed import PackedWeight
+from moe_patch.quant.surgery import Projection, expert_projections
+from moe_patch.quant.tensor import QuantTensor, parameter
+
+Expected = list[tuple[Projection, torch.dtype]]
+
+
+def expect(model: nn.Module) -> Expected:
+    """Put the stored form of every projection in its place, on the meta device.
+
+    Raises:
+        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name.
+    """
+    found = [(one, one.stored.dtype) for one in expert_projections(model)]
+    for one, _ in found:
+        E, rows, columns = one.stored.shape
+        out, inputs = (columns, rows) if one.transposed else (rows, columns)
+        if inputs % mxfp4.BLOCK:
+            raise UnsupportedModelError(
+                f"{one.where}: mxfp4 needs inputs of a multiple of {mxfp4.BLOCK}, found {inputs}"
+            )
+        blocks = torch.empty(E, out, inputs // mxfp4.BLOCK, 16, dtype=torch.uint8, device="meta")
+        scales = torch.empty(blocks.shape[:3], dtype=torch.uint8, device="meta")
+        del one.module._parameters[one.name]
+        for suffix, value in (("blocks", blocks), ("scales", scales)):
+            stored = nn.Parameter(value, requires_grad=False)
+            one.module.register_parameter(f"{one.name}_{suffix}", stored)
+        # transformers would otherwise look for the parameter to give it random values.
+        one.module._is_hf_initialized = True
+    return found
+
+
+def collect(expected: Expected) -> None:
+    """Make one packed parameter of what was loaded.
+
+    Raises:
+        UnsupportedModelError: the checkpoint lacks a part of one.
+    """
+    for one, dtype in expected:
+        blocks, scales = (_loaded(one, suffix) for suffix in ("blocks", "scales"))
+        weight = PackedWeight("mxfp4", blocks.flatten(2), (scales,), dtype, one.transposed)
+        one.module.register_parameter(one.name, parameter(QuantTensor(weight)))
+        state.watch(one.module)
+
+
+def _loaded(one: Projection, suffix: str) -> Tensor:
+    stored = one.module._parameters.pop(f"{one.name}_{suffix}")
+    # transformers marks what it has read; what it has not would be uninitialised memory.
+    if not hasattr(stored, "_is_hf_initialized"):
+        raise UnsupportedModelError(
+            f"{one.where}: the checkpoint has no {one.where}_{suffix}, which mxfp4 experts need"
+        )
+    return stored.data
