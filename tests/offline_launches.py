@@ -1,0 +1,115 @@
+"""What the launcher hands to the driver, beside what Triton hands to it: both on any machine.
+
+A program: the experts run on CPU tensors under a driver that compiles for sm_90 and launches
+nothing. Prints one line of JSON: the kernels launched, and where the two ways differ.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from compile_only import CompileOnly, compiling_for  # noqa: E402
+
+import moe_patch.kernels.experts  # noqa: E402, F401
+from moe_patch.kernels.launcher import Launcher  # noqa: E402
+from moe_patch.ops import experts_mlp  # noqa: E402
+from moe_patch.types import ExpertWeights, Glu, Lora  # noqa: E402
+
+D, F, E, K, R = 256, 128, 8, 2, 16
+HOOKS = slice(6, 9)  # the metadata for hooks, and the hooks
+launched: list[tuple[object, str, tuple]] = []
+
+
+class Recorder:
+    """Stands for one compiled kernel."""
+
+    def __init__(self, _src: object, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *args: Any) -> None:
+        launched.append((self, self.name, args))
+
+
+def step(T: int, misaligned: bool, lora: bool) -> list[tuple[object, str, tuple]]:
+    """The launches of one forward and backward."""
+    torch.manual_seed(T)
+    q = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
+    x_TD = torch.zeros(T * D + 1, dtype=torch.bfloat16)[int(misaligned) :][: T * D].view(T, D)
+    x_TD.requires_grad_()
+    ids_TK = torch.rand(T, E).argsort(1)[:, :K].contiguous()
+    w = ExpertWeights(q(E, 2 * F, D), q(E, D, F), q(E, 2 * F), q(E, D))
+    loras = {}
+    if lora:
+        loras["lora13"] = Lora(q(E, R, D), q(E, 2 * F, R), 2.0)
+        loras["lora2"] = Lora(q(E, R, F), q(E, D, R), 2.0)
+    launched.clear()
+    weights_TK = torch.rand(T, K, requires_grad=True)
+    out_TD = experts_mlp(x_TD, ids_TK, weights_TK, w, Glu("silu"), backend="triton", **loras)
+    out_TD.backward(torch.ones_like(out_TD))
+    return list(launched)
+
+
+def described(args: tuple) -> list:
+    """Tensors by what a kernel sees of them, apart from where they lie."""
+    said: list[Any] = []
+    for arg in args:
+        tensor = getattr(arg, "base", arg)
+        if isinstance(tensor, torch.Tensor):
+            said.append((tuple(tensor.shape), tensor.stride(), str(tensor.dtype)))
+            said.append(None if tensor is arg else (arg.shape, arg.strides, arg.block_shape))
+        else:
+            said.append(arg)
+    return said
+
+
+def differences(case: tuple[int, bool, bool], launchers: list[Launcher]) -> list[str]:
+    step(*case)  # compiles
+    ours = step(*case)
+    for launcher in launchers:
+        launcher._direct = False
+    tritons = step(*case)
+    for launcher in launchers:
+        launcher._direct = True
+    if [name for _, name, _ in ours] != [name for _, name, _ in tritons]:
+        return [f"{case}: other kernels"]
+    found = []
+    for (kernel, name, args), (other, _, others) in zip(ours, tritons, strict=True):
+        if kernel is not other:
+            found.append(f"{case}: {name} as compiled for something else")
+        before, after = args[: HOOKS.start] + args[HOOKS.stop :], others[:6] + others[HOOKS.stop :]
+        if described(before) != described(after):
+            found.append(f"{case}: arguments of {name}")
+    return found
+
+
+def main() -> None:
+    cases = [(T, misaligned, T == 1) for T in (1, 600) for misaligned in (False, True)]
+    launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
+    with (
+        mock.patch("moe_patch.backend.triton_obstacle", return_value=None),
+        mock.patch.object(CompileOnly, "launcher_cls", Recorder),
+        compiling_for((9, 0), 227 * 1024),
+    ):
+        different = [said for case in cases for said in differences(case, launchers)]
+        hooks = triton.knobs.runtime.launch_enter_hook
+        unhooked = [name for _, name, args in step(*cases[0]) if args[HOOKS] == (None,) * 3]
+        hooks.add(print)
+        hooked = all(args[HOOKS.start] is not None for _, _, args in step(*cases[0]))
+        hooks.remove(print)
+    direct = sum(bool(each._compiled) for each in launchers)
+    said = {"direct": direct, "different": different, "unhooked": unhooked, "hooked": hooked}
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
