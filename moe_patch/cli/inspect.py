@@ -142,8 +142,9 @@ def _print(result: dict[str, Any]) -> None:
         f"({share:.0%} in experts), {bytes_text(result['weight_bytes'])} in {result['dtype']}"
     )
     for storage, count in result["expert_bytes_quantised"].items():
+        how = "as stored, load_quantized" if storage == "mxfp4" else "quantize_experts"
         print(
-            f"experts in {storage} (quantize_experts): {bytes_text(count)} in place of "
+            f"experts in {storage} ({how}): {bytes_text(count)} in place of "
             f"{bytes_text(result['expert_bytes'])}"
         )
     print(f"on {result['device']}, kept from forward to backward by all experts, per token:")
