@@ -6,6 +6,7 @@ nothing. Prints one line of JSON: the kernels launched, and where the two ways d
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import sys
@@ -75,11 +76,10 @@ def described(args: tuple) -> list:
 def differences(case: tuple[int, bool, bool], launchers: list[Launcher]) -> list[str]:
     step(*case)  # compiles
     ours = step(*case)
-    for launcher in launchers:
-        launcher._direct = False
-    tritons = step(*case)
-    for launcher in launchers:
-        launcher._direct = True
+    with contextlib.ExitStack() as stack:
+        for launcher in launchers:
+            stack.enter_context(mock.patch.object(launcher, "_direct", new=False))
+        tritons = step(*case)
     if [name for _, name, _ in ours] != [name for _, name, _ in tritons]:
         return [f"{case}: other kernels"]
     found = []
