@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,18 @@ def test_a_reader_that_leaves_early_is_no_error():
         shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("model type")
+    assert done.stderr == ""
+
+
+def test_stderr_is_empty_where_it_is_no_terminal(tmp_path):
+    """In a process of its own: what transformers says while it is imported and loads weights."""
+    tiny_models.build("gpt_oss", num_hidden_layers=1).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_patch", "verify", str(tmp_path), "--device", "cpu", "--json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["weights"] == "loaded"
     assert done.stderr == ""
 
 

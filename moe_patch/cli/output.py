@@ -99,16 +99,24 @@ def progress(steps: int, what: str) -> Iterator[Progress]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Errors only from other libraries: their retries and advice are no command's answer."""
+    """Errors only from other libraries, and their progress where ours is shown: on a terminal."""
+    # Its first import sets the level of its logger.
+    from transformers.utils import logging as library
+
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
     levels = [logger.level for logger in loggers]
+    hidden = library.is_progress_bar_enabled() and not sys.stderr.isatty()
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
+        if hidden:
+            library.disable_progress_bar()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
+        if hidden:
+            library.enable_progress_bar()
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
