@@ -1,0 +1,103 @@
+"""The kernels that take no tile from the table, launched over meta tensors for compile_tiles.py."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_patch.kernels import (
+    activation,
+    dequant,
+    dh_epilogue,
+    factors,
+    norms,
+    plan,
+    product_key,
+    reduce,
+    routing,
+    routing_losses,
+    rows_packed,
+)
+from moe_patch.kernels.device import device_of
+from moe_patch.kernels.launch import RowTiles
+from moe_patch.quant.packed import STORAGES, PackedWeight, pack
+from moe_patch.routing import RouteSpec
+from moe_patch.types import Glu
+
+ROUTES = (
+    (128, RouteSpec(8, renormalize=True)),
+    (64, RouteSpec(8)),
+    (256, RouteSpec(8, score="sigmoid", groups=8, top_groups=4, renormalize=True, eps=1e-20)),
+    (32, RouteSpec(4, order="topk_score", fp32=False)),
+    (512, RouteSpec(10, renormalize=True)),
+)
+
+
+def launch_others(dtype: torch.dtype) -> None:
+    """Every kernel that takes no tile from the table: plan, reductions, routing, losses."""
+    T, D, E, K = 4096, 2048, 128, 8
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, device="meta", dtype=dtype)
+
+    weights_TK, b_ED = empty(T, K, dtype=torch.float32), empty(E, D)
+    plans = [plan.build_plan(empty(n, K, dtype=torch.int64), E) for n in (8, T)]
+    plan.grouped_rows(plans[1], weights_TK)
+    tiles = RowTiles(plans[1])
+    row_tiles = tiles.rows(64)
+    for weights in (weights_TK, None):
+        reduce.combine(empty(T * K, D), plans[1], weights)
+        reduce.expert_sum(empty(T, D), plans[1], b_ED, gather=True, weights_TK=weights)
+    reduce.expert_sum(empty(T * K, D), plans[1], b_ED)
+    for bias in (b_ED, None):
+        partial_NC = empty(T * K, 6, dtype=torch.float32)
+        reduce.routing_gradient(partial_NC, row_tiles, weights_TK, empty(T, D), bias)
+    for experts, spec in ROUTES:
+        logits_TE, bias_E = empty(T, experts), empty(experts, dtype=torch.float32)
+        bias = bias_E if spec.groups else None
+        made = routing.route_forward(logits_TE, spec, bias, count_tokens=True, with_lse=True)
+        routing.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+    sums = routing_losses.router_sums(empty(T, E), weights_TK[:, 0], K)
+    routing_losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
+    ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
+    product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
+    factors.weighted(empty(T * K, 16), plans[1], weights_TK)
+    norms.combine_with_norms(empty(T * K, D), plans[1], weights_TK)
+    launch_packed(dtype, tiles, weights_TK)
+
+
+def launch_packed(dtype: torch.dtype, tiles: RowTiles, weights_TK: torch.Tensor) -> None:
+    """What packed experts take beside the grouped products."""
+    row_tiles = tiles.rows(64)
+    O, I, glu = 512, 256, Glu("silu")
+    E, N = row_tiles.plan.offsets_S.shape[0] - 1, row_tiles.count
+    h_NH = torch.empty(N, 2 * I, device="meta", dtype=dtype)
+    activation.activation(h_NH, glu)
+    da_NF = torch.empty(N, I, device="meta", dtype=torch.float32)
+    dh_epilogue.hidden_gradients_from(
+        da_NF, row_tiles, weights_TK, h_NH, glu, dh=True, wa=True, partial=True
+    )
+    for storage in STORAGES:
+        w = pack(torch.zeros(1, O, I), storage, torch.device("cpu"), "w")
+        meta = [t.to("meta") for t in (w.packed.expand(E, -1, -1), *w.scales)]
+        stored = PackedWeight(storage, meta[0], tuple(meta[1:]), dtype)
+        buffer = torch.empty(E, O, I, device="meta", dtype=dtype)
+        dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
+        launch_decoding(stored, tiles)
+        launch_decoding(stored.transpose(1, 2), tiles)
+    values = torch.empty(E, O, I // 2, device="meta", dtype=torch.uint8)
+    stored = PackedWeight("mxfp4", values, (values[..., ::16].contiguous(),), dtype)
+    dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
+
+
+def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:
+    """Decoding in front of the product, wherever a call would choose it."""
+    E, O, I = w.shape
+    inputs = torch.empty(tiles.count, I, device="meta", dtype=w.dtype)
+    low_rank = inputs[:, :16].contiguous(), torch.empty(E, O, 16, device="meta", dtype=w.dtype)
+    for count in (E, 256 * E):
+        tile = rows_packed.decoding_tile(w, w.dtype, device_of(inputs), count)
+        if tile is not None:
+            result = torch.float32 if w.transposed else w.dtype
+            rows_packed.packed_linear(
+                inputs, tiles.rows(tile.m), w, None, tile, low_rank=low_rank, dtype=result
+            )
