@@ -134,22 +134,12 @@ def router_confidence(source: Source) -> Any:
     )
     figure, axes = _figure(min(12.0, max(5.0, 1.8 + 0.35 * len(found))), 3.6)
     at = list(range(len(found)))
-    axes.bar(
-        at,
-        [h - b for h, b in zip(high, low, strict=True)],
-        0.6,
-        low,
-        color="#c6d8ec",
-        label="80% of the tokens",
-    )
-    axes.bar(
-        at,
-        [h - b for h, b in zip(upper, lower, strict=True)],
-        0.6,
-        lower,
-        color="#7fa8d1",
-        label="50%",
-    )
+    for top, bottom, colour, label in (
+        (high, low, "#c6d8ec", "80% of the tokens"),
+        (upper, lower, "#7fa8d1", "50%"),
+    ):
+        heights = [t - b for t, b in zip(top, bottom, strict=True)]
+        axes.bar(at, heights, 0.6, bottom, color=colour, label=label)
     axes.hlines(
         middle, [i - 0.3 for i in at], [i + 0.3 for i in at], color="#1f3b5c", label="median"
     )
