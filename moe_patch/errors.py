@@ -25,7 +25,9 @@ class UnsupportedOptionError(MoePatchError):
 
 
 class PatchStateError(MoePatchError):
-    """The model's patch state does not allow the call (not patched, or patched differently)."""
+    """The model's patch state does not allow the call: not patched, patched differently, recorded,
+    or its kernels not loaded where that has to be before.
+    """
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> Any:

@@ -5,6 +5,11 @@ The same on CPU is in test_stack_compile.py and test_stack_generate.py.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers.generation import CompileConfig
@@ -18,7 +23,7 @@ from tests.test_stack_generate import NEW, WAYS
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE, ROOT = "cuda", Path(__file__).parents[1]
 OURS = ("_up_kernel", "_combine_kernel")
 DECODE = {
     "do_sample": False,
@@ -112,6 +117,38 @@ def test_compiled_decoding(name):
     ran = kernels(lambda: generate(model, **DECODE))
     assert {key: ran.get(key) for key in OURS} == dict.fromkeys(OURS, 2 * NEW)
     assert model.get_experts_implementation() == setting
+
+
+COLD = """
+import torch
+from moe_patch import PatchStateError
+from tests.test_experts_gpu import Layer
+
+layer, graph = Layer(8, 2, 4, 64, 32), torch.cuda.CUDAGraph()
+try:
+    with torch.no_grad(), torch.cuda.graph(graph):
+        try:
+            out = layer.forward()
+        except PatchStateError as error:
+            print(error)
+except RuntimeError as error:
+    assert "capture" in str(error), error
+else:
+    graph.replay()
+    print("warmup is not needed:", torch.equal(out, layer.forward()))
+"""
+
+
+def test_a_capture_without_a_warm_up_asks_for_one(tmp_path):
+    """In a process of its own: here every kernel may have run."""
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", COLD]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "warmup" in done.stdout
+    assert "False" not in done.stdout
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 import triton
 
 import moe_patch.report
-from moe_patch import patch_model, patch_report, unpatch_model
+from moe_patch import PatchStateError, patch_model, patch_report, unpatch_model
 from moe_patch.backend import BackendChoice
 from moe_patch.kernels import device, dh_hopper, dw_hopper, rows_hopper, up_hopper
 from moe_patch.kernels.device import Device
@@ -135,6 +135,18 @@ def test_numbers_of_hip_are_not_taken_for_those_of_cuda(monkeypatch) -> None:
     monkeypatch.setattr(device, "INTERPRETER", object())
     monkeypatch.setattr(device, "device_of", lambda _: found)
     assert not device.approximate(torch.empty(0, dtype=BF16))
+
+
+def test_a_kernel_that_a_capture_finds_unloaded_is_named() -> None:
+    said = "Triton Error [CUDA]: operation not permitted when stream is capturing"
+    with (
+        pytest.raises(PatchStateError, match="warmup") as raised,
+        device.on_device_of(torch.ones(1)),
+    ):
+        raise RuntimeError(said)
+    assert said in str(raised.value.__cause__)
+    with pytest.raises(RuntimeError, match="^other$"), device.on_device_of(torch.ones(1)):
+        raise RuntimeError("other")
 
 
 @pytest.mark.parametrize(

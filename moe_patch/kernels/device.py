@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from moe_patch.errors import PatchStateError
 
 
 class Device(NamedTuple):
@@ -26,7 +28,6 @@ class Device(NamedTuple):
 
 
 INTERPRETER = Device((0, 0), 1 << 30, 2)
-_NOTHING = contextlib.nullcontext()
 
 
 def device_of(tensor: Tensor) -> Device:
@@ -50,8 +51,36 @@ def _cuda_device(index: int) -> Device:
     )
 
 
+class _OnThisDevice(contextlib.AbstractContextManager):
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        _explain(error)
+
+
+class _OnAnotherDevice(torch.cuda.device):
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        _explain(error)
+
+
+def _explain(error: BaseException | None) -> None:
+    """CUDA loads no kernel while a graph is captured: the cure, in place of CUDA's own words."""
+    if isinstance(error, RuntimeError) and "stream is capturing" in str(error):
+        raise PatchStateError(
+            "moe_patch: a kernel had to be loaded while a CUDA graph was captured, which CUDA "
+            "forbids; accepted: kernels that have run before. Run the block once on as many "
+            "tokens, or moe_patch.warmup.warmup(model), and capture again"
+        ) from error
+
+
+_ON_THIS_DEVICE = _OnThisDevice()
+
+
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's."""
+    """Triton launches on the current device, which need not be the tensor's.
+
+    Raises:
+        PatchStateError: a kernel has to be loaded while a CUDA graph is captured.
+    """
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(tensor.device)
+        return _ON_THIS_DEVICE
+    return _OnAnotherDevice(tensor.device)
