@@ -4,7 +4,8 @@
 
 One training step (forward and backward, bf16, no optimizer) of a few layers of Qwen3-30B-A3B's
 sizes with random weights. ``tp`` and ``ep`` work on one batch together, ``fsdp`` on one batch per
-rank. transformers' own experts run from the same weights in the same processes.
+rank. transformers' own experts run from the same weights in the same processes. ``host_ms`` is how
+long Python took to ask for a step: near ``median_ms`` the cards waited for it.
 """
 
 from __future__ import annotations
@@ -82,17 +83,18 @@ def random_model(size: str, layers: int, options: dict[str, Any], device: torch.
     return model.train() if options else model.to(device).train()
 
 
-def step_ms(model: Any, ids: torch.Tensor, steps: int) -> float:
-    """Median wall time of a forward and backward, all ranks together."""
-    times = []
+def step_ms(model: Any, ids: torch.Tensor, steps: int) -> tuple[float, float]:
+    """Median wall time of a forward and backward, all ranks together, and of its Python alone."""
+    times, host = [], []
     for _ in range(steps + 2):
         model.zero_grad(set_to_none=True)
         wait(ids.device)
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
+        host.append((time.perf_counter() - start) * 1e3)
         wait(ids.device)
         times.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(times[2:])
+    return statistics.median(times[2:]), statistics.median(host[2:])
 
 
 def wait(device: torch.device) -> None:
@@ -102,50 +104,63 @@ def wait(device: torch.device) -> None:
     dist.barrier()
 
 
-def work(rank: int, world: int, options: argparse.Namespace, rows: Path) -> None:
-    """One rank: every layout, with and without the patch; rank 0 writes the rows."""
+def work(rank: int, options: argparse.Namespace, turn: Any, rows: Path) -> None:
+    """One rank: every world that it belongs to, while the ranks beside it wait."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": PORT + world}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    for world in options.world:
+        if rank < world:
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
+            names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT + world}
+            os.environ.update({name: str(value) for name, value in names.items()})
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            measure(rank, world, options, device, rows)
+            dist.destroy_process_group()
+        turn.wait()
+
+
+def measure(
+    rank: int, world: int, options: argparse.Namespace, device: torch.device, rows: Path
+) -> None:
+    """Every layout of one world, with and without the patch; rank 0 writes the rows."""
     for layout, distributed in layouts(world).items():
         model = random_model(options.size, options.layers, distributed, device)
         # FSDP ranks work on batches of their own; elsewhere all see the same one.
         batches = world if layout == "fsdp" else 1
         generator = torch.Generator().manual_seed(rank if batches > 1 else 0)
-        vocabulary = model.config.vocab_size
-        ids = torch.randint(vocabulary, (1, options.tokens), generator=generator).to(device)
+        shape = (options.sequences, options.length)
+        ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
         for impl in ("moe_patch", "hf_grouped_mm"):
             if impl == "moe_patch":
                 patch_model(model)
                 tiers = sorted({row.tier for row in patch_report(model)})
             else:
                 unpatch_model(model)
-            median = step_ms(model, ids, options.steps)
+            median, host = step_ms(model, ids, options.steps)
             measured = {
                 "layout": layout, "world": world, "impl": impl, "median_ms": round(median, 3),
-                "tokens_per_s": round(batches * options.tokens / median * 1e3),
+                "host_ms": round(host, 3),
+                "tokens_per_s": round(batches * ids.numel() / median * 1e3),
                 "tier": tiers[0] if impl == "moe_patch" else None,
             }  # fmt: skip
             if rank == 0:
+                print(measured, flush=True)
                 with rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(measured) + "\n")
         del model
-    dist.destroy_process_group()
 
 
 def main() -> int:
-    """Start the ranks of each world, and store what they measured."""
+    """Start the ranks, and store what they measured, also when one of them fails."""
     parser = argparse.ArgumentParser(description="Tokens per second on several cards.")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=8192, help="of one batch")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--sequences", type=int, default=4, help="in one batch")
+    parser.add_argument("--length", type=int, default=8192, help="tokens of one sequence")
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--size", choices=sorted(SIZES), default="card")
     parser.add_argument("--commit", help="HEAD, where the tree was copied without its .git")
     parser.add_argument("--out", type=Path, default=OUT)
@@ -153,19 +168,21 @@ def main() -> int:
     run, date = new_run()
     place = machine("cuda" if torch.cuda.is_available() else "cpu")
     common = {"run": run, "date": date, "commit": options.commit or commit_of(ROOT)} | place
-    common |= {name: getattr(options, name) for name in ("size", "layers", "tokens", "steps")}
+    common |= {name: getattr(options, name) for name in ("size", "layers", "sequences", "steps")}
+    common["tokens"] = options.sequences * options.length
     measured = options.out.with_suffix(f".{run}")
-    for world in options.world:
-        measured.touch()
+    measured.touch()
+    ranks = max(options.world)
+    turn = torch.multiprocessing.get_context("spawn").Barrier(ranks)
+    try:
         torch.multiprocessing.start_processes(
-            work, (world, options, measured), nprocs=world, start_method="spawn"
+            work, (options, turn, measured), nprocs=ranks, start_method="spawn"
         )
+    finally:
         rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
         measured.unlink()
         with options.out.open("a", encoding="utf-8") as file:
-            for row in rows:
-                print(row, flush=True)
-                file.write(json.dumps(common | row) + "\n")
+            file.writelines(json.dumps(common | row) + "\n" for row in rows)
     return 0
 
 

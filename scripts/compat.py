@@ -6,7 +6,8 @@
     python scripts/compat.py --table            only write docs/compatibility.md from the rows
 
 A proof is a selection of tests (scripts/compat_proofs.py). Each run appends one line to
-benchmarks/results/compat.jsonl; the table shows the newest line of each proof for each place.
+benchmarks/results/compat.jsonl; the table shows the newest line of each proof on a CPU and on
+cards.
 """
 
 from __future__ import annotations
@@ -129,16 +130,20 @@ class Outcomes:
     def __init__(self) -> None:
         self.expected: list[str] = []
         self.ended: dict[str, tuple[str, float]] = {}
+        self._phases: dict[str, list[Any]] = {}
 
     def pytest_collection_finish(self, session: Any) -> None:
         """All tests of the run."""
         self.expected = [item.nodeid for item in session.items]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """One phase of one test: the first that did not pass counts, else the call."""
-        before, seconds = self.ended.get(report.nodeid, ("passed", 0.0))
-        outcome = report.outcome if before == "passed" else before
-        self.ended[report.nodeid] = (outcome, seconds + report.duration)
+        """One phase of one test, which has ended with its last: a run may be stopped in between."""
+        phases = self._phases.setdefault(report.nodeid, [])
+        phases.append(report)
+        if report.when == "teardown":
+            bad = [phase.outcome for phase in phases if phase.outcome != "passed"]
+            seconds = sum(phase.duration for phase in phases)
+            self.ended[report.nodeid] = (bad[0] if bad else "passed", seconds)
 
 
 def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:

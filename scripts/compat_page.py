@@ -18,8 +18,9 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "", "## Several cards", "",
         f"`scripts/bench_parallel.py` on {last['card']}: forward and backward of {last['layers']} "
-        f"layers of Qwen3-30B-A3B's sizes, {last['tokens']} tokens in one batch (`fsdp`: one batch "
-        f"per card), bf16, torch {last['torch']}, transformers {last['transformers']}, "
+        f"layers of Qwen3-30B-A3B's sizes, {last['tokens']} tokens in one batch of "
+        f"{last['sequences']} sequences (`fsdp`: one batch per card), bf16, "
+        f"torch {last['torch']}, transformers {last['transformers']}, "
         f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "
         "processes.", "",
         "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",
@@ -46,9 +47,12 @@ def place_of(row: dict[str, Any]) -> str:
 
 
 def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A proof's lines of the table: one for each place and result, with all releases tested."""
+    """A proof's lines of the table: one for each place and result, with all releases tested.
+
+    A run on cards takes the place of an older one on cards of another kind.
+    """
     newest = {
-        (place_of(row), row["transformers"], row["torch"]): row
+        (row["card"].startswith("CPU"), row["transformers"], row["torch"]): row
         for row in rows
         if (row["row"], row["test"]) == (proof.row, proof.test)
     }
@@ -56,8 +60,8 @@ def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
         cells = [proof.row, proof.shows, "not run", str(proof.world), *[""] * 5, f"`{proof.test}`"]
         return [f"| {' | '.join(cells)} |"]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for (place, *_), row in newest.items():
-        groups.setdefault((place, row["result"]), []).append(row)
+    for row in newest.values():
+        groups.setdefault((place_of(row), row["result"]), []).append(row)
     lines = []
     for (place, result), group in groups.items():
         releases = (

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -56,6 +57,27 @@ def test_a_selection_is_read_as_pytest_reads_it(compat, select, name, taken):
     assert not compat.selects(proof, f"tests/test_other.py::{name}")
 
 
+@pytest.mark.parametrize(
+    ("phases", "ended"),
+    [
+        ({"setup": "passed", "call": "passed", "teardown": "passed"}, "passed"),
+        ({"setup": "passed", "call": "failed", "teardown": "passed"}, "failed"),
+        ({"setup": "passed", "call": "passed", "teardown": "failed"}, "failed"),
+        ({"setup": "skipped", "teardown": "passed"}, "skipped"),
+        ({"setup": "passed"}, None),
+        ({"setup": "passed", "call": "passed"}, None),
+    ],
+    ids=str,
+)
+def test_a_test_that_was_stopped_has_not_ended(compat, phases, ended):
+    outcomes = compat.Outcomes()
+    for when, outcome in phases.items():
+        outcomes.pytest_runtest_logreport(
+            SimpleNamespace(nodeid="t", when=when, outcome=outcome, duration=1.0)
+        )
+    assert outcomes.ended == ({} if ended is None else {"t": (ended, float(len(phases)))})
+
+
 def test_document_is_made_from_the_rows(compat):
     rows = compat.stored()
     assert compat.DOC.read_text(encoding="utf-8") == compat.document(
@@ -74,7 +96,8 @@ def test_a_failure_shows_and_the_newest_row_counts(compat):
     for rows, shown in (
         ([passed, failed], ["fail"]),
         ([failed, passed], ["pass"]),
-        ([passed, passed | {"card": "y"}], ["pass", "pass"]),
+        ([passed, passed | {"card": "CPU: y"}], ["pass", "pass"]),
+        ([failed, passed | {"card": "another"}], ["pass"]),
         ([passed, passed | {"transformers": "y"}], ["pass"]),
         ([passed, failed | {"transformers": "y"}], ["pass", "fail"]),
     ):
@@ -84,7 +107,14 @@ def test_a_failure_shows_and_the_newest_row_counts(compat):
 
 
 def test_the_table_of_several_cards(compat):
-    common = {"card": "c", "layers": 2, "tokens": 8, "torch": "t", "transformers": "v"}
+    common = {
+        "card": "c",
+        "layers": 2,
+        "tokens": 8,
+        "sequences": 1,
+        "torch": "t",
+        "transformers": "v",
+    }
     common |= {"commit": "0" * 40, "world": 2, "layout": "ep"}
     ours, theirs = ({"impl": impl} | common for impl in ("moe_patch", "hf_grouped_mm"))
     rows = [
