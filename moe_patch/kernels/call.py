@@ -16,13 +16,30 @@ from moe_patch.kernels.dh_epilogue import hidden_gradients_from
 from moe_patch.kernels.dw import outer_sum
 from moe_patch.kernels.launch import RowTiles, depth_block
 from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
+from moe_patch.kernels.plan import plan_and_tiles
 from moe_patch.kernels.reduce import combine
 from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.rows_packed import decoding_tile, packed_linear
 from moe_patch.kernels.tiles import Tile, pick_tile, resized, rows_bucket
 from moe_patch.kernels.up import up
 from moe_patch.quant.packed import PackedWeight
-from moe_patch.types import ExpertWeights, Glu, Lora, Plan
+from moe_patch.types import ExpertWeights, Glu, Lora
+
+
+def align_rows(
+    ids_TK: Tensor, num_experts: int, x_TD: Tensor, batch_invariant: bool = False
+) -> RowTiles:
+    """The plan of a call, in tiles of the up projection."""
+    device = device_of(x_TD)
+    bucket = _bucket(ids_TK.numel(), num_experts, batch_invariant)
+    tile = pick_tile("up", bucket, x_TD.dtype, device.capability, device.shared_memory)
+    plan, table = plan_and_tiles(ids_TK, num_experts, tile.m)
+    return RowTiles(plan, {tile.m: table})
+
+
+def _bucket(rows: int, num_experts: int, batch_invariant: bool) -> str:
+    # Another tile may sum in another order: where that must not be, decode takes training's.
+    return "many" if batch_invariant else rows_bucket(rows, num_experts)
 
 
 class Call:
@@ -30,7 +47,7 @@ class Call:
 
     def __init__(
         self,
-        plan: Plan,
+        tiles: RowTiles,
         x_TD: Tensor,
         w: ExpertWeights,
         glu: Glu,
@@ -38,15 +55,12 @@ class Call:
         lora2: Lora | None,
         batch_invariant: bool = False,
     ) -> None:
-        self.plan, self.x_TD, self.w, self.glu = plan, x_TD, w, glu
+        self.tiles, self.plan = tiles, tiles.plan
+        self.x_TD, self.w, self.glu = x_TD, w, glu
         self.lora13, self.lora2 = lora13, lora2
-        self.tiles = RowTiles(plan)
         self.device = device_of(x_TD)
         self.batch_invariant = batch_invariant
-        # Another tile may sum in another order: where that must not be, decode takes training's.
-        self.bucket = (
-            "many" if batch_invariant else rows_bucket(self.tiles.count, self.tiles.num_experts)
-        )
+        self.bucket = _bucket(tiles.count, tiles.num_experts, batch_invariant)
 
     def tile(self, op: str) -> Tile:
         capability, shared_memory = self.device.capability, self.device.shared_memory

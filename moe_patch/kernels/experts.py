@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from moe_patch.kernels.activation import activation
-from moe_patch.kernels.call import Call
+from moe_patch.kernels.call import Call, align_rows
 from moe_patch.kernels.device import on_device_of
 from moe_patch.kernels.dh import HiddenGradients
 from moe_patch.kernels.dw import outer_sum
 from moe_patch.kernels.factors import weighted
+from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.plan import build_plan
 from moe_patch.kernels.reduce import combine, expert_sum, routing_gradient
@@ -76,7 +77,7 @@ def experts_forward(
     Returns:
         ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
     """
-    plan = build_plan(ids_TK, w.w13_EHD.shape[0])
+    tiles = align_rows(ids_TK, w.w13_EHD.shape[0], x_TD, batch_invariant)
     save_u13, save_u2 = save_u13 and lora13 is not None, save_u2 and lora2 is not None
     if ids_TK.numel() == 0:
         norm_TK = weights_TK.new_zeros(ids_TK.shape, dtype=torch.float32)
@@ -86,23 +87,23 @@ def experts_forward(
             x_TD.new_empty((0, lora2.A_ERI.shape[1]) if save_u2 else 0),
         )
         out_TD = x_TD.new_zeros(x_TD.shape)
-        return ExpertsForward(out_TD, plan, kept, norm_TK if norms else x_TD.new_empty(0))
+        return ExpertsForward(out_TD, tiles.plan, kept, norm_TK if norms else x_TD.new_empty(0))
     with on_device_of(x_TD):
-        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(tiles, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         u13_NR = call.inputs_of_B13()
         h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
         u2_NR = call.inputs_of_B2(a_NF)
         y_ND = call.down(a_NF, u2_NR)
         if norms:
-            out_TD, norm_TK = combine_with_norms(y_ND, plan, weights_TK.contiguous())
+            out_TD, norm_TK = combine_with_norms(y_ND, call.plan, weights_TK.contiguous())
         else:
-            out_TD, norm_TK = combine(y_ND, plan, weights_TK.contiguous()), x_TD.new_empty(0)
+            out_TD, norm_TK = combine(y_ND, call.plan, weights_TK.contiguous()), x_TD.new_empty(0)
     kept = Kept(
         h_NH,
         u13_NR if save_u13 else x_TD.new_empty(0),
         u2_NR if save_u2 else x_TD.new_empty(0),
     )
-    return ExpertsForward(out_TD, plan, kept, norm_TK)
+    return ExpertsForward(out_TD, tiles.plan, kept, norm_TK)
 
 
 def experts_backward(
@@ -134,7 +135,7 @@ def experts_backward(
     if plan.row_of_N.numel() == 0:
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
-        call = Call(plan, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         return _backward(
             call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), kept, needs
         )

@@ -34,22 +34,29 @@ class Rows(NamedTuple):
 
 
 class RowTiles:
-    """The plan of a call and its tile tables, one per height of tile, each built once."""
+    """The plan of a call and its tile tables, one per height of tile, each built once.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: where each row sits.
+        tables: what is there already, by height.
+    """
+
+    def __init__(self, plan: Plan, tables: dict[int, Tensor] | None = None) -> None:
         self.plan = plan
         self.count = plan.row_of_N.shape[0]
         self.top_k = plan.slot_of_TK.shape[1]
         self.num_experts = plan.offsets_S.shape[0] - 1
-        self._rows: dict[int, Rows] = {}
+        self._rows = {m: self._cut(m, table) for m, table in (tables or {}).items()}
 
     def rows(self, block_m: int) -> Rows:
         """The rows in tiles of ``block_m``."""
         if block_m not in self._rows:
-            bound = tile_bound(self.count, self.num_experts, block_m)
-            table = tile_table(self.plan, block_m)
-            self._rows[block_m] = Rows(self.plan, block_m, table, bound, self.count, self.top_k)
+            self._rows[block_m] = self._cut(block_m, tile_table(self.plan, block_m))
         return self._rows[block_m]
+
+    def _cut(self, block_m: int, table: Tensor) -> Rows:
+        bound = tile_bound(self.count, self.num_experts, block_m)
+        return Rows(self.plan, block_m, table, bound, self.count, self.top_k)
 
 
 def programs(tiles: int, tile: Tile, device: Device) -> int:
