@@ -82,11 +82,6 @@ def active_factors(wrapper: Any) -> list[Factors]:
     return found
 
 
-def active_rank(wrapper: Any) -> int:
-    """The rank of a wrapper's :func:`active_factors`, all adapters together."""
-    return sum(wrapper.r[name] for name in wrapper.active_adapters if name in wrapper.lora_A)
-
-
 def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None:
     """A parametrized parameter's original and factors, without evaluating the merged weight.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from dataclasses import astuple, dataclass, fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from moe_patch.bindings import overridden, wrapped_by_parallelism
 from moe_patch.discover import WHOLE_MODEL, FoundBlock, discover
 from moe_patch.experts_module import compute_dtype, layout_of, read_glu, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec
-from moe_patch.lora import active_rank, fusion_obstacle, paused
+from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, record_of
 from moe_patch.route_op import route_obstacle
 from moe_patch.routing import RouteSpec
@@ -120,7 +119,7 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
         choice = choose_backend("torch", device, dtype)
         reason = "the experts' own activation, norm or layout runs between grouped products"
     elif choice.name == "triton" and device.type == "cuda" and torch.version.hip is None:
-        reason = _portable(found, record, glu, device)
+        reason = _portable(found, glu, device)
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
@@ -135,10 +134,9 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     )
 
 
-def _portable(found: FoundBlock, record: ModulePatch, glu: Glu, device: torch.device) -> str:
+def _portable(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     from moe_patch.kernels.portable import portable_reason
 
-    wrappers = [] if record.config.fuse_lora == "off" else [w for _, w in found.wrappers]
     weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
     rows, columns = _whole_shape(weight)[1:]
     return portable_reason(
@@ -147,18 +145,6 @@ def _portable(found: FoundBlock, record: ModulePatch, glu: Glu, device: torch.de
         (columns, rows) if layout.is_transposed else (rows, columns),
         glu,
         transposed=layout.is_transposed,
-        ranks=(_rank(wrappers, layout.up_name), _rank(wrappers, "down_proj")),
-    )
-
-
-def _rank(wrappers: list[Any], projection: str) -> int:
-    """The rank of the factors that a projection's product takes: all active adapters together."""
-    return sum(
-        active_rank(wrapper)
-        for wrapper in wrappers
-        if wrapper.parameter_name == projection.rpartition(".")[2]
-        and fusion_obstacle(wrapper) is None
-        and paused(wrapper) is None
     )
 
 

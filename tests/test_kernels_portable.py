@@ -16,15 +16,15 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 import triton
 
 import moe_patch.report
-from moe_patch import PatchStateError, patch_model, patch_report, unpatch_model
+from moe_patch import PatchStateError, patch_model, patch_report
 from moe_patch.backend import BackendChoice
-from moe_patch.kernels import device, dh_hopper, dw_hopper, rows_hopper, up_hopper
+from moe_patch.kernels import device, dh, dh_hopper, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.portable import portable_reason
+from moe_patch.kernels.tiles import Tile
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
-from tests.adapters import DOWN, UP, adapt, lora_config
 
 ROOT = Path(__file__).parents[1]
 SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
@@ -57,7 +57,6 @@ def taken(
     glu: Glu,
     transposed: bool,
     dtype: torch.dtype = BF16,
-    ranks: tuple[int, int] = (0, 0),
 ) -> set[str]:
     """The products for which the launchers take the specialised kernels."""
     E, T, K = 4, 16, 2
@@ -69,20 +68,13 @@ def taken(
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
     x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty(0, dtype=torch.int32)
-    rows = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
-    outer, (R13, R2) = dw_hopper.supported, ranks
-    # What each product adds, by the side its rank comes from: u B13, u B2, p A13, q A2.
-    added = {
-        "up": (empty(N, R13), empty(E, H, R13)) if R13 else None,
-        "down": (empty(N, R2), empty(E, D, R2)) if R2 else None,
-        "dx": (empty(N, R13), empty(E, R13, D).mT) if R13 else None,
-        "dh": (empty(N, R2), empty(E, R2, F)) if R2 else None,
-    }
+    tiles = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
+    outer = dw_hopper.supported
     found = {
-        "up": up_hopper.supported(x, rows, w13, glu, added["up"]),
-        "down": rows_hopper.supported(a, rows, w2, added["down"]),
-        "dx": rows_hopper.supported(h, rows, w13.mT, added["dx"]),
-        "dh": dh_hopper.supported(x, rows, w2, h, glu, added["dh"]),
+        "up": up_hopper.supported(x, tiles, w13, glu, None),
+        "down": rows_hopper.supported(a, tiles, w2, None),
+        "dx": rows_hopper.supported(h, tiles, w13.mT, None),
+        "dh": dh_hopper.supported(x, tiles, w2, h, glu, None),
         "dw13": outer(h, x, w13, gather_left=False, gather_right=True),
         "dw2": outer(x, a, w2, gather_left=True, gather_right=False),
     }
@@ -104,24 +96,49 @@ def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> No
     assert reason.endswith("take bf16 and fp16, found torch.float32")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "left"),
-    [
-        ((16, 8), set()),
-        ((12, 0), {"up", "dx"}),
-        ((0, 3), {"down", "dh"}),
-        ((8, 20), {"down", "dh"}),
-        ((17, 1), {"up", "dx", "down", "dh"}),
-    ],
-    ids=str,
-)
-def test_an_odd_rank_is_named(ranks: tuple[int, int], left: set[str], hopper: None) -> None:
-    assert EVERY - taken(64, 32, SILU, False, ranks=ranks) == left
-    reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False, ranks=ranks)
-    for rank, products in zip(ranks, ("up and dx", "down and dh"), strict=True):
-        said = f"for {products}: those for Hopper take ranks of multiples of 8, found {rank}"
-        assert (said in reason) == set(products.split(" and ")).issubset(left)
-    assert bool(reason) == bool(left)
+@pytest.mark.parametrize("rank", [1, 4, 8, 12, 17])
+def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monkeypatch) -> None:
+    """With zeros up to a multiple of 8, which change no product."""
+    E, T, K, D, F = 4, 256, 2, 64, 32
+    N, H = T * K, 2 * F
+    index = torch.empty(0, dtype=torch.int32)
+    rows_of_call = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
+    tile = Tile(up_hopper.BM, 128, 64, 8, 3, specialised=True)
+    taken = {}
+
+    def note(op: str, at: int):
+        return lambda *operands: taken.update({op: operands[at]})
+
+    monkeypatch.setattr(up_hopper, "specialised_up", note("up", 7))
+    monkeypatch.setattr(dh_hopper, "specialised_hidden_gradients", note("dh", 7))
+    monkeypatch.setattr(rows_hopper, "specialised_grouped_linear", note("rows", 5))
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size).to(BF16)
+
+    def check(op: str, low_rank: tuple[torch.Tensor, torch.Tensor], product: str) -> None:
+        found = taken.pop(op)
+        assert found[0].shape == (N, -(-rank // 8) * 8)
+        assert (found[1] is low_rank[1]) == (rank % 8 == 0), "a copy where none is needed"
+        ours, given = (torch.einsum(product, *(t.double() for t in p)) for p in (found, low_rank))
+        assert torch.equal(ours, given)
+
+    x, h, a, u = random(T, D), random(N, H), random(N, F), random(N, rank)
+    w13, w2, b13, a2 = random(E, H, D), random(E, D, F), random(E, H, rank), random(E, rank, F)
+    up.up(x, rows_of_call, w13, None, SILU, tile, low_rank=(u, b13))
+    check("up", (u, b13), "nr,eor->eno")
+    # As in down and in dx: the weight and its factor lie alike.
+    for weight, factor in (
+        (w2, random(E, D, rank)),
+        (random(E, F, D).mT, random(E, rank, D).mT),
+    ):
+        rows.grouped_linear(a, rows_of_call, weight, None, tile, low_rank=(u, factor))
+        check("rows", (u, factor), "nr,eor->eno")
+    dh.hidden_gradients(
+        x, rows_of_call, w2, random(T, K), h, SILU, tile, low_rank=(u, a2), dh=True, wa=True,
+        partial=True,
+    )  # fmt: skip
+    check("dh", (u, a2), "nr,erf->enf")
 
 
 def test_numbers_of_hip_are_not_taken_for_those_of_cuda(monkeypatch) -> None:
@@ -189,28 +206,3 @@ def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> Non
     assert all(row.reason == "" for row in patch_report(model))
     for row in patch_report(model.float(), torch.device("cuda")):
         assert row.reason.endswith("found torch.float32")
-
-
-def test_the_report_adds_up_the_ranks_of_active_adapters(hopper: None, monkeypatch) -> None:
-    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
-    model = adapt(tiny_models.build("qwen3_moe").bfloat16(), lora_config([UP, DOWN], r=4))
-    other = lora_config([UP, DOWN], r=12, rank_pattern={r".*\.down_proj": 5})
-    model.add_adapter("more", other)
-    patch_model(model)
-
-    def reason() -> str:
-        (found,) = {row.reason for row in patch_report(model, torch.device("cuda"))}
-        return found
-
-    assert reason().count("found 4") == 2
-    model.base_model.set_adapter(["default", "more"])
-    assert reason().endswith(
-        "for down and dh: those for Hopper take ranks of multiples of 8, found 9"
-    )
-    assert "up and dx" not in reason(), "4 + 12 make a whole rank"
-    with model.disable_adapter():
-        assert reason() == ""
-    unpatch_model(model)
-    patch_model(model, fuse_lora="off")
-    assert reason() == ""

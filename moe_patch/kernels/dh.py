@@ -20,7 +20,7 @@ from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, roun
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
-from moe_patch.kernels.specialised import known_triton
+from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     column_chunk,
@@ -82,12 +82,10 @@ def hidden_gradients(
         into: what an earlier call over other experts of the plan returned; written on.
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
-    specialised = (
-        tile.specialised
-        and dh
-        and known_triton()
-        and dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
-    )
+    specialised = tile.specialised and dh and known_triton()
+    if specialised:
+        low_rank = whole_rank(low_rank, axis=1)
+        specialised = dh_hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
     columns = cdiv(F, dh_hopper.BN if specialised else tile.n)
     if into is None:
         into = HiddenGradients(

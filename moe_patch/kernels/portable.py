@@ -16,7 +16,6 @@ def portable_reason(
     glu: Glu,
     *,
     transposed: bool,
-    ranks: tuple[int, int] = (0, 0),
 ) -> str:
     """Which products the portable kernels compute and why; "" where Hopper's do, or elsewhere.
 
@@ -28,7 +27,6 @@ def portable_reason(
         shape: (H, D) of the up projection.
         glu: the activation.
         transposed: the weights are stored [E, in, out].
-        ranks: of the factors on the up and on the down projection; 0 without any.
     """
     if capability != (9, 0):
         return ""
@@ -44,20 +42,11 @@ def portable_reason(
             f"portable kernels: those for Hopper take sizes of multiples of 8, found hidden size "
             f"{D}, expert width {F}"
         )
-    found = []
     if transposed:
-        found.append(
+        return (
             "portable kernels except for down and dx: those for Hopper take weights stored "
             "[experts, out, in]"
         )
-    elif not glu.gated or glu.interleaved:
-        found.append(
-            "portable kernels for up and dh: those for Hopper take gate and up side by side"
-        )
-    for rank, products in zip(ranks, ("up and dx", "down and dh"), strict=True):
-        if rank % 8:
-            found.append(
-                f"portable kernels for {products}: those for Hopper take ranks of multiples of 8, "
-                f"found {rank}"
-            )
-    return "; ".join(found)
+    if not glu.gated or glu.interleaved:
+        return "portable kernels for up and dh: those for Hopper take gate and up side by side"
+    return ""

@@ -15,7 +15,7 @@ from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
-from moe_patch.kernels.specialised import known_triton
+from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -54,17 +54,13 @@ def grouped_linear(
     """
     O, I = w_EOI.shape[1:]
     out_NO = inputs.new_empty(rows.count, O) if into is None else into
-    if (
-        tile.specialised
-        and known_triton()
-        and not gather
-        and alpha == 1.0
-        and rows_hopper.supported(inputs, rows, w_EOI, low_rank)
-    ):
-        rows_hopper.specialised_grouped_linear(
-            inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
-        )
-        return out_NO
+    if tile.specialised and known_triton() and not gather and alpha == 1.0:
+        low_rank = whole_rank(low_rank)
+        if rows_hopper.supported(inputs, rows, w_EOI, low_rank):
+            rows_hopper.specialised_grouped_linear(
+                inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
+            )
+            return out_NO
     weight, mode = weight_operand(w_EOI, tile)
     source, described = (inputs, False) if gather else row_operand(inputs, tile)
     u_NR, l_EOR = low_rank if low_rank is not None else (inputs, w_EOI)

@@ -16,7 +16,7 @@ from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
 from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
-from moe_patch.kernels.specialised import known_triton
+from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import (
     multiply,
@@ -63,13 +63,11 @@ def up(
     if into is None:
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
-    if (
-        tile.specialised
-        and known_triton()
-        and up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank)
-    ):
-        up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
-        return h_NH, a_NF
+    if tile.specialised and known_triton():
+        low_rank = whole_rank(low_rank)
+        if up_hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
+            up_hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
+            return h_NH, a_NF
     halves = 2 if glu.gated and not glu.interleaved else 1
     weight, mode = weight_operand(w_EHD, tile, halves)
     u_NR, lb_EHR = low_rank if low_rank is not None else (x_TD, w_EHD)
