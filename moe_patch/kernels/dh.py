@@ -8,6 +8,7 @@ fixed order by :func:`moe_patch.kernels.reduce.routing_gradient`.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
 from moe_patch.kernels.launch import Rows, depth_block, programs
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
@@ -131,12 +132,22 @@ def _portable(
          rows.plan.offsets_S, rows.table),
         (rows.bound,),
         (columns, D, F, R, rows.top_k, dout_TD.stride(0), *w_EFD.stride(), *a_EFR.stride()),
-        **glu_constants(glu, fast=approximate(h_NH)),
-        LOW_RANK=low_rank is not None, DH=dh, WA=wa, PARTIAL=partial, MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
-        IN_RUNS=h_NH.dtype == torch.float32, GROUP=tile.group,
-        CHUNKS=tile.chunks, FLATTEN=tile.flatten and low_rank is None and (dh or partial),
-        num_warps=tile.warps, num_stages=tile.stages,
+        _constants(glu, tile, h_NH.dtype, approximate(h_NH), D % tile.k == 0, R, dh, wa, partial,
+                   mode),
+    )  # fmt: skip
+
+
+@functools.cache
+def _constants(
+    glu: Glu, tile: Tile, dtype: torch.dtype, fast: bool, even: bool, rank: int, dh: bool,
+    wa: bool, partial: bool, mode: int,
+) -> Constants:  # fmt: skip
+    return Constants(
+        **glu_constants(glu, fast=fast), LOW_RANK=rank > 0, DH=dh, WA=wa, PARTIAL=partial,
+        MODE=mode, BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(rank), EVEN_K=even,
+        IN_RUNS=dtype == torch.float32, GROUP=tile.group, CHUNKS=tile.chunks,
+        FLATTEN=tile.flatten and rank == 0 and (dh or partial), num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 

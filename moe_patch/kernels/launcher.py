@@ -23,6 +23,18 @@ _DIRECT = torch.version.hip is None and triton.__version__.rsplit(".", 1)[0] in 
 _MOST = 1024
 
 
+class Constants(dict[str, Any]):
+    """Compile-time arguments and Triton's options, made once and known by their identity.
+
+    A launch then spends no time on them: make them in a function with ``functools.cache``.
+    """
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class Launcher:
     """A kernel and what was compiled of it, by all that Triton compiles anew for.
 
@@ -42,6 +54,7 @@ class Launcher:
         operands: Sequence[Any],
         varying: tuple[int, ...],
         fixed: tuple[int | float, ...],
+        made: Constants | None = None,
         **constants: Any,
     ) -> None:
         """``kernel[grid](*operands, *varying, *fixed, **constants)``.
@@ -51,16 +64,19 @@ class Launcher:
             operands: tensors and tensor descriptors on the current device; the last is a tensor.
             varying: int32 values the kernel was declared not to specialise on.
             fixed: all other numbers; each value of them has an entry of its own in the cache.
-            constants: compile-time arguments, in one order at every call, and Triton's options.
+            made: compile-time arguments and Triton's options, or
+            constants: the same as they come, in one order at every call.
         """
         if not self._direct:
+            constants = constants if made is None else made
             self._kernel[grid](*operands, *varying, *fixed, **constants)
             return
         active = driver.active
         if active is not self._driver:
             self._driver, self._compiled = active, {}
         device = operands[-1].get_device()
-        key = (device, *map(_kind, operands), fixed, *constants.values())
+        options = tuple(constants.values()) if made is None else made
+        key = (device, *map(_kind, operands), fixed, options)
         found = self._compiled.get(key)
         if found is not None:
             compiled, tail = found
@@ -74,6 +90,7 @@ class Launcher:
                     *operands, *varying, *fixed, *tail,
                 )  # fmt: skip
             return
+        constants = constants if made is None else made
         compiled = self._kernel[grid](*operands, *varying, *fixed, **constants)
         if compiled is not None and len(self._compiled) < _MOST:
             count = len(operands) + len(varying) + len(fixed)

@@ -14,13 +14,14 @@ result does not depend on the block sizes: it is the stable sort, bit for bit.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_patch.kernels.device import on_device_of
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.plan_kernels import (
     count_kernel,
     grouped_kernel,
@@ -104,7 +105,7 @@ def _align(
     """The plan; where it is one block also its tile table, for tiles of ``block_m`` rows."""
     T, K = ids_TK.shape
     N, E = T * K, num_experts
-    ids_N = ids_TK.reshape(-1).contiguous()
+    ids_N = ids_TK if ids_TK.is_contiguous() else ids_TK.contiguous()
     row_of_N = torch.empty(N, dtype=torch.int32, device=ids_TK.device)
     slot_of_TK = torch.empty(T, K, dtype=torch.int32, device=ids_TK.device)
     if N == 0:
@@ -130,9 +131,14 @@ def _align(
             (ids_N, shift_ET, row_of_N, slot_of_TK, offsets_S if table is None else table,
              offsets_S),
             (N, tiles), (E,),
-            SINGLE=single, BLOCK_M=block_m, BLOCK=row_block, BINS=bins,
+            _place_constants(single, block_m, row_block, bins),
         )  # fmt: skip
     return Plan(row_of_N, slot_of_TK, offsets_S)
+
+
+@functools.cache
+def _place_constants(single: bool, block_m: int, row_block: int, bins: int) -> Constants:
+    return Constants(SINGLE=single, BLOCK_M=block_m, BLOCK=row_block, BINS=bins)
 
 
 def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:

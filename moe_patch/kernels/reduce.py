@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv, next_power_of_2
 from moe_patch.types import Plan
 
@@ -27,10 +29,14 @@ def combine(rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None) -> Tensor:
     _launch_combine(
         (T, cdiv(D, block)),
         (rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD),
-        (), (D,),
-        K=K, WEIGHTED=weights_TK is not None, BLOCK=block, num_warps=8 if block >= 2048 else 4,
+        (), (D,), _combine_constants(K, weights_TK is not None, block),
     )  # fmt: skip
     return out_TD
+
+
+@functools.cache
+def _combine_constants(K: int, weighted: bool, block: int) -> Constants:
+    return Constants(K=K, WEIGHTED=weighted, BLOCK=block, num_warps=8 if block >= 2048 else 4)
 
 
 def routing_gradient(

@@ -6,6 +6,8 @@ whether the rows are gathered from tokens and in the strides of the weight.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import Rows, depth_block, programs
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
@@ -74,14 +76,23 @@ def grouped_linear(
         (rows.bound,),
         (columns, O, I, R, rows.top_k, float(alpha), inputs.stride(0), *w_EOI.stride(),
          bias.stride(0), bias.stride(1), *l_EOR.stride()),
-        GATHER=gather, DESCRIBED=described, BIASED=b_EO is not None,
-        LOW_RANK=low_rank is not None, MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=I % tile.k == 0,
-        IN_RUNS=inputs.dtype == torch.float32, GROUP=tile.group,
-        FLATTEN=tile.flatten and low_rank is None,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _constants(tile, inputs.dtype, I % tile.k == 0, R, gather, described, b_EO is not None,
+                   mode),
     )  # fmt: skip
     return out_NO
+
+
+@functools.cache
+def _constants(
+    tile: Tile, dtype: torch.dtype, even: bool, rank: int, gather: bool, described: bool,
+    biased: bool, mode: int,
+) -> Constants:  # fmt: skip
+    return Constants(
+        GATHER=gather, DESCRIBED=described, BIASED=biased, LOW_RANK=rank > 0, MODE=mode, BM=tile.m,
+        BN=tile.n, BK=tile.k, BR=depth_block(rank), EVEN_K=even, IN_RUNS=dtype == torch.float32,
+        GROUP=tile.group, FLATTEN=tile.flatten and rank == 0, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])

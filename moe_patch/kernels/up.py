@@ -6,6 +6,8 @@ that a recomputed in backward is the same bit for bit.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +16,7 @@ from torch import Tensor
 from moe_patch.kernels.device import approximate, device_of
 from moe_patch.kernels.glu import glu_constants, glu_forward
 from moe_patch.kernels.launch import Rows, depth_block, programs
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import known_triton, whole_rank
 from moe_patch.kernels.tiles import Tile
@@ -81,14 +83,23 @@ def up(
         (rows.bound,),
         (columns, D, F, R, rows.top_k, x_TD.stride(0), *w_EHD.stride(), bias.stride(0),
          bias.stride(1), *lb_EHR.stride()),
-        **glu_constants(glu, fast=approximate(x_TD)),
-        BIASED=b_EH is not None, LOW_RANK=low_rank is not None, SAVE_H=save_h, SAVE_A=save_a,
-        MODE=mode,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), EVEN_K=D % tile.k == 0,
-        IN_RUNS=x_TD.dtype == torch.float32, GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _constants(glu, tile, x_TD.dtype, approximate(x_TD), D % tile.k == 0, R,
+                   b_EH is not None, save_h, save_a, mode),
     )  # fmt: skip
     return h_NH, a_NF
+
+
+@functools.cache
+def _constants(
+    glu: Glu, tile: Tile, dtype: torch.dtype, fast: bool, even: bool, rank: int, biased: bool,
+    save_h: bool, save_a: bool, mode: int,
+) -> Constants:  # fmt: skip
+    return Constants(
+        **glu_constants(glu, fast=fast), BIASED=biased, LOW_RANK=rank > 0, SAVE_H=save_h,
+        SAVE_A=save_a, MODE=mode, BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(rank),
+        EVEN_K=even, IN_RUNS=dtype == torch.float32, GROUP=tile.group, num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M"])
