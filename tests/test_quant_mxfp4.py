@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moe_patch import (
@@ -155,6 +155,14 @@ def test_compiled_as_one_graph(checkpoint: Path) -> None:
     expected = block(hidden)[0]
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     assert_bits(compiled(hidden)[0], expected)
+
+
+def test_a_config_may_hold_its_quantisation_as_an_object(checkpoint: Path) -> None:
+    config = AutoConfig.from_pretrained(checkpoint)
+    config.quantization_config = Mxfp4Config()
+    loaded = load_quantized(str(checkpoint), "mxfp4", config=config, **EAGER)
+    assert_bits(logits(loaded), logits(ours(checkpoint)))
+    assert config.quantization_config.quant_method == "mxfp4", "the caller's config stays as it was"
 
 
 def test_what_cannot_be_read_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:

@@ -60,15 +60,8 @@ def load_quantized(
     if config is None:
         hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
         config = AutoConfig.from_pretrained(path, **hub)
-    stored = None
-    if hasattr(config, "quantization_config"):
-        stored = config.quantization_config["quant_method"]
-    if (stored or storage) != storage or (storage == "mxfp4") != (stored == "mxfp4"):
-        raise UnsupportedModelError(
-            f"{path}: the checkpoint is {f'quantised with {stored}' if stored else 'not quantised'}"
-            f", asked for {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for an MXFP4 "
-            "one, 'nf4' or 'fp8' for one in 16 bits"
-        )
+    stored = memory.stored_method(config)
+    _check_stored(path, stored, storage)
     if stored == "fp8":
         return quantize_experts(load(path, device_map=str(device), **options), storage)
     if stored == "mxfp4":
@@ -76,6 +69,15 @@ def load_quantized(
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
     return load(path, quantization_config=_config(storage), device_map=str(device), **options)
+
+
+def _check_stored(path: str, stored: str | None, storage: str) -> None:
+    if (stored or storage) != storage or (storage == "mxfp4") != (stored == "mxfp4"):
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint is {f'quantised with {stored}' if stored else 'not quantised'}"
+            f", asked for {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for an MXFP4 "
+            "one, 'nf4' or 'fp8' for one in 16 bits"
+        )
 
 
 def _config(storage: str) -> Any:

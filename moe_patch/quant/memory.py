@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -45,14 +46,13 @@ def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
     return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
 
 
-def _stored_in_mxfp4(model: nn.Module) -> bool:
-    """Whether the checkpoint that the model's config is of has its experts in MXFP4."""
-    config: Any = model.config
+def stored_method(config: Any) -> str | None:
+    """How the checkpoint that a config of transformers is of is quantised; None: it is not."""
     if not hasattr(config, "quantization_config"):
-        return False
+        return None
     found = config.quantization_config
     method = found["quant_method"] if isinstance(found, dict) else found.quant_method
-    return method == "mxfp4"
+    return method.value if isinstance(method, Enum) else method
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:
@@ -62,7 +62,8 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
         UnsupportedModelError: no MoE block, or experts that cannot be quantised, by name.
     """
     stored = 0
-    quantised = dict.fromkeys(READABLE if _stored_in_mxfp4(model) else STORAGES, 0)
+    storages = READABLE if stored_method(model.config) == "mxfp4" else STORAGES
+    quantised = dict.fromkeys(storages, 0)
     for one in expert_projections(model):
         weight = one.stored
         if isinstance(weight, QuantTensor):

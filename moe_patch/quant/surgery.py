@@ -82,13 +82,11 @@ def quantize_experts(
         _check(one, storage)
         if not isinstance(one.stored, QuantTensor):
             todo.append(one)
-    for module, name, where in ((one.module, one.name, one.where) for one in todo):
-        weight = module._parameters[name]
-        target = weight.device if device is None else torch.device(device)
-        packed = pack(weight, storage, target, where)
-        del weight
-        setattr(module, name, parameter(QuantTensor(packed)))
-        state.watch(module)
+    for one in todo:
+        target = one.stored.device if device is None else torch.device(device)
+        packed = pack(one.stored, storage, target, one.where)
+        setattr(one.module, one.name, parameter(QuantTensor(packed)))
+        state.watch(one.module)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
 
