@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from typing import NamedTuple, NoReturn
@@ -32,10 +33,23 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
         return "triton is not installed"
     if torch.version.hip is not None:
         return None
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = _capability(device)
     if major < 8:
         return f"compute capability {major}.{minor} is below 8.0"
     return None
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    # Dynamo knows torch's function as a constant, and warns of caches in what it traces.
+    if device.index is None or torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device)
+    return _asked_once(device)
+
+
+@functools.cache
+def _asked_once(device: torch.device) -> tuple[int, int]:
+    """4 µs of the host's time for every call of a block, were it asked each time."""
+    return torch.cuda.get_device_capability(device)
 
 
 def choose_backend(

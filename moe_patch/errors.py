@@ -51,7 +51,9 @@ def refuse_forward_mode(*inputs: Tensor | None, what: str = "experts") -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+    for t in inputs:
+        if t is None or forward_ad.unpack_dual(t).tangent is None:
+            continue
         raise UnsupportedOptionError(
             f"moe_patch {what}: a forward-mode derivative was asked for (torch.func.jvp); "
             "accepted: reverse mode (backward, torch.autograd.grad); unpatch_model gives "

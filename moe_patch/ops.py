@@ -155,10 +155,13 @@ def _operands(
     )
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 def _with_scales(args: tuple) -> tuple:
@@ -177,7 +180,8 @@ def _experts(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
         out, plan, kept, act_norm = backend.experts_forward(
             x, ids, weights, w, glu, lora13, lora2, **options
         )
-    return out, *plan, *kept, act_norm
+    # An operator's outputs must not alias: what is empty may be one tensor so far.
+    return out, *plan, *(t if t.numel() else t.new_empty(t.shape) for t in (*kept, act_norm))
 
 
 def _inference(x: Any, ids: Any, weights: Any, *args: Any) -> Any:

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+import moe_patch.backend
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.backend import choose_backend
 from tests import tiny_models
@@ -19,7 +20,7 @@ def card(monkeypatch):
     """Pretend a card of a compute capability, with triton there or not."""
 
     def pretend(capability, triton=True, hip=None):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(moe_patch.backend, "_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         if triton:
             monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))

@@ -92,17 +92,14 @@ def experts_forward(
         call = Call(tiles, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         u13_NR = call.inputs_of_B13()
         h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
+        nothing = x_TD.new_empty(0) if save_h else h_NH
         u2_NR = call.inputs_of_B2(a_NF)
         y_ND = call.down(a_NF, u2_NR)
         if norms:
             out_TD, norm_TK = combine_with_norms(y_ND, call.plan, weights_TK.contiguous())
         else:
-            out_TD, norm_TK = combine(y_ND, call.plan, weights_TK.contiguous()), x_TD.new_empty(0)
-    kept = Kept(
-        h_NH,
-        u13_NR if save_u13 else x_TD.new_empty(0),
-        u2_NR if save_u2 else x_TD.new_empty(0),
-    )
+            out_TD, norm_TK = combine(y_ND, call.plan, weights_TK.contiguous()), nothing
+    kept = Kept(h_NH, u13_NR if save_u13 else nothing, u2_NR if save_u2 else nothing)
     return ExpertsForward(out_TD, tiles.plan, kept, norm_TK)
 
 
