@@ -66,6 +66,8 @@ PROOFS = (
     Proof("ddp", "the training command under torchrun", "test_train.py", "two_processes", world=2),
     Proof("ddp", "accelerate launch with configs/accelerate/ddp_cpu.yaml", "test_stack_launch.py",
           "ddp_cpu", world=2),
+    Proof("ddp", "accelerate launch with configs/accelerate/ddp_cpu.yaml, saved and resumed; LoRA",
+          "test_stack_launch.py", "resumed_by and ddp", world=2),
     Proof("ddp", "accelerate launch with configs/accelerate/ddp.yaml; full",
           "test_stack_launch.py", "cards and ddp and full", world=2, on="card"),
     Proof("ddp", "accelerate launch with configs/accelerate/ddp.yaml; LoRA",
@@ -96,7 +98,9 @@ PROOFS = (
     Proof("zero3", "partitioned weights are not read when patched", "test_stack_loading.py",
           "no_size"),
     Proof("zero3", "accelerate launch with configs/accelerate/zero3.yaml, but on the CPU; full and "
-          "LoRA", "test_stack_launch.py", "processes_of_a_cpu", world=2, needs="deepspeed"),
+          "LoRA", "test_stack_launch.py", "zero3_on_two_processes", world=2, needs="deepspeed"),
+    Proof("zero3", "the same, saved and resumed", "test_stack_launch.py", "resumed_by and zero3",
+          world=2, needs="deepspeed"),
     Proof("zero3", "ranks that use different experts equal one process; full and LoRA; patched "
           "before and after partitioning", "test_stack_zero3.py", "five_steps", world=2,
           on="ranks", needs="deepspeed"),

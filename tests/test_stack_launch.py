@@ -95,11 +95,22 @@ def test_resumed_on_two(tmp_path, name, what):
     resume(tmp_path, LAUNCH / f"{name}.yaml", what == "lora", use_cpu=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_zero3_on_two_processes_of_a_cpu(tmp_path, lora):
+def zero3_of_a_cpu(folder):
     """The same file but for the device: DeepSpeed's collectives then run on gloo."""
     need_deepspeed("zero3")
     config = yaml.safe_load((LAUNCH / "zero3.yaml").read_text())
-    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True}))
-    train(tmp_path, tmp_path / "zero3.yaml", lora)
+    (folder / "zero3.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True}))
+    return folder / "zero3.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_zero3_on_two_processes_of_a_cpu(tmp_path, lora):
+    train(tmp_path, zero3_of_a_cpu(tmp_path), lora)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "what"), [("ddp", "lora"), ("zero3", "full"), ("zero3", "lora")])
+def test_resumed_by_processes_of_a_cpu(tmp_path, name, what):
+    launcher = zero3_of_a_cpu(tmp_path) if name == "zero3" else LAUNCH / "ddp_cpu.yaml"
+    resume(tmp_path, launcher, what == "lora")
