@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+# The scripts that compile import this first.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
