@@ -18,11 +18,11 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "", "## Several cards", "",
         f"`scripts/bench_parallel.py` on {last['card']}: forward and backward of {last['layers']} "
-        f"layers of Qwen3-30B-A3B's sizes, {last['tokens']} tokens in one batch of "
-        f"{last['sequences']} sequences (`fsdp`: one batch per card), bf16, "
+        f"layers of Qwen3-30B-A3B's sizes, one batch of {last['sequences']} x "
+        f"{last['tokens'] // last['sequences']} tokens (`fsdp`: one per card), bf16, "
         f"torch {last['torch']}, transformers {last['transformers']}, "
         f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "
-        "processes.", "",
+        "processes. `ep` spreads the experts alone: all else is computed on every card.", "",
         "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",
         "|---|---|---|---|---|",
     ]  # fmt: skip
