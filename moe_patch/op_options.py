@@ -6,7 +6,7 @@ A string of words rather than a tuple, which no operator of torch takes.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_patch.types import Glu
 
@@ -36,3 +36,8 @@ def read_options(spelled: str) -> Options:
         invariant == "1",
         storage,
     )
+
+
+def with_scales(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last arguments of ``experts``, whose scales only the overload for packed weights has."""
+    return args if isinstance(args[-1], list) else (*args, [])

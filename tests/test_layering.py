@@ -24,7 +24,7 @@ LAYERS = (
     {"quant.operands", "quant.tensor"},
     {"backend", "definition", "routing"},
     {"activations", "config", "grouped", "kernels.", "op_options", "plan_rows"},
-    {"balance_loss", "experts_torch", "product_key", "route_op"},
+    {"balance_loss", "experts_torch", "op_fakes", "product_key", "route_op"},
     {"composed", "ops"},
     {"families.spec", "families.logits"},
     {"lora", "patch_record", "signals.rows", "signals.slot"},
