@@ -36,12 +36,17 @@ from bench_lib.rows import COMMIT, PASSES, Row, RowError  # noqa: E402
 from bench_lib.shapes import DTYPES, SHAPES  # noqa: E402
 from bench_lib.spec import Op  # noqa: E402
 
-from moe_patch.cli.output import Parser, add_json, print_json  # noqa: E402
+from moe_patch.cli.output import Parser, add_json, complain, print_json  # noqa: E402
+from moe_patch.cli.status import CHECK_FAILED, UNUSABLE  # noqa: E402
 
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "img"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+
+
+class StaleError(Exception):
+    """A document is older than the rows it shows."""
 
 
 def _rank(text: str) -> int | None:
@@ -233,7 +238,8 @@ def write_docs(check: bool) -> list[Path]:
     """Make the marked tables anew; the documents that changed.
 
     Raises:
-        RowError: with ``check``, a document differs from its rows; or a marker is unknown.
+        StaleError: with ``check``, a document differs from its rows.
+        RowError: a marker is unknown.
     """
     changed = []
     for path in DOCUMENTS:
@@ -242,14 +248,14 @@ def write_docs(check: bool) -> list[Path]:
         if new == old:
             continue
         if check:
-            raise RowError(f"{path} is older than its rows; run scripts/bench.py docs")
+            raise StaleError(f"{path} is older than its rows; run scripts/bench.py docs")
         path.write_text(new, encoding="utf-8")
         changed.append(path)
     return changed
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status 0, or 1 with one line on stderr."""
+    """Exit status as of the command line, and one line on stderr where it is not 0."""
     args = parser().parse_args(argv)
     try:
         if args.command == "child":
@@ -266,9 +272,12 @@ def main(argv: list[str] | None = None) -> int:
             bench_all(args)
         else:
             bench(args)
-    except (RowError, Timeout, OSError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 1
+    except (StaleError, Timeout) as error:
+        complain(str(error))
+        return CHECK_FAILED
+    except (RowError, OSError) as error:
+        complain(str(error))
+        return UNUSABLE
     return 0
 
 

@@ -130,13 +130,15 @@ def test_one_command_makes_tables_and_charts(capsys, tmp_path, monkeypatch):
     page.write_text("<!-- bench: plan -->\nold\n<!-- end of bench -->\n")
     monkeypatch.setattr(bench, "DOCUMENTS", (page,))
     monkeypatch.setattr(bench, "CHARTS", tmp_path / "img")
+    assert bench.main(["docs", "--check"]) == 1
+    assert f"{page} is older than its rows" in capsys.readouterr().err
     assert bench.main(["docs", "--json"]) == 0
     files = json.loads(capsys.readouterr().out)["files"]
     assert files[0] == str(page)
     assert {Path(file).name for file in files[1:]} >= {"bench_experts.svg", "bench_lora.svg"}
     assert bench.main(["docs", "--check"]) == 0
     monkeypatch.setattr(bench.charts.importlib.util, "find_spec", lambda name: None)
-    assert bench.main(["docs"]) == 1
+    assert bench.main(["docs"]) == 2
     assert "pip install 'moe-patch[plots]'" in capsys.readouterr().err
 
 
@@ -151,7 +153,7 @@ def test_a_command_line_that_cannot_be_read_is_one_line(capsys):
 
 def test_a_tree_without_git_needs_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "ROOT", tmp_path)
-    assert bench.main(["experts", "--dry-run"]) == 1
+    assert bench.main(["experts", "--dry-run"]) == 2
     assert "--commit SHA" in capsys.readouterr().err
-    assert bench.main(["experts", "--dry-run", "--commit", "main"]) == 1
+    assert bench.main(["experts", "--dry-run", "--commit", "main"]) == 2
     assert "'main', not a full SHA" in capsys.readouterr().err
