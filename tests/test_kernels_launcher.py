@@ -9,8 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+from moe_patch import definition as reference
+from moe_patch.ops import experts_mlp
+from moe_patch.types import ExpertWeights, Glu
+from tests.numerics import assert_bits
+
+SILU = Glu("silu")
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +50,26 @@ def test_known_releases_are_launched_directly_and_others_are_not(launches: dict)
 
 def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:
     assert launches["hooked"]
+
+
+@pytest.mark.gpu
+def test_gpu_alignment_and_types_choose_the_kernel(poisoned_memory: None) -> None:
+    """Calls that differ in nothing but these, in turns: each meets a kernel that reads them."""
+    E, K, D, F = 8, 2, 64, 32
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    at_2_bytes = torch.randn(D + 1, **bf16)[1:][None]
+    weights_TK = torch.rand(1, K, **bf16)
+    ids_TK = torch.tensor([[5, 2]], device="cuda")
+    w = ExpertWeights(torch.randn(E, 2 * F, D, **bf16) / 8, torch.randn(E, D, F, **bf16) / 6)
+    outs = [
+        experts_mlp(x_TD, ids, weights, w, SILU, backend="triton")
+        for _ in range(2)
+        for x_TD in (at_2_bytes.clone(), at_2_bytes)
+        for ids in (ids_TK, ids_TK.int())
+        for weights in (weights_TK, weights_TK.float())
+    ]
+    for out in outs:
+        assert_bits(out, outs[0])
+    wide = ExpertWeights(*(t.double() for t in w[:2]))
+    expected = reference.experts(at_2_bytes.double(), ids_TK, weights_TK.double(), wide, SILU)
+    assert (outs[0] - expected).norm() < 0.01 * expected.norm()
