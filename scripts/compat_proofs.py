@@ -225,5 +225,7 @@ NOTES = """\
   `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert
   parallelism (ours take them); after `generate` under its FSDP config the next step has no
   right gradient for `norm` and `lm_head`; a full fine-tuning resumed from a checkpoint does not
-  repeat the losses of the whole run (the resumed losses are equal with and without the patch).
+  repeat the losses of the whole run (the resumed losses are equal with and without the patch);
+  whole models with sliding windows (mixtral, gpt_oss) compile three times for changing lengths,
+  and deepseek_v3's forward takes a lock, so that it is no full graph (its blocks are).
 """
