@@ -61,6 +61,8 @@ def launch_others(dtype: torch.dtype) -> None:
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
     product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
     factors.weighted(empty(T * K, 16), plans[1], weights_TK)
+    peft_EOR = empty(D, 16, E).permute(2, 0, 1)
+    factors.laid_like(factors.rank_innermost(peft_EOR), peft_EOR)
     norms.combine_with_norms(empty(T * K, D), plans[1], weights_TK)
     launch_packed(dtype, tiles, weights_TK)
 

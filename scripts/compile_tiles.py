@@ -23,6 +23,7 @@ from compile_others import launch_others
 from moe_patch.kernels import (
     dh,
     dw,
+    factors,
     plan,
     rows,
     up,
@@ -109,8 +110,14 @@ class Operands:
             dw.outer_sum(x_TD, a_NF, self.plan, self.w2, tile, gather_left=True)
         elif op == "thin":
             rows.grouped_linear(x_TD, self.tiles.rows(tile.m), self.factor, None, tile, gather=True)
-        else:
+        elif op == "thin_dw":
             dw.outer_sum(self.u_NR, x_TD, self.plan, self.factor, tile, gather_right=True)
+        else:
+            for source, gather in ((x_TD, True), (h_NH, False)):
+                factor = self.factor.new_empty(self.factor.shape[0], source.shape[1], 16)
+                factors.factor_backward(
+                    source, self.plan, factor, self.u_NR, tile, alpha=1.0, gather=gather
+                )
 
     def flops(self, op: str) -> int:
         """Floating-point operations of one launch of a hot op."""

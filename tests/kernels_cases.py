@@ -46,7 +46,8 @@ class Case:
             only, "sparse": two experts of many.
         bias, rank, transposed, norms: optional parts of the call.
         save_h, save_u: what forward keeps for backward.
-        strides: "plain", or "odd": hidden states and gradients as slices of wider tensors.
+        strides: "plain"; "odd": hidden states and gradients as slices of wider tensors; "peft":
+            factors B with the experts innermost.
     """
 
     T: int
@@ -76,6 +77,7 @@ SMALL = {
     "one_expert": Case(37, 2, 3, 16, 16, ids="one"),
     "all_empty": Case(6, 2, 3, 16, 16, ids="empty", norms=True, rank=2),
     "no_tokens": Case(0, 2, 3, 16, 16, norms=True, rank=2, bias=True),
+    "peft": Case(13, 2, 5, 40, 24, rank=3, strides="peft"),
     "one_token": Case(1, 1, 1, 16, 8),
     "odd_strides": Case(13, 2, 5, 40, 24, strides="odd"),
 }
@@ -91,6 +93,8 @@ LARGE = SMALL | {
     "llama4_like": Case(600, 1, 16, 256, 192, transposed=True),
     "nemotron_like": Case(600, 6, 16, 256, 200, Glu("relu2", gated=False)),
     "lora_16": Case(1500, 8, 32, 512, 256, rank=16, norms=True),
+    "peft_16": Case(1500, 8, 32, 512, 256, rank=16, strides="peft"),
+    "half_tile": Case(1500, 2, 4, 256, 1408),
     "lora_72": Case(700, 2, 8, 256, 136, GPT_OSS, rank=72, bias=True, transposed=True),
     "decode": Case(3, 8, 64, 512, 256),
     # Gate and up side by side over many rows: every activation, a bias, ranks small, odd and large.
@@ -172,7 +176,11 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
             "lora2_A": random(E, R, F, scale=F**-0.5),
             "lora2_B": random(E, D, R, scale=R**-0.5),
         }
-    dout_TD = rows(D) if case.strides == "plain" else random(D).expand(T, D)
+    if case.strides == "peft":
+        for name in ("lora13_B", "lora2_B"):
+            stored_ORE = tensors[name].permute(1, 2, 0).contiguous()
+            tensors[name] = stored_ORE.permute(2, 0, 1)
+    dout_TD = random(D).expand(T, D) if case.strides == "odd" else rows(D)
     return Inputs(case, make_ids(case, device), tensors, dout_TD)
 
 

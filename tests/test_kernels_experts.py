@@ -17,7 +17,17 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch import definition as reference
-from moe_patch.kernels import dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
+from moe_patch.kernels import (
+    dh,
+    dh_hopper,
+    dw,
+    dw_hopper,
+    factors,
+    rows,
+    rows_hopper,
+    up,
+    up_hopper,
+)
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
@@ -193,6 +203,8 @@ class Rows:
             factor = self.tensors["lora13_A"]
             ours = rows.grouped_linear(x, row_tiles, factor, None, tile, gather=True, alpha=0.5)
             return {"u": (ours[n], 0.5 * self.grouped(self.x64[self.token_n], factor))}
+        if op == "factor_bwd":
+            return self._run_factor_bwd(tile)
         return self._run_outer(op, tile)
 
     def _run_outer(self, op: str, tile: Tile) -> dict[str, tuple[Tensor, Tensor]]:
@@ -209,6 +221,25 @@ class Rows:
         ]
         chosen = torch.nn.functional.one_hot(self.e_n, self.case.E).double()
         return {op: (ours, torch.einsum("ne,no,ni->eoi", chosen, *sides))}
+
+    def _run_factor_bwd(self, tile: Tile) -> dict[str, tuple[Tensor, Tensor]]:
+        found, chosen = {}, torch.nn.functional.one_hot(self.e_n, self.case.E).double()
+        u64 = self.u_NR[: self.valid].double()
+        for name, source, source64, gather in (
+            ("lora2_B", self.dout_TD, self.dout64[self.token_n], True),
+            ("lora13_B", self.h_NH, self.h64, False),
+        ):
+            b_EOR = self.tensors[name]
+            passed_NR, grad_EOR = factors.factor_backward(
+                source, self.plan, b_EOR, self.u_NR, tile, alpha=0.5, gather=gather
+            )
+            passed64 = 0.5 * self.grouped(source64, b_EOR.mT)
+            grad64 = torch.einsum("ne,no,nr->eor", chosen, source64, u64)
+            found |= {
+                f"{name} passed": (passed_NR[: self.valid], passed64),
+                f"{name} gradient": (grad_EOR, grad64),
+            }
+        return found
 
     def _run_dh(self, tile: Tile) -> dict[str, tuple[Tensor, Tensor]]:
         found = dh.hidden_gradients(

@@ -14,6 +14,7 @@ from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
 from moe_patch.kernels.dh_epilogue import hidden_gradients_from
 from moe_patch.kernels.dw import outer_sum
+from moe_patch.kernels.factors import factor_backward, laid_like, rank_innermost
 from moe_patch.kernels.launch import RowTiles, depth_block
 from moe_patch.kernels.parts import PACKED_OPS, PackedParts, Part
 from moe_patch.kernels.plan import plan_and_tiles
@@ -73,16 +74,15 @@ class Call:
     def _packed(self) -> PackedParts:
         return PackedParts(self.tiles, self.x_TD.dtype)
 
-    # PEFT stores B with the experts innermost: products read it with the rank innermost.
     @functools.cached_property
     def _b13_EOR(self) -> Tensor:
         assert self.lora13 is not None
-        return self.lora13.B_EOR.contiguous()
+        return rank_innermost(self.lora13.B_EOR)
 
     @functools.cached_property
     def _b2_EOR(self) -> Tensor:
         assert self.lora2 is not None
-        return self.lora2.B_EOR.contiguous()
+        return rank_innermost(self.lora2.B_EOR)
 
     def up(self, u13_NR: Tensor | None, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
         """(h_NH, a_NF), empty where not to be saved.
@@ -218,10 +218,20 @@ class Call:
         lora = self.lora2
         return lora and self._thin(a_NF, lora.A_ERI, lora.scaling, gather=False)
 
-    def rank_gradients(self, source: Tensor, lora: Lora, *, gather: bool = False) -> Tensor:
-        """s B_eᵀ dout_n, [N, R]: what the A factor passes on to its input."""
+    def factor_B_backward(
+        self, source: Tensor, lora: Lora, u_NR: Tensor | None, *, passed: bool, gather: bool = False
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(s B_eᵀ source_n, [N, R], where ``passed``; B's gradient where ``u_NR`` is given)."""
         b_EOR = self._b13_EOR if lora is self.lora13 else self._b2_EOR
-        return self._thin(source, b_EOR.transpose(1, 2), lora.scaling, gather)
+        tile = self.tile("factor_bwd")
+        if gather or b_EOR.shape[2] > 16:
+            # Gathered rows come faster to two programs at a time; a wider factor takes their room.
+            tile = resized(tile, n=min(tile.n, 256))
+        alpha = lora.scaling if passed else None
+        passed_NR, grad_EOR = factor_backward(
+            source, self.plan, b_EOR, u_NR, tile, alpha=alpha, gather=gather
+        )
+        return passed_NR, grad_EOR if grad_EOR is None else laid_like(grad_EOR, lora.B_EOR)
 
     def _thin(self, source: Tensor, w_ERI: Tensor, alpha: float, gather: bool) -> Tensor:
         tile = resized(self.tile("thin"), n=depth_block(w_ERI.shape[1]))
@@ -234,11 +244,3 @@ class Call:
         """Gradient of an A factor."""
         tile = resized(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
         return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)
-
-    def outer_B(
-        self, left: Tensor, rank_NR: Tensor, like_EOR: Tensor, *, gather: bool = False
-    ) -> Tensor:
-        """Gradient of a B factor."""
-        tile = self.tile("thin_dw")
-        tile = resized(tile, m=tile.n, n=depth_block(rank_NR.shape[1]))
-        return outer_sum(left, rank_NR, self.plan, like_EOR, tile, gather_left=gather)

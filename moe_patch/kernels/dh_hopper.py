@@ -34,12 +34,14 @@ from moe_patch.kernels.hopper import (
     programs,
     quarter,
     ragged_descriptor,
+    rank_depth,
     ring,
     rows_at,
-    sum_steps,
+    sum_both,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -99,14 +101,16 @@ def specialised_hidden_gradients(
         q_NR, factor = low_rank[0], _boxes(low_rank[1])
     wa = wa_NF if wa_NF.numel() > 0 else dh_NH[:, :F]
     sides = (h_NH[:, :F], h_NH[:, F:], dh_NH[:, :F], dh_NH[:, F:], wa)
-    _specialised_dh_kernel[(programs(rows.bound * columns, h_NH),)](
-        dout_TD, q_NR, weight, factor,
-        *(ragged_descriptor(side, (BM // 2, CHUNK)) for side in sides),
-        weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8,
-        q_NR.stride(0) // 8, rows.top_k,
+    _launch(
+        (programs(rows.bound * columns, h_NH),),
+        (dout_TD, q_NR, weight, factor,
+         *(ragged_descriptor(side, (BM // 2, CHUNK)) for side in sides),
+         weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
+        (rows.bound,),
+        (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,
+         rows.top_k),
         **glu_constants(glu, fast=approximate(h_NH)),
-        LOW_RANK=low_rank is not None, WA=wa_NF.numel() > 0,
+        LOW_RANK=rank_depth(low_rank), WA=wa_NF.numel() > 0,
         GROUP=group, BM=BM, BN=BN, BK=BK, STAGES=STAGES, CHUNK=CHUNK, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -153,7 +157,7 @@ def _produce(
                 right_bufs, ready, empty, step, [1, BK, BN], RANK3_C, BK, STAGES,
             )  # fmt: skip
             step += 1
-        if LOW_RANK:
+        if LOW_RANK > 0:
             low_at = rows_at(q_ptr, low, stride_q8 * 8)
             high_at = rows_at(q_ptr, high, stride_q8 * 8)
             for i in range(0, low_steps):
@@ -178,10 +182,11 @@ def _produce(
 @gluon.jit
 def _consume(
     half, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr, table_ptr,
-    left_bufs, right_bufs, wa_bufs, ready, empty, M, columns, steps,
+    left_bufs, right_bufs, wa_bufs, ready, empty, M, columns, steps, low_steps,
     KIND: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    CLAMPED: gl.constexpr, FAST: gl.constexpr, WA: gl.constexpr, GROUP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    CLAMPED: gl.constexpr, FAST: gl.constexpr, WA: gl.constexpr, LOW_RANK: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    CHUNK: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -198,9 +203,10 @@ def _consume(
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_steps(
-            acc, steps, step, half, left_bufs, right_bufs, ready, empty, False, False, True, STAGES
-        )
+        acc, step = sum_both(
+            acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, False, True,
+            STAGES, LOW_RANK,
+        )  # fmt: skip
         partial = gl.zeros((HALF,), dtype=gl.float32, layout=gl.SliceLayout(1, part))
         clip = RAGGED_ROWS_C - (end - start) + half * HALF
         for chunk in gl.static_range(BN // CHUNK):
@@ -255,19 +261,16 @@ def _specialised_dh_kernel(
     wa_bufs = gl.allocate_shared_memory(dtype, [2, BM // 2, CHUNK], shared)
     steps = (width_8 * 8 + BK - 1) // BK
     low_steps = (rank_8 * 8 + BK - 1) // BK
-    all_steps = steps
-    if LOW_RANK:
-        all_steps += low_steps
     gl.warp_specialize(
         [
             (_consume, (0, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr,
                         table_ptr, left_bufs, right_bufs, wa_bufs, ready, empty, M, columns,
-                        all_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, GROUP, BM, BN,
-                        STAGES, CHUNK)),
+                        steps, low_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, LOW_RANK,
+                        GROUP, BM, BN, STAGES, CHUNK)),
             (_consume, (1, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr,
                         table_ptr, left_bufs, right_bufs, wa_bufs, ready, empty, M, columns,
-                        all_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, GROUP, BM, BN,
-                        STAGES, CHUNK)),
+                        steps, low_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, LOW_RANK,
+                        GROUP, BM, BN, STAGES, CHUNK)),
             (_produce, (dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr,
                         table_ptr, left_bufs, right_bufs, ready, empty, M, columns, steps,
                         low_steps, width_8, rank_8, stride_8, stride_q8, K, LOW_RANK, GROUP,
@@ -276,3 +279,6 @@ def _specialised_dh_kernel(
         [4, 4],
         [224, 56],
     )  # fmt: skip
+
+
+_launch = Launcher(_specialised_dh_kernel)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import programs
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
@@ -43,21 +44,26 @@ def outer_sum(
         tile: m and n are the gradient's rows and columns, k token rows per step.
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
-    if (
-        tile.specialised
-        and known_triton()
-        and dw_hopper.supported(left, right, like_EOI, **gathers)
-    ):
-        return dw_hopper.specialised_outer_sum(
-            left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
-        )
+    if tile.specialised and known_triton():
+        if dw_hopper.supported(left, right, like_EOI, **gathers):
+            return dw_hopper.specialised_outer_sum(
+                left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
+            )
+        # Stored [E, in, out], the weight has the layout of the transposed product.
+        like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
+        if dw_hopper.supported(right, left, like_EIO, **swapped):
+            grad_EIO = dw_hopper.specialised_outer_sum(
+                right, left, plan, like_EIO, gather_left=gather_right, group=tile.group
+            )
+            return grad_EIO.mT
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
     row_tiles, columns = cdiv(O, tile.m), cdiv(I, tile.n)
-    _dw_kernel[(programs(E * row_tiles * columns, tile, device_of(left)),)](
-        left, right, grad_EOI, plan.row_of_N, plan.offsets_S,
-        E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1],
-        left.stride(0), right.stride(0), *grad_EOI.stride(),
+    _launch(
+        (programs(E * row_tiles * columns, tile, device_of(left)),),
+        (left, right, grad_EOI, plan.row_of_N, plan.offsets_S), (),
+        (E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1], left.stride(0), right.stride(0),
+         *grad_EOI.stride()),
         GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k,
         IN_RUNS=left.dtype == torch.float32, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -123,3 +129,6 @@ def _step(
     left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
     right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
     return tl.dot(left.T, right, acc, input_precision="ieee")
+
+
+_launch = Launcher(_dw_kernel)

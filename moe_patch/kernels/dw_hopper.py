@@ -36,6 +36,7 @@ from moe_patch.kernels.hopper import (
     store_box,
     sum_steps,
 )
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import locate_tile
@@ -77,20 +78,29 @@ def specialised_outer_sum(
     """
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
+    # The tile is oblong: of the two ways to lay it, the one that covers less beyond the edges.
+    transposed = _covered(I, O) < _covered(O, I)
+    if transposed:
+        left, right, gather_left, O, I = right, left, not gather_left, I, O
     row_tiles, columns = cdiv(O, BM), cdiv(I, BN)
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
     out = TensorDescriptor(
-        grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, BM // 2, CHUNK], RANK3
+        grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, CHUNK, CHUNK], RANK3
     )
-    _specialised_dw_kernel[(programs(tiles, left),)](
-        ragged_descriptor(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S,
-        tiles, row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8,
-        K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left, GROUP=group,
+    _launch(
+        (programs(tiles, left),),
+        (ragged_descriptor(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
+        (tiles,), (row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8),
+        K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left, TRANSPOSED=transposed, GROUP=group,
         BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
     )  # fmt: skip
     return grad_EOI
+
+
+def _covered(rows: int, columns: int) -> int:
+    return cdiv(rows, BM) * BM * cdiv(columns, BN) * BN
 
 
 @gluon.jit
@@ -191,8 +201,8 @@ def _produce(
 def _consume(
     half, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles,
     columns,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -207,10 +217,12 @@ def _consume(
             True, False, True, STAGES,
         )  # fmt: skip
         for q in gl.static_range(BN // CHUNK):
-            at = [e, row_tile * BM + half * HALF, column_tile * BN + q * CHUNK]
+            row = row_tile * BM + half * HALF
+            column = column_tile * BN + q * CHUNK
+            at = [e, column if TRANSPOSED else row, row if TRANSPOSED else column]
             store_box(
                 quarter(acc, q, part).to(out_bufs.dtype), out_bufs.index(half * OUTS + q % OUTS),
-                grad, at, [1, HALF, CHUNK], RANK3_C, OUTS - 1,
+                grad, at, [1, HALF, CHUNK], RANK3_C, OUTS - 1, TRANSPOSED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -219,9 +231,9 @@ def _consume(
 def _specialised_dw_kernel(
     sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8,
     stride_8,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr,
-    OUTS: gl.constexpr,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program takes tiles of BM x BN in turn."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
@@ -232,9 +244,11 @@ def _specialised_dw_kernel(
     gl.warp_specialize(
         [
             (_consume, (0, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-                        tiles, row_tiles, columns, GROUP, BM, BN, BK, CHUNK, STAGES, OUTS)),
+                        tiles, row_tiles, columns, TRANSPOSED, GROUP, BM, BN, BK, CHUNK, STAGES,
+                        OUTS)),
             (_consume, (1, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-                        tiles, row_tiles, columns, GROUP, BM, BN, BK, CHUNK, STAGES, OUTS)),
+                        tiles, row_tiles, columns, TRANSPOSED, GROUP, BM, BN, BK, CHUNK, STAGES,
+                        OUTS)),
             (_produce, (sorted_side, gathered_ptr, row_ptr, offsets_ptr, left_bufs, right_bufs,
                         ready, empty, tiles, row_tiles, columns, width_8, stride_8, K,
                         GATHER_LEFT, GROUP, BM, BN, BK, STAGES)),
@@ -242,3 +256,6 @@ def _specialised_dw_kernel(
         [4, 4],
         [216, 56],
     )  # fmt: skip
+
+
+_launch = Launcher(_specialised_dw_kernel)

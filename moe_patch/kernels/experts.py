@@ -167,18 +167,25 @@ def _intermediate(
     need_u2 = lora2 is not None and (needs.lora2_B or needs.norms)
     h_NH, u13_NR, u2_NR = _completed(call, kept, h=need_h, u13=need_u13, u2=need_u2)
     hidden, q_NR, p_NR, wu2_NR = HiddenGradients(*(kept.h_NH,) * 3), None, None, None
-    if lora2 is not None and (need_dh or needs.weights or needs.lora2_A):
-        q_NR = call.rank_gradients(dout_TD, lora2, gather=True)
+    grad13_EOR, grad2_EOR = None, None
+    need_q = need_dh or needs.weights or needs.lora2_A
+    if need_u2 and u2_NR is not None:
+        wu2_NR = weighted(u2_NR, call.plan, weights_TK)
+    if lora2 is not None and (need_q or needs.lora2_B):
+        summed_NR = wu2_NR if needs.lora2_B else None
+        q_NR, grad2_EOR = call.factor_B_backward(
+            dout_TD, lora2, summed_NR, passed=need_q, gather=True
+        )
     if need_h and h_NH is not None:
         low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
             dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights
         )
-    if lora13 is not None and (needs.x or needs.lora13_A or needs.norms):
-        p_NR = call.rank_gradients(hidden.dh_NH, lora13)
-    if need_u2 and u2_NR is not None:
-        wu2_NR = weighted(u2_NR, call.plan, weights_TK)
-    return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR)
+    need_p = needs.x or needs.lora13_A or needs.norms
+    if lora13 is not None and (need_p or needs.lora13_B):
+        summed_NR = u13_NR if needs.lora13_B else None
+        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=need_p)
+    return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
 
 
 def _backward(
@@ -211,8 +218,7 @@ def _down_gradients(
         grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
     if lora2 is not None and needs.lora2_A:
         grads["lora2_A"] = call.outer_A(mid.q_NR, wa_NF, lora2.A_ERI)
-    if lora2 is not None and needs.lora2_B:
-        grads["lora2_B"] = call.outer_B(dout_TD, mid.wu2_NR, lora2.B_EOR, gather=True)
+    grads["lora2_B"] = mid.grad2_EOR
     return grads
 
 
@@ -231,8 +237,7 @@ def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[st
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
     if lora13 is not None and needs.lora13_A:
         grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
-    if lora13 is not None and needs.lora13_B:
-        grads["lora13_B"] = call.outer_B(dh_NH, mid.u13_NR, lora13.B_EOR)
+    grads["lora13_B"] = mid.grad13_EOR
     return grads
 
 

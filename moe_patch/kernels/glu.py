@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 from moe_patch.types import Glu
 
@@ -60,7 +59,10 @@ def rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
 def sigmoid(x, FAST: tl.constexpr):
     """1 / (1 + exp(-x)); the full-range division costs more than the rest of the epilogue."""
     if FAST:
-        return libdevice.fast_dividef(1.0, 1.0 + tl.exp2(x * (-LOG2_E)))
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + tl.exp2(x * (-LOG2_E))],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -86,7 +88,8 @@ def act_and_slope(x, KIND: tl.constexpr, FAST: tl.constexpr):
     """(act(x), act'(x)), sharing the expensive part."""
     if KIND == "silu":
         s = sigmoid(x, FAST)
-        return x * s, s * (1.0 + x * (1.0 - s))
+        value = x * s
+        return value, s + value * (1.0 - s)
     elif KIND == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
         return x * cdf, cdf + x * INV_SQRT_2PI * tl.exp(-0.5 * x * x)

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.device import device_of
+from moe_patch.kernels.launch import depth_block
 
 BM, BN, BK = 128, 256, 64
 # Columns that leave the accumulator at a time.
@@ -68,6 +69,11 @@ def with_factors(
     if low_rank is None:
         return sides, [w_EOI]
     return [*sides, low_rank[0]], [w_EOI, low_rank[1]]
+
+
+def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
+    """How much of a stage's summed axis the low-rank product fills; 0 without one."""
+    return 0 if low_rank is None else depth_block(low_rank[0].shape[1])
 
 
 def ragged_descriptor(rows: Tensor, box: tuple[int, int]) -> TensorDescriptor:
@@ -132,8 +138,13 @@ def rows_at(base, index, stride):
 def sum_steps(
     acc, steps, step, half, left_bufs, right_bufs, ready, empty,
     LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr,
+    DEPTH: gl.constexpr = 0,
 ):  # fmt: skip
-    """Consumer: acc plus the products of the next ``steps`` stages; returns (acc, next step)."""
+    """Consumer: acc plus the products of the next ``steps`` stages; returns (acc, next step).
+
+    DEPTH, where not 0, is how much of a stage's summed axis is there, for sides that do not have it
+    first on the left and first or last on the right.
+    """
     for i in range(0, steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -141,9 +152,12 @@ def sum_steps(
             # cp.async wrote through the generic proxy, wgmma reads through the asynchronous one.
             fence_async_shared()
         left = left_bufs.index(2 * stage + half)
+        right = right_bufs.index(stage)
+        if DEPTH > 0:
+            left = left.slice(0, DEPTH, dim=1)
+            right = right.slice(0, DEPTH, dim=1 if RIGHT_T else 0)
         if LEFT_T:
             left = left.permute((1, 0))
-        right = right_bufs.index(stage)
         if RIGHT_T:
             right = right.permute((1, 0))
         acc = warpgroup_mma(left, right, acc, is_async=True)
@@ -152,6 +166,24 @@ def sum_steps(
         step += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, step
+
+
+@gluon.jit
+def sum_both(
+    acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty,
+    RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr, LOW_RANK: gl.constexpr,
+):  # fmt: skip
+    """Consumer: acc plus the product and, LOW_RANK deep at a stage, the low-rank one."""
+    acc, step = sum_steps(
+        acc, steps, step, half, left_bufs, right_bufs, ready, empty, False, RIGHT_T, GATHERED,
+        STAGES,
+    )  # fmt: skip
+    if LOW_RANK > 0:
+        acc, step = sum_steps(
+            acc, low_steps, step, half, left_bufs, right_bufs, ready, empty, False, RIGHT_T,
+            GATHERED, STAGES, LOW_RANK,
+        )  # fmt: skip
     return acc, step
 
 
@@ -168,11 +200,16 @@ def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def store_box(
-    value, buffer, descriptor, at, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr
+    value, buffer, descriptor, at,
+    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
     """Consumer: write a chunk out by TMA; PENDING earlier ones may still be leaving."""
     tma.store_wait(PENDING)
-    buffer.store(value)
+    if TRANSPOSED:
+        buffer.permute((1, 0)).store(value)
+    else:
+        buffer.store(value)
     fence_async_shared()
     tma.async_copy_shared_to_global(
         descriptor, at, buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)

@@ -22,13 +22,15 @@ from moe_patch.types import Plan
 
 
 class Intermediate(NamedTuple):
-    """What the gradients are made of; None or empty where nothing needs it."""
+    """What gradients are made of, and those of the factors B; None or empty where not needed."""
 
     hidden: HiddenGradients
     q_NR: Tensor | None
     p_NR: Tensor | None
     u13_NR: Tensor | None
     wu2_NR: Tensor | None
+    grad13_EOR: Tensor | None
+    grad2_EOR: Tensor | None
 
 
 def combine_with_norms(rows_ND: Tensor, plan: Plan, weights_TK: Tensor) -> tuple[Tensor, Tensor]:

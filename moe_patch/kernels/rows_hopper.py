@@ -28,12 +28,14 @@ from moe_patch.kernels.hopper import (
     programs,
     quarter,
     ragged_descriptor,
+    rank_depth,
     ring,
     store_box,
-    sum_steps,
+    sum_both,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -81,11 +83,12 @@ def specialised_grouped_linear(
         )
     bias = b_EO if b_EO is not None else inputs
     columns = cdiv(O, BN)
-    _specialised_rows_kernel[(programs(rows.bound * columns, inputs),)](
-        sides, ranks, weight, factor,
-        ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, O, I, R, bias.stride(0), bias.stride(1),
-        DEPTH_LAST=depth_last, LOW_RANK=low_rank is not None, BIASED=b_EO is not None,
+    _launch(
+        (programs(rows.bound * columns, inputs),),
+        (sides, ranks, weight, factor, ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias,
+         rows.plan.offsets_S, rows.table),
+        (rows.bound,), (columns, O, I, R, bias.stride(0), bias.stride(1)),
+        DEPTH_LAST=depth_last, LOW_RANK=rank_depth(low_rank), BIASED=b_EO is not None,
         GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
@@ -120,7 +123,7 @@ def _produce(
                 DEPTH_LAST, BM, BN, BK, STAGES,
             )  # fmt: skip
             step += 1
-        if LOW_RANK:
+        if LOW_RANK > 0:
             for i in range(0, low_steps):
                 _step(
                     ranks, factor, e, start, column, i * BK, left_bufs, right_bufs, ready, empty,
@@ -150,9 +153,10 @@ def _step(
 @gluon.jit
 def _consume(
     half, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-    M, columns, O, steps, stride_be, stride_bo,
-    DEPTH_LAST: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    M, columns, O, steps, low_steps, stride_be, stride_bo,
+    DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr,
+    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
+    STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -164,9 +168,9 @@ def _consume(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_steps(
-            acc, steps, step, half, left_bufs, right_bufs, ready, empty,
-            False, DEPTH_LAST, False, STAGES,
+        acc, step = sum_both(
+            acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, DEPTH_LAST,
+            False, STAGES, LOW_RANK,
         )  # fmt: skip
         clip = RAGGED_ROWS_C - (end - start) + half * HALF
         for q in gl.static_range(BN // CHUNK):
@@ -200,17 +204,14 @@ def _specialised_rows_kernel(
     )
     steps = (I + BK - 1) // BK
     low_steps = (R + BK - 1) // BK
-    all_steps = steps
-    if LOW_RANK:
-        all_steps += low_steps
     gl.warp_specialize(
         [
             (_consume, (0, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
-                        ready, empty, M, columns, O, all_steps, stride_be, stride_bo,
-                        DEPTH_LAST, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+                        ready, empty, M, columns, O, steps, low_steps, stride_be, stride_bo,
+                        DEPTH_LAST, LOW_RANK, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
             (_consume, (1, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
-                        ready, empty, M, columns, O, all_steps, stride_be, stride_bo,
-                        DEPTH_LAST, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+                        ready, empty, M, columns, O, steps, low_steps, stride_be, stride_bo,
+                        DEPTH_LAST, LOW_RANK, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
             (_produce, (rows, ranks, weight, factor, offsets_ptr, table_ptr, left_bufs, right_bufs,
                         ready, empty, M, columns, steps, low_steps,
                         DEPTH_LAST, LOW_RANK, GROUP, BM, BN, BK, STAGES)),
@@ -218,3 +219,6 @@ def _specialised_rows_kernel(
         [4, 1],
         [216, 56],
     )  # fmt: skip
+
+
+_launch = Launcher(_specialised_rows_kernel)

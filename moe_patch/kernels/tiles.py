@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-OPS = ("up", "down", "dh", "dx", "dw2", "dw13", "thin", "thin_dw")
+OPS = ("up", "down", "dh", "dx", "dw2", "dw13", "thin", "thin_dw", "factor_bwd")
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ _FP32 = {op: (Tile(64, 64, 16, 4, 2, chunks=2),) for op in OPS} | {
     "dw13": (Tile(64, 64, 16, 4, 1),),
     "thin": (Tile(64, 16, 32, 4, 2),),
     "thin_dw": (Tile(16, 64, 32, 4, 2),),
+    "factor_bwd": (Tile(16, 64, 32, 4, 2),),
 }
 
 # Ampere, Ada and consumer Blackwell: mma.sync, 99 or 163 KB.
@@ -97,6 +98,11 @@ _SM80 = {
 _THIN = {
     "thin": (Tile(128, 16, 64, 4, 4), Tile(64, 16, 64, 4, 3)),
     "thin_dw": (Tile(16, 128, 64, 4, 4), Tile(16, 128, 32, 4, 3)),
+    "factor_bwd": (Tile(16, 128, 64, 4, 4), Tile(16, 128, 32, 4, 3)),
+}
+_THIN_SM90 = _THIN | {
+    "thin_dw": (Tile(16, 128, 128, 4, 3),),
+    "factor_bwd": (Tile(16, 512, 64, 8, 3),),
 }
 
 _SM90_ROWS = Tile(
@@ -150,7 +156,7 @@ def candidates(
     if dtype == torch.float32:
         return _FP32[op]
     if op in _THIN:
-        return _THIN[op]
+        return (_THIN_SM90 if capability[0] in (9, 10) else _THIN)[op]
     if capability[0] == 9:
         return _SM90[bucket][op]
     if capability[0] == 10:

@@ -30,13 +30,15 @@ from moe_patch.kernels.hopper import (
     programs,
     quarter,
     ragged_descriptor,
+    rank_depth,
     ring,
     rows_at,
     store_box,
-    sum_steps,
+    sum_both,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -89,13 +91,15 @@ def specialised_up(
     either = a_NF if save_a else h_NH[:, :F]
     sides = (h_NH[:, :F], h_NH[:, F:]) if save_h else (either, either)
     outputs = [ragged_descriptor(side, (BM // 2, CHUNK)) for side in (*sides, either)]
-    _specialised_up_kernel[(programs(rows.bound * columns, x_TD),)](
-        x_TD, u_NR, weight, factor, *outputs, bias,
-        rows.plan.row_of_N, rows.plan.offsets_S, rows.table,
-        rows.bound, columns, D // 8, F, u_NR.shape[1] // 8, x_TD.stride(0) // 8,
-        u_NR.stride(0) // 8, rows.top_k, bias.stride(0), bias.stride(1),
+    _launch(
+        (programs(rows.bound * columns, x_TD),),
+        (x_TD, u_NR, weight, factor, *outputs, bias, rows.plan.row_of_N, rows.plan.offsets_S,
+         rows.table),
+        (rows.bound,),
+        (columns, D // 8, F, u_NR.shape[1] // 8, x_TD.stride(0) // 8, u_NR.stride(0) // 8,
+         rows.top_k, bias.stride(0), bias.stride(1)),
         **glu_constants(glu, fast=approximate(x_TD)),
-        LOW_RANK=low_rank is not None, BIASED=b_EH is not None, SAVE_H=save_h, SAVE_A=save_a,
+        LOW_RANK=rank_depth(low_rank), BIASED=b_EH is not None, SAVE_H=save_h, SAVE_A=save_a,
         GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
@@ -136,7 +140,7 @@ def _produce(
                 right_bufs, ready, empty, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
             )  # fmt: skip
             step += 1
-        if LOW_RANK:
+        if LOW_RANK > 0:
             low_at = rows_at(u_ptr, low, stride_u8 * 8)
             high_at = rows_at(u_ptr, high, stride_u8 * 8)
             for i in range(0, low_steps):
@@ -160,11 +164,11 @@ def _with_bias(
 @gluon.jit
 def _consume(
     half, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
-    ready, empty, M, columns, F, steps, stride_be, stride_bo,
+    ready, empty, M, columns, F, steps, low_steps, stride_be, stride_bo,
     KIND: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     CLAMPED: gl.constexpr, FAST: gl.constexpr, BIASED: gl.constexpr, SAVE_H: gl.constexpr,
-    SAVE_A: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    SAVE_A: gl.constexpr, LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -179,9 +183,10 @@ def _consume(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_steps(
-            acc, steps, step, half, left_bufs, right_bufs, ready, empty, False, True, True, STAGES
-        )
+        acc, step = sum_both(
+            acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, True, True,
+            STAGES, LOW_RANK,
+        )  # fmt: skip
         clip = RAGGED_ROWS_C - (end - start) + half * HALF
         bias_at = b_ptr + e.to(gl.int64) * stride_be
         for c in gl.static_range(BN // 2 // CHUNK):
@@ -231,19 +236,16 @@ def _specialised_up_kernel(
     )
     steps = (width_8 * 8 + BK - 1) // BK
     low_steps = (rank_8 * 8 + BK - 1) // BK
-    all_steps = steps
-    if LOW_RANK:
-        all_steps += low_steps
     gl.warp_specialize(
         [
             (_consume, (0, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs,
-                        right_bufs, out_bufs, ready, empty, M, columns, F, all_steps, stride_be,
-                        stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED, SAVE_H, SAVE_A,
-                        GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+                        right_bufs, out_bufs, ready, empty, M, columns, F, steps, low_steps,
+                        stride_be, stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED,
+                        SAVE_H, SAVE_A, LOW_RANK, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
             (_consume, (1, h_gate, h_up, a_out, b_ptr, offsets_ptr, table_ptr, left_bufs,
-                        right_bufs, out_bufs, ready, empty, M, columns, F, all_steps, stride_be,
-                        stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED, SAVE_H, SAVE_A,
-                        GROUP, BM, BN, CHUNK, STAGES, OUTS)),
+                        right_bufs, out_bufs, ready, empty, M, columns, F, steps, low_steps,
+                        stride_be, stride_bo, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, BIASED,
+                        SAVE_H, SAVE_A, LOW_RANK, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
             (_produce, (x_ptr, u_ptr, weight, factor, row_ptr, offsets_ptr, table_ptr, left_bufs,
                         right_bufs, ready, empty, M, columns, steps, low_steps, width_8, rank_8,
                         stride_8, stride_u8, K, LOW_RANK, GROUP, BM, BN, BK, STAGES)),
@@ -251,3 +253,6 @@ def _specialised_up_kernel(
         [4, 4],
         [216, 56],
     )  # fmt: skip
+
+
+_launch = Launcher(_specialised_up_kernel)
