@@ -14,7 +14,7 @@ from moe_patch.types import ExpertWeights
 
 def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     """``experts``, both overloads."""
-    w13, w2, _, _, a13, _, a2, _, _, _, options, keep, _, scales = with_scales(args)
+    w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = with_scales(args)
     save_h, save_u13, save_u2, norms = keep
     storage = read_options(options).storage
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD

@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.op_fakes import experts_bwd_fake, experts_fake
-from moe_patch.op_options import read_options, spell_options, with_scales
+from moe_patch.op_options import read_glu, read_options, spell_options, with_scales
 from moe_patch.quant.operands import packed_weights, plain_weights
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
@@ -33,7 +33,7 @@ _lib = torch.library.Library("moe_patch", "DEF")
 # tensors takes autograd longer than all others: an overload of its own has that of packed weights.
 _OPERANDS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
-    "Tensor? lb2, float s13, float s2, str options"
+    "Tensor? lb2, float s13, float s2, float alpha, float limit, str options"
 )
 _OVERLOADS = {"": "", ".packed": ", Tensor[] scales"}
 for _overload, _scales in _OVERLOADS.items():
@@ -114,7 +114,8 @@ def experts_mlp(
     a13, lb13, s13 = lora13 or (None, None, 1.0)
     a2, lb2, s2 = lora2 or (None, None, 1.0)
     spelled = spell_options(glu, backend, batch_invariant, storage)
-    operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, s13, s2, spelled
+    numbers = s13, s2, glu.alpha, glu.limit
+    operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, *numbers, spelled
     if not grad and signals is None:
         return torch.ops.moe_patch.experts.inference(*operands, scales)
     graph = grad and any(t is not None and t.requires_grad for t in inputs)
@@ -145,11 +146,11 @@ def _module(backend: str) -> ModuleType:
 def _operands(
     args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
-    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, spelled = args
+    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, spelled = args
     options = read_options(spelled)
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
-        options.glu,
+        read_glu(spelled, alpha, limit),
         None if a13 is None else Lora(a13.to(dtype), lb13.to(dtype), s13),
         None if a2 is None else Lora(a2.to(dtype), lb2.to(dtype), s2),
         _module(options.backend),
@@ -213,12 +214,13 @@ def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     x, _, weights, *others = inputs
-    *tensors, s13, s2, options, _, signals, scales = with_scales(tuple(others))
+    *operands, _, signals, scales = with_scales(tuple(others))
+    tensors, scalars = operands[:8], operands[8:]
     _, *for_backward, act_norm = output
     ctx.mark_non_differentiable(*for_backward, act_norm)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, weights, *tensors, *for_backward, *scales)
-    ctx.scalars, ctx.signals = (s13, s2, options), signals
+    ctx.scalars, ctx.signals = scalars, signals
 
 
 def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
