@@ -18,7 +18,7 @@ import triton
 import moe_patch.report
 from moe_patch import PatchStateError, patch_model, patch_report
 from moe_patch.backend import BackendChoice
-from moe_patch.kernels import device, dh, dh_hopper, dw_hopper, rows, rows_hopper, up, up_hopper
+from moe_patch.kernels import device, dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.portable import portable_reason
@@ -33,8 +33,8 @@ EVERY = {"up", "down", "dx", "dh", "dw13", "dw2"}
 # D, F, activation, stored [E, in, out]? -> the products that the specialised kernels take.
 LAYERS = {
     "usual": (64, 32, SILU, False, EVERY, ""),
-    "transposed": (64, 32, SILU, True, {"down", "dx"}, "stored [experts, out, in]"),
-    "gpt_oss": (64, 32, GPT_OSS, True, {"down", "dx"}, "stored [experts, out, in]"),
+    "transposed": (64, 32, SILU, True, EVERY - {"up", "dh"}, "stored [experts, out, in]"),
+    "gpt_oss": (64, 32, GPT_OSS, True, EVERY - {"up", "dh"}, "stored [experts, out, in]"),
     "interleaved": (64, 32, GPT_OSS, False, EVERY - {"up", "dh"}, "gate and up side by side"),
     "ungated": (64, 32, Glu("relu2", gated=False), False, EVERY - {"up", "dh"}, "side by side"),
     "odd": (60, 36, SILU, False, set(), "hidden size 60, expert width 36"),
@@ -67,17 +67,26 @@ def taken(
 
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
-    x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty(0, dtype=torch.int32)
+    x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty((T, K), dtype=torch.int32)
     tiles = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
-    outer = dw_hopper.supported
     found = {
         "up": up_hopper.supported(x, tiles, w13, glu, None),
         "down": rows_hopper.supported(a, tiles, w2, None),
         "dx": rows_hopper.supported(h, tiles, w13.mT, None),
         "dh": dh_hopper.supported(x, tiles, w2, h, glu, None),
-        "dw13": outer(h, x, w13, gather_left=False, gather_right=True),
-        "dw2": outer(x, a, w2, gather_left=True, gather_right=False),
     }
+    tile = Tile(128, 256, 32, 8, 6, specialised=True)
+    for op, sides, gathers in (
+        ("dw13", (h, x, w13), {"gather_right": True}),
+        ("dw2", (x, a, w2), {"gather_left": True}),
+    ):
+        left, right, like = sides
+        with (
+            mock.patch.object(dw, "_launch"),
+            mock.patch.object(dw_hopper, "specialised_outer_sum") as specialised,
+        ):
+            dw.outer_sum(left, right, tiles.plan, like, tile, **gathers)
+        found[op] = specialised.called
     return {op for op, specialised in found.items() if specialised}
 
 

@@ -44,7 +44,7 @@ def portable_reason(
         )
     if transposed:
         return (
-            "portable kernels except for down and dx: those for Hopper take weights stored "
+            "portable kernels for up and dh: those for Hopper take weights stored "
             "[experts, out, in]"
         )
     if not glu.gated or glu.interleaved:
