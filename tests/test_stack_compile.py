@@ -11,6 +11,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_patch import patch_model, patch_report, unpatch_model
+from moe_patch.ops import experts_mlp
+from moe_patch.types import ExpertWeights, Glu, Lora
 from tests import tiny_models
 from tests.numerics import assert_close
 
@@ -119,3 +121,26 @@ def test_a_compiled_model_follows_patch_and_undo():
     assert count() == 2
     unpatch_model(model)
     assert count() == 0
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_experts_where_shapes_are_dynamic_and_floats_symbols(grad):
+    D, F, E, K = 16, 8, 4, 2
+    w = ExpertWeights(*(torch.randn(s, requires_grad=grad) for s in ((E, 2 * F, D), (E, D, F))))
+    lora = Lora(torch.randn(E, 3, D), torch.randn(E, 2 * F, 3), 0.5)
+
+    def run(x_TD, ids_TK, weights_TK, glu):
+        return experts_mlp(x_TD, ids_TK, weights_TK, w, glu, lora13=lora, backend="torch")
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    glu = Glu("swiglu_oai", interleaved=True, alpha=1.702, limit=7.0)
+    for T in (7, 9, 12, 5):
+        x_TD = torch.randn(T, D, requires_grad=grad)
+        args = x_TD, torch.rand(T, E).argsort(1)[:, :K].contiguous(), torch.rand(T, K), glu
+        with torch.set_grad_enabled(grad):
+            outs = compiled(*args), run(*args)
+            assert_close(*outs, LIMIT)
+            if grad:
+                assert_close(*(torch.autograd.grad(out.sum(), x_TD)[0] for out in outs), LIMIT)
+    assert counter.frame_count <= 2
