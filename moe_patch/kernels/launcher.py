@@ -18,7 +18,8 @@ from triton.runtime import JITFunction, driver
 
 # What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
 TRITON_VERSIONS = ("3.6",)
-_DIRECT = torch.version.hip is None and triton.__version__.rsplit(".", 1)[0] in TRITON_VERSIONS
+_RELEASE = ".".join(triton.__version__.split(".")[:2])
+_DIRECT = torch.version.hip is None and _RELEASE in TRITON_VERSIONS
 # A size class of T adds a few kernels; a program that passes this many has no use for a cache.
 _MOST = 1024
 
@@ -64,8 +65,8 @@ class Launcher:
             operands: tensors and tensor descriptors on the current device; the last is a tensor.
             varying: int32 values the kernel was declared not to specialise on.
             fixed: all other numbers; each value of them has an entry of its own in the cache.
-            made: compile-time arguments and Triton's options, or
-            constants: the same as they come, in one order at every call.
+            made: compile-time arguments and Triton's options.
+            constants: the same where they are not made beforehand, in one order at every call.
         """
         if not self._direct:
             constants = constants if made is None else made
@@ -84,7 +85,7 @@ class Launcher:
             runtime = triton.knobs.runtime
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 compiled[sizes](*operands, *varying, *fixed, *tail, stream=stream)
-            else:  # as there, without what only hooks read
+            else:  # the same, without what only hooks read
                 compiled.run(
                     *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
                     *operands, *varying, *fixed, *tail,
