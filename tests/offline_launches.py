@@ -102,12 +102,18 @@ def main() -> None:
     ):
         different = [said for case in cases for said in differences(case, launchers)]
         hooks = triton.knobs.runtime.launch_enter_hook
-        unhooked = [name for _, name, args in step(*cases[0]) if args[HOOKS] == (None,) * 3]
+        steps = [launch for case in cases for launch in step(*case)]
+        by_triton = {name for _, name, args in steps if args[HOOKS] != (None,) * 3}
         hooks.add(print)
         hooked = all(args[HOOKS.start] is not None for _, _, args in step(*cases[0]))
         hooks.remove(print)
     direct = sum(bool(each._compiled) for each in launchers)
-    said = {"direct": direct, "different": different, "unhooked": unhooked, "hooked": hooked}
+    said = {
+        "direct": direct,
+        "different": different,
+        "by_triton": sorted(by_triton),
+        "hooked": hooked,
+    }
     print(json.dumps(said))
 
 
