@@ -13,7 +13,8 @@ The kernels, and what passes between them, rows in plan order:
 
 LoRA adds thin products: u = s A x before up and down (kept), q = s B2ᵀ dout before dh, p = s B13ᵀ
 dh before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
-formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums.
+formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums; those
+of B come from the pass that gives q and p (factors.py).
 """
 
 from __future__ import annotations
