@@ -143,8 +143,8 @@ def build_base(
 ) -> Any:
     """The model without adapters, in training mode; equal weights for equal arguments.
 
-    It lies on the CPU, or with ``storage`` ("nf4", "fp8", "mxfp4") on ``device``, its experts packed
-    as they are read.
+    It lies on the CPU, or with ``storage`` ("nf4", "fp8", "mxfp4") on ``device``, its experts
+    packed as they are read.
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
