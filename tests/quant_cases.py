@@ -39,7 +39,7 @@ from tests.kernels_cases import (
     run_kernels,
     run_reference,
 )
-from tests.numerics import assert_bits, assert_close, bf16_rule
+from tests.numerics import assert_bits, assert_close, bf16_rule, rel_err
 
 FROZEN = ("w13", "w2", "b13", "b2")
 SMALL = {
@@ -99,15 +99,22 @@ def wanted_gradients(packed: Inputs) -> tuple[list[str], ExpertsNeeds]:
 
 
 def check_close(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
-    """Output and gradients as close to fp64 as eager evaluation of the dequantised weights."""
+    """As close to fp64 as the dequantised weights are, evaluated eagerly or by the plain kernels.
+
+    Of a few tokens eager's distance is a matter of luck; that of the plain kernels, which
+    tests/kernels_cases.py holds to eager's, has the same luck as ours.
+    """
     packed = pack_inputs(make_inputs(case, dtype, device), storage)
     wanted, needs = wanted_gradients(packed)
     found, _ = run_kernels(packed, needs)
     plain = plain_inputs(packed)
     exact, eager = run_reference(plain, torch.float64), run_reference(plain, dtype)
+    kernels, _ = run_kernels(plain, needs)
     for name in ("out", *wanted):
         assert torch.isfinite(found[name]).all(), name
-        bf16_rule(found[name], eager[name].to(found[name].dtype), exact[name], name)
+        allowed = [eager[name].to(found[name].dtype), kernels[name]]
+        further = max(allowed, key=lambda one: rel_err(one, exact[name]))
+        bf16_rule(found[name], further, exact[name], name)
     again, _ = run_kernels(packed, needs)
     for name in ("out", *wanted):
         assert_bits(again[name], found[name], name)
