@@ -8,7 +8,7 @@
 # DIR is .peers (ignored by git). What travels between the two machines is DIR/packed, under 64 MB.
 # The packages are for CPython 3.12 on x86-64 Linux with CUDA 13; they are run beside this library,
 # never part of it. PYTHON names the interpreter (python3), which needs pip and, to download,
-# setuptools.
+# setuptools and wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
