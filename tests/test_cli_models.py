@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import moe_patch
 from moe_patch import forward, supported_model_types
-from moe_patch.cli import CHECK_FAILED, main
+from moe_patch.cli import CHECK_FAILED, bench, main
 from moe_patch.routing import route
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
@@ -172,6 +174,7 @@ MISTAKES = [
     (["--layers", "3"], "--layers 3: the model has 2"),
     (["--length", "1"], "at least 1 sequence of 2 tokens"),
     (["--device", "tpu"], "--device tpu: "),
+    (["--device", "meta"], "--device meta: nothing runs there"),
     (["--device", "cuda:77"], "--device cuda:77: "),
     (["--backend", "triton", "--device", "cpu"], "no Triton kernels on cpu"),
 ]
@@ -205,3 +208,62 @@ def test_a_config_that_makes_no_model(capsys, folder):
     path = Path(folder("qwen3_moe"), "config.json")
     path.write_text(path.read_text().replace('"hidden_act": "silu"', '"hidden_act": "nothing"'))
     assert "MODEL: cannot make Qwen3MoeForCausalLM" in error_of(capsys, "inspect", str(path.parent))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "bench", "warmup"])
+def test_code_of_a_repository_is_not_run_and_nobody_is_asked(
+    capsys, tmp_path, monkeypatch, command
+):
+    about = {"model_type": "own_moe", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    (tmp_path / "configuration_own.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    said = error_of(capsys, command, str(tmp_path))
+    assert "needs code of its own repository" in said
+
+
+@pytest.fixture
+def weights(capsys, tmp_path) -> Path:
+    """The file of the weights of a folder with a tiny model."""
+    tiny_models.build("qwen3_moe").save_pretrained(tmp_path)
+    capsys.readouterr()  # its progress
+    return tmp_path / "model.safetensors"
+
+
+def test_weights_that_are_not_those_of_the_config_are_named(capsys, tmp_path, weights):
+    tensors = load_file(weights)
+    lost = "model.layers.1.self_attn.q_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != lost}, weights, {"format": "pt"})
+    said = error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
+    assert f"1 weights of the config's model are not in its files, {lost} first" in said
+    wide = {**tensors, lost: tensors[lost].new_zeros(32, 33)}
+    save_file(wide, weights, {"format": "pt"})
+    said = error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
+    assert f"{lost} is (32, 33) in the file, (32, 32) by config.json" in said
+    assert main(["verify", str(tmp_path), "--device", "cpu", "--random"]) == 0
+
+
+def test_a_broken_file_of_weights_is_one_line(capsys, tmp_path, weights):
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "MODEL: cannot load" in error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
+
+
+def test_more_tokens_than_the_memory_holds(capsys, folder):
+    argv = ["verify", folder("qwen3_moe"), "--device", "cpu", "--length", str(10**13)]
+    assert "allocate" in error_of(capsys, *argv)
+
+
+@pytest.mark.families("deepseek_v4")
+def test_verify_where_no_layer_has_router_logits(capsys, folder):
+    """DeepSeek-V4's first layers choose by token id; transformers' auxiliary loss then fails."""
+    argv = ["verify", folder("deepseek_v4"), "--device", "cpu", "--layers", "1"]
+    found = answer(capsys, *argv)
+    assert found["passed"]
+    assert {"logits", "loss", "gradients"} <= {check["name"] for check in found["checks"]}
+
+
+@pytest.mark.parametrize("name", ["dbrx", "doge", "jetmoe"])
+def test_bench_of_routers_without_one_matrix(capsys, folder, monkeypatch, name):
+    monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
+    found = answer(capsys, "bench", folder(name), "--tokens", "8", "--device", "cpu")
+    assert [row["what"] for row in found["rows"]] == ["unpatched", "unpatched"] + ["patched"] * 2

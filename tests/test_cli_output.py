@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 
@@ -68,3 +69,13 @@ def test_no_progress_without_a_terminal(capsys):
     with output.progress(2, "reading") as steps:
         steps.step("running")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_json_document_has_no_number_that_json_has_not(capsys):
+    output.print_json({"a": [float("nan"), 1.5, (float("inf"), "x")], "b": {"c": -float("inf")}})
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found == {"a": [None, 1.5, [None, "x"]], "b": {"c": None}}

@@ -85,3 +85,23 @@ def test_tiny_replaces_keys_and_merges_training():
     assert not small.model.overrides
     assert small.lora is None
     assert small.training == {**big.training, "max_steps": 1}
+
+
+def test_what_is_set_on_the_command_line_is_put_over_the_tiny_values(tmp_path):
+    """``--output-dir`` and ``--set`` stand in place of the file's, whichever size it gives."""
+    path = next(path for path in SIZED if path.stem == "qwen3_moe_lora")
+    own = yaml.safe_load(path.read_text(encoding="utf-8"))["tiny_values"]
+    given = {
+        "output_dir": str(tmp_path),
+        "training.max_steps": own["training"]["max_steps"] + 4,
+        "model.num_experts": 2 * own["model"]["num_experts"],
+        "tiny": True,
+    }
+    config = load_config(path, given)
+    assert config.output_dir == str(tmp_path)
+    assert config.training["max_steps"] == given["training.max_steps"]
+    assert config.training["use_cpu"] is True
+    assert config.model.overrides == {
+        **{key: value for key, value in own["model"].items() if key != "model_type"},
+        "num_experts": given["model.num_experts"],
+    }

@@ -73,9 +73,10 @@ def command(args: argparse.Namespace) -> int:
     config = models.load_config(args.model)
     options = PatchConfig(backend=args.backend, recompute=args.recompute)
     with progress(5, "building the block") as steps:
-        found = _one_block(models.build(config, models.DTYPES[name], "meta"))
+        model = models.build(config, models.DTYPES[name], "meta")
+        found = _one_block(model)
         block = _fill(found, device)
-        rows = _measure(found, block, tokens, options, steps.step)
+        rows = _measure(found, (tokens, _hidden(found, model)), options, steps.step)
     result = {
         "model": args.model,
         "block": f"{type(block).__module__}.{type(block).__name__}",
@@ -114,19 +115,28 @@ def _fill(found: FoundBlock, device: torch.device) -> nn.Module:
     return block.train()
 
 
+def _hidden(found: FoundBlock, model: Any) -> int:
+    """Columns of the block's input: its router's, or the embedding's where that has none."""
+    for _, router in found.routers:
+        if isinstance(weight := getattr(router, "weight", None), Tensor):
+            return weight.shape[-1]
+    size: int = model.get_input_embeddings().weight.shape[-1]
+    return size
+
+
 def _measure(
     found: FoundBlock,
-    block: Any,
-    tokens: int,
+    shape: tuple[int, int],
     options: PatchConfig,
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
+    """Times of both passes, unpatched and patched, for an input of (tokens, columns)."""
     from moe_patch.patch import patch_model
     from moe_patch.report import patch_report
 
+    block: Any = found.block
     weight = next(p for p in block.parameters() if p.dim() > 1)
-    hidden = next(m.weight.shape[-1] for _, m in found.routers)
-    x = torch.randn(1, tokens, hidden, device=weight.device, dtype=weight.dtype, requires_grad=True)
+    x = torch.randn(1, *shape, device=weight.device, dtype=weight.dtype, requires_grad=True)
     call = found.spec.check_call or (lambda module, states: module(states))
 
     def forward() -> Tensor:

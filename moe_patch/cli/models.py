@@ -24,10 +24,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# What transformers and huggingface_hub raise for names, files and values that do not fit.
-ERRORS = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError,
-)  # fmt: skip
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
 
@@ -37,13 +33,19 @@ def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> 
 
     Raises:
         kind: for what they raise; ours, and a device without enough memory, go through.
+        OutOfMemoryError: the CPU's allocator, which raises a plain RuntimeError, has no memory.
     """
     try:
         yield
     except (MoePatchError, torch.OutOfMemoryError):
         raise
-    except ERRORS as error:
-        raise kind(f"{what}: {_one_line(error)}") from error
+    except Exception as error:  # theirs are of any kind: SafetensorError, IndexError, pickle's
+        said = _one_line(error)
+        if "DefaultCPUAllocator" in said:
+            raise torch.OutOfMemoryError(
+                f"{said.partition('DefaultCPUAllocator: ')[2]}."
+            ) from error
+        raise kind(f"{what}: {said}") from error
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -59,10 +61,12 @@ def device_of(args: argparse.Namespace) -> torch.device:
     """The device asked for.
 
     Raises:
-        UnsupportedOptionError: there is no such device here.
+        UnsupportedOptionError: there is no such device here, or nothing runs on it.
     """
     if args.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "meta":
+        raise UnsupportedOptionError("--device meta: nothing runs there; accepted: cuda, cpu, ...")
     try:
         device = torch.device(args.device)
         torch.empty(0, device=device)
@@ -76,7 +80,7 @@ def device_of(args: argparse.Namespace) -> torch.device:
 
 @quiet_libraries()
 def load_config(name: str) -> Any:
-    """The config of a hub id or folder; no weights are touched.
+    """The config of a hub id or folder; no weights are touched and no code of a repository runs.
 
     Raises:
         UnsupportedOptionError: no config can be had under that name.
@@ -87,7 +91,16 @@ def load_config(name: str) -> Any:
         f"MODEL {name!r} is no folder with a config.json that transformers knows, and no hub id "
         "that can be reached"
     ):
-        return AutoConfig.from_pretrained(name)
+        try:
+            # Without the argument transformers asks on the terminal, and waits.
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise UnsupportedModelError(
+                f"MODEL {name!r} needs code of its own repository, which this command does not "
+                "run; accepted: models that the installed transformers has itself"
+            ) from error
 
 
 def dtype_of(config: Any) -> torch.dtype:
@@ -171,12 +184,30 @@ def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **opt
     """The model with its weights, in eval mode.
 
     Raises:
-        UnsupportedOptionError: the weights cannot be loaded.
+        UnsupportedOptionError: the weights cannot be loaded, or are not those of the config.
     """
     cls = model_class(config)
     with explained(f"MODEL: cannot load {name!r}"):
-        model = cls.from_pretrained(name, config=config, dtype=dtype, **options)
+        # Mismatches are asked for: transformers' own error points at a report that is not shown.
+        model, info = cls.from_pretrained(
+            name, config=config, dtype=dtype, ignore_mismatched_sizes=True,
+            output_loading_info=True, **options,
+        )  # fmt: skip
+        _refuse_other_weights(name, info)
         return model.to(device).eval()
+
+
+def _refuse_other_weights(name: str, info: dict[str, Any]) -> None:
+    """Refuse a checkpoint that does not fill the config's model: the rest would be random."""
+    for key, found, wanted in sorted(info["mismatched_keys"]):
+        raise UnsupportedOptionError(
+            f"MODEL: {name!r}: {key} is {tuple(found)} in the file, {tuple(wanted)} by config.json"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedOptionError(
+            f"MODEL: {name!r}: {len(missing)} weights of the config's model are not in its files, "
+            f"{missing[0]} first; --random takes none of them"
+        )
 
 
 @quiet_libraries()

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,8 +40,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def print_json(value: Any) -> None:
-    """One document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """One document on stdout; null for NaN and Infinity, which JSON does not have."""
+    print(json.dumps(_in_json(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _in_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_in_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -97,18 +97,31 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     from inspect import signature
 
     generator = torch.Generator().manual_seed(args.seed)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (args.batch, args.length), generator=generator)
-    batch: dict[str, Any] = {"input_ids": ids.to(model.device), "use_cache": False}
+    vocabulary, size = model.get_input_embeddings().weight.shape[0], (args.batch, args.length)
+    with models.explained(f"--batch {args.batch} --length {args.length}"):
+        ids = torch.randint(vocabulary, size, generator=generator).to(model.device)
+    batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     takes = signature(model.forward).parameters
-    if "output_router_logits" in takes:
-        batch["output_router_logits"] = True
+    if routers := "output_router_logits" in takes:
+        batch["output_router_logits"] = False
     name = type(model).__name__
     with models.explained(f"MODEL: {name} does not run on token ids alone"), torch.no_grad():
         out = model(**batch)
+    if routers:
+        batch["output_router_logits"] = _has_router_logits(model, batch)
     if "labels" in takes:  # some heads have fewer rows than the embedding
         batch["labels"] = batch["input_ids"] % out.logits.shape[-1]
     return batch
+
+
+def _has_router_logits(model: Any, batch: dict[str, Any]) -> bool:
+    """False where its auxiliary loss fails for want of a layer that has any (hash routing)."""
+    try:
+        with torch.no_grad():
+            model(**{**batch, "output_router_logits": True})
+    except IndexError:
+        return False
+    return True
 
 
 def _print(result: dict[str, Any]) -> None:

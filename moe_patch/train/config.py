@@ -33,6 +33,7 @@ from moe_patch.quant.packed import READABLE
 from moe_patch.train.schema import check_known, check_mapping, check_type
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+SIZE_KEYS = ("tiny", "tiny_values")
 MODEL_KEYS = ("path", "model_type", "dtype", "attn_implementation")
 
 
@@ -136,7 +137,8 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         path: the file.
-        overrides: dotted key -> value, put over what the file says ({"training.max_steps": 3}).
+        overrides: dotted key -> value, put over what the file says ({"training.max_steps": 3}),
+            with ``tiny`` over the tiny values as well.
 
     Raises:
         UnsupportedOptionError: the file is missing or wrong; one line that says where.
@@ -148,9 +150,14 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     node = parse_yaml(text, str(path))
     if not isinstance(node, dict):
         raise UnsupportedOptionError(f"{path}: expected a mapping, found {type(node).__name__}")
-    for dotted, value in (overrides or {}).items():
+    given = dict(overrides or {})
+    size = {key: given.pop(key) for key in list(given) if key.split(".")[0] in SIZE_KEYS}
+    for dotted, value in size.items():
         _put(node, dotted, value)
-    return make_config(node, str(path))
+    sized = _sized(node, str(path))
+    for dotted, value in given.items():
+        _put(sized, dotted, value)
+    return make_config(sized, str(path))
 
 
 def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
@@ -198,19 +205,19 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
 
 
-def _sized(node: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The node without ``tiny`` and ``tiny_values``, which are put over it where asked for."""
     tiny, values = node.get("tiny", False), node.get("tiny_values", {})
     check_type(f"{where}: tiny", tiny, bool)
     check_type(f"{where}: tiny_values", values, dict)
-    accepted = (*TrainConfig.__dataclass_fields__, "tiny", "tiny_values")
+    accepted = (*TrainConfig.__dataclass_fields__, *SIZE_KEYS)
     for key in node:
         check_known(f"{where}: unknown key", key, accepted)
     for key in values:
         check_known(f"{where}: tiny_values: unknown key", key, TrainConfig.__dataclass_fields__)
     if tiny and not values:
         raise UnsupportedOptionError(f"{where}: tiny is true, but there are no tiny_values")
-    own = {key: value for key, value in node.items() if key not in ("tiny", "tiny_values")}
+    own = {key: value for key, value in node.items() if key not in SIZE_KEYS}
     if not tiny:
         return own
     training = [own.get("training", {}), values.get("training", {})]
