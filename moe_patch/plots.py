@@ -61,12 +61,14 @@ def load_over_training(source: Source, layer: str | None = None) -> Any:
     if not recorder.history:
         raise _nothing("history", "call recorder.step() after each optimiser step")
     totals = _loads(recorder)
+    if not totals:
+        raise _nothing("load", "run a forward inside `with record(model)`")
     if layer is None:
         layer = max(totals, key=lambda path: balance(totals[path]).max_violation)
     if layer not in totals:
         raise UnsupportedOptionError(f"plots: layer is {layer!r}; accepted: {', '.join(totals)}")
     figure, (top, bottom) = _figure(7.0, 5.2, rows=2, heights=(3, 2))
-    shares = _even_shares([closed.load[layer] for closed in recorder.history])
+    shares = _even_shares(_by_step(recorder, layer, totals[layer]))
     image = top.imshow(
         list(zip(*shares, strict=True)), aspect="auto", cmap="RdBu_r", norm=_around_one(),
         interpolation="nearest", extent=(0.5, len(shares) + 0.5, len(shares[0]) - 0.5, -0.5),
@@ -77,7 +79,8 @@ def load_over_training(source: Source, layer: str | None = None) -> Any:
     steps = range(1, len(recorder.history) + 1)
     others = [path for path in totals if path != layer]
     for path in [*others, layer]:
-        found = [balance(closed.load[path]).max_violation for closed in recorder.history]
+        loads = _by_step(recorder, path, totals[path])
+        found = [balance(load_E).max_violation for load_E in loads]
         if path == layer:
             bottom.plot(steps, found, label=_short(path, "layer "), color="C3", linewidth=1.8)
         else:
@@ -185,15 +188,16 @@ def _high(rows: dict[str, Tensor]) -> float:
 def _loads(recorder: Recorder) -> dict[str, Tensor]:
     """[E] by path: summed over the closed steps, or of the newest forward."""
     if recorder.history:
-        paths = recorder.history[0].load
-        return {p: sum_of([closed.load[p] for closed in recorder.history]) for p in paths}
+        seen = {path: load_E for closed in recorder.history for path, load_E in closed.load.items()}
+        ordered = [path for path in recorder.layers if path in seen]
+        return {p: torch.stack(_by_step(recorder, p, seen[p])).sum(0) for p in ordered}
     counts = {path: layer.tokens_per_expert for path, layer in recorder.layers.items()}
     return {path: load_E for path, load_E in counts.items() if load_E is not None}
 
 
-def sum_of(loads: list[Tensor]) -> Tensor:
-    """Counts of several steps together."""
-    return torch.stack(loads).sum(0)
+def _by_step(recorder: Recorder, path: str, like_E: Tensor) -> list[Tensor]:
+    """[E] of each closed step; zeros where the layer did not run (an image tower, layer drop)."""
+    return [closed.load.get(path, torch.zeros_like(like_E)) for closed in recorder.history]
 
 
 def _even_shares(loads: list[Tensor]) -> list[list[float]]:

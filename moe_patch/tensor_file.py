@@ -13,11 +13,19 @@ from moe_patch.errors import UnsupportedOptionError
 def write(
     file: str | Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]
 ) -> None:
-    """Write tensors, detached and from whatever device, with ``about`` and the kind beside them."""
+    """Write tensors, detached and from whatever device, with ``about`` and the kind beside them.
+
+    Raises:
+        UnsupportedOptionError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     plain = {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}
-    save_file(plain, str(file), {"format": kind, **about})
+    try:
+        save_file(plain, str(file), {"format": kind, **about})
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedOptionError(f"{file}: cannot be written: {error}") from error
 
 
 def read(file: str | Path, kind: str, writer: str) -> tuple[dict[str, Tensor], dict[str, str]]:

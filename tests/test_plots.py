@@ -155,3 +155,40 @@ def test_without_a_closed_step_the_newest_forward_counts() -> None:
     counts = layer.tokens_per_expert.double()
     image = drawn(plots.load_heatmap(found).axes[0])
     assert_close(image[0], counts / counts.mean(), FP64)
+
+
+@pytest.mark.parametrize("where", ["recorder", "file"])
+def test_a_layer_that_does_not_run_in_every_step(where, tmp_path) -> None:
+    """As a tower for images in a step of text alone: no entry in that step, and a gap in curves."""
+    model = patch_model(build("qwen3_moe", layers=2), self_check=False)
+    with record(model) as found:
+        found.step()
+        model.model.layers[1].mlp(torch.randn(1, 5, 32, dtype=torch.float64))
+        found.step()
+        tiny_models.loss(model(**tiny_models.inputs(model))).backward()
+        found.step()
+    first, second = found.layers
+    source: Any = found
+    if where == "file":
+        source = tmp_path / "signals.safetensors"
+        save_recorder(found, source)
+        back = load_recorder(source)
+        assert [list(closed.load) for closed in back.history] == [[], [second], [first, second]]
+    image = drawn(plots.load_heatmap(source).axes[0])
+    counts = torch.stack([found.history[2].load[first], found.history[2].load[second]]).double()
+    counts[1] += found.history[1].load[second]
+    assert_close(image, counts / counts.mean(-1, keepdim=True), FP64)
+    for layer, gaps in ((first, [True, True, False]), (second, [True, False, False])):
+        top, bottom, _ = plots.load_over_training(source, layer).axes
+        assert drawn(top).isnan().all(0).tolist() == gaps
+        number = f"layer {layer.split('.')[2]}"
+        (line,) = (x for x in bottom.lines if x.get_label() == number)
+        assert torch.tensor(line.get_ydata()).isnan().tolist() == gaps
+
+
+def test_steps_without_any_forward_hold_no_load() -> None:
+    with record(patch_model(build("qwen3_moe"), self_check=False)) as found:
+        found.step()
+    for name in ("load_heatmap", "load_over_training"):
+        with pytest.raises(UnsupportedOptionError, match="holds no load"):
+            getattr(plots, name)(found)

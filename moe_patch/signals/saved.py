@@ -18,7 +18,7 @@ from moe_patch.ops import Signals
 from moe_patch.signals.recorder import Recorder, StepSignals
 from moe_patch.signals.slot import LayerSignals
 
-FORMAT = "moe_patch signals 1"
+FORMAT = "moe_patch signals 2"
 FIELDS = ("ids", "weights", "tokens_per_expert")
 
 
@@ -34,10 +34,12 @@ def save_recorder(recorder: Recorder, file: str | Path) -> None:
                 found["grads"] = layer.signals.grads_3TK
         tensors |= {f"{i}.{name}": t for name, t in found.items() if t is not None}
     for i, path in enumerate(paths):
-        steps = [closed.load[path] for closed in recorder.history if path in closed.load]
-        if steps and len(steps) == len(recorder.history):
-            tensors[f"{i}.history"] = torch.stack(steps)
+        steps = [closed.load.get(path) for closed in recorder.history]
+        if seen := [load_E for load_E in steps if load_E is not None]:
+            filled = [torch.zeros_like(seen[0]) if load_E is None else load_E for load_E in steps]
+            tensors[f"{i}.history"] = torch.stack(filled)
     about = {
+        "steps": str(len(recorder.history)),
         "layers": json.dumps(
             [
                 {"path": path, "missing": layer.missing, "has_lora": layer.has_lora}
@@ -60,8 +62,10 @@ def load_recorder(file: str | Path) -> Recorder:
     recorder = Recorder(layers)
     histories = {path: tensors.get(f"{i}.history") for i, path in enumerate(layers)}
     kept = {path: steps for path, steps in histories.items() if steps is not None}
-    for step in range(max((len(steps) for steps in kept.values()), default=0)):
-        recorder.history.append(StepSignals({path: steps[step] for path, steps in kept.items()}))
+    for step in range(int(about["steps"])):
+        # Only zeros: the layer did not run in that step, and has no entry.
+        ran = {path: steps[step] for path, steps in kept.items() if steps[step].any()}
+        recorder.history.append(StepSignals(ran))
     return recorder
 
 

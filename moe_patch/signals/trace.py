@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,25 +53,36 @@ class RoutingTrace:
     @classmethod
     def from_rows(
         cls,
-        ids: Tensor,
-        mask: Tensor,
-        weights: Tensor | None = None,
+        ids: Any,
+        mask: Any,
+        weights: Any = None,
         paths: Sequence[str] = (),
         experts: int = 0,
     ) -> RoutingTrace:
         """A trace for a padded batch from rows of the tokens that ``mask`` selects.
 
+        Tensors, or what torch.as_tensor takes (engines return NumPy arrays).
+
         Args:
-            ids: [rows, L, K], in the order of the selected tokens.
+            ids: [rows, L, K] of any integer type, in the order of the selected tokens.
             mask: bool [batch, sequence] of the forward to come; the tokens that are False are left
                 to the router.
             weights: [rows, L, K] or None.
             paths, experts: as the attributes.
 
         Raises:
-            UnsupportedOptionError: the mask selects another number of tokens than there are rows.
+            UnsupportedOptionError: the mask selects another number of tokens than there are rows,
+                or the weights' shape is not the ids'.
         """
-        chosen_T = mask.reshape(-1).bool()
+        ids = torch.as_tensor(ids)
+        if not ids.dtype.is_signed:  # uint8, as an engine may return ids, has no -1
+            ids = ids.to(torch.int32)
+        weights = None if weights is None else torch.as_tensor(weights)
+        if weights is not None and weights.shape != ids.shape:
+            raise UnsupportedOptionError(
+                f"routing trace: weights are {tuple(weights.shape)}, ids are {tuple(ids.shape)}"
+            )
+        chosen_T = torch.as_tensor(mask).reshape(-1).bool()
         if int(chosen_T.sum()) != ids.shape[0]:
             raise UnsupportedOptionError(
                 f"routing trace: the mask selects {int(chosen_T.sum())} tokens, ids have "
@@ -85,9 +97,9 @@ class RoutingTrace:
             full_weights[chosen_T] = weights
         return cls(full, full_weights, tuple(paths), experts)
 
-    def rows(self, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    def rows(self, mask: Any) -> tuple[Tensor, Tensor | None]:
         """ids and weights of the tokens that ``mask`` [batch, sequence] selects, [rows, L, K]."""
-        chosen_T = mask.reshape(-1).bool()
+        chosen_T = torch.as_tensor(mask).reshape(-1).bool()
         if chosen_T.shape[0] != self.ids_TLK.shape[0]:
             raise UnsupportedOptionError(
                 f"routing trace: the mask covers {chosen_T.shape[0]} tokens, the trace has "
