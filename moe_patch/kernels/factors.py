@@ -162,7 +162,8 @@ def _factor_backward_kernel(
     at = (e.to(tl.int64) * O + o[:, None]) * R + r[None, :]
     start = tl.load(offsets_ptr + e)
     end = tl.load(offsets_ptr + e + 1)
-    b = tl.load(b_ptr + at, mask=inside & (start < end), other=0.0)
+    # A scalar beside a block in one mask is no mask to Triton's interpreter.
+    b = tl.load(b_ptr + at, mask=inside & (start + 0 * o < end)[:, None], other=0.0)
     part_ptr += chunk.to(tl.int64) * N * R
     grad = tl.zeros((BO, BR), dtype=tl.float32)
     if IN_RUNS:
