@@ -52,7 +52,7 @@ from tests.numerics import FP32, assert_bits, assert_close
 def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     interpreted.skip_without_histogram()
-    return interpreted.run(str(Path(__file__).with_name("kernels_cases.py")), timeout_s=400)
+    return interpreted.run(str(Path(__file__).with_name("kernels_cases.py")))
 
 
 @pytest.mark.parametrize("case", CASES)

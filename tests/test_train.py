@@ -18,6 +18,7 @@ from moe_patch.train import checks, data, run
 from moe_patch.train.build import build_base
 from moe_patch.train.config import load_config, make_config
 from moe_patch.train.output import MARKER
+from tests.numerics import assert_close, rel_err
 from tests.train_nodes import TEXT, node, small
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -89,6 +90,30 @@ def test_full_fine_tuning(tmp_path, text_file):
     assert result.failed == []
     assert (result.folder / "model" / "model.safetensors").is_file()
     assert not (result.folder / "base").exists()
+
+
+def test_router_losses_of_the_yaml_are_transformers_own(tmp_path, text_file):
+    """Patched, from the YAML key, against the auxiliary loss of an unpatched transformers model."""
+    routers = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    theirs = {"model": {**node()["model"], **routers}, "moe_patch": False}
+    losses = {}
+    for name, changes in (
+        ("ours", {"router_losses": {"load_balance": 0.3}}),
+        ("with z", {"router_losses": {"load_balance": 0.3, "z": 0.1}}),
+        ("none", {}),
+        ("theirs", theirs),
+    ):
+        source = {"source": str(text_file), "block_size": 16}
+        changed = node(data=source, lora=None, output_dir=str(tmp_path / name), **changes)
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(changed))
+        result = run.run(load_config(tmp_path / "c.yaml"))
+        assert result.failed == []
+        (trained,) = result.trained.values()
+        losses[name] = torch.tensor(list(trained.losses.values()))
+    assert len(losses["theirs"]) == 3
+    assert_close(losses["ours"], losses["theirs"], 1e-5)
+    assert rel_err(losses["none"], losses["ours"]) > 1e-2, "the loss would not show"
+    assert rel_err(losses["with z"], losses["ours"]) > 1e-3, "the z loss would not show"
 
 
 def test_local_model_path(tmp_path, text_file):
