@@ -113,10 +113,13 @@ def require_float(weight: Tensor, where: str) -> None:
         UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more.
     """
     if is_packed(weight.dtype):
+        fp8 = weight.dtype == torch.float8_e4m3fn
         raise UnsupportedModelError(
             f"{where}: expert weights are stored in {weight.dtype}; accepted: bf16, fp16, fp32 and "
-            "fp64, or a parametrization that yields one of them; leave such a model to "
-            "transformers (unpatch_model if it was quantised after patching)"
+            "fp64, or a parametrization that yields one of them"
+            + (", or what quantize_experts(model, 'fp8') takes over" if fp8 else "")
+            + "; leave such a model to transformers (unpatch_model if it was quantised after "
+            "patching)"
         )
 
 

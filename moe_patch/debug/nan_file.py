@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from moe_patch import tensor_file
 from moe_patch.lora import HANDED_DOWN, Factors
 from moe_patch.patch_record import record_of
+from moe_patch.quant.state import to_tensors
+from moe_patch.quant.tensor import QuantTensor, plain
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")
@@ -120,8 +122,15 @@ def read(file: str | Path) -> NanCall:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of a fresh module: parametrized ones as evaluated."""
+    """Parameters and buffers by the names of a fresh module.
+
+    Parametrized ones as evaluated, quantised ones dequantised.
+    """
     found = dict(module.state_dict())
+    for name, value in module.named_parameters():
+        if isinstance(value, QuantTensor):
+            packed = to_tensors(value.weight, name)
+            found = {n: t for n, t in found.items() if n not in packed} | {name: plain(value)}
     for path, owner in module.named_modules():
         if (entries := owner._modules.get("parametrizations")) is None:
             continue

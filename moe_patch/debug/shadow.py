@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.lora import HANDED_DOWN, Factors
 from moe_patch.patch_record import is_ours, record_of
+from moe_patch.quant.tensor import plain
 from moe_patch.selfcheck import LIMITS, Direct
 
 INPUTS = ("hidden states", "ids", "routing weights")
@@ -173,7 +174,8 @@ def _leaf(tensor: Tensor, trained: bool = True) -> Tensor:
 
 
 def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
-    """The weight with its adapters added, in storage layout."""
+    """The weight with its adapters added, in storage layout; a quantised one as what it means."""
+    weight = plain(weight)
     for lhs, rhs, scaling in factors:
         weight = weight + (scaling * (lhs @ rhs)).to(weight.dtype)
     return weight

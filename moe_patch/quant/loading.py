@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from moe_patch.quant import memory, mxfp4_checkpoint, state
 from moe_patch.quant.packed import READABLE, check_packable, pack
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.quant.tensor import QuantTensor, parameter
+
+logger = logging.getLogger("moe_patch")
 
 _METHOD = "moe_patch_experts"
 # Arguments of from_pretrained that say where a config lies and what code may run to read it.
@@ -35,7 +38,8 @@ def load_quantized(
     transformers reads, merges and hands over one projection at a time; it is quantised and freed
     before the next, so no device ever holds more than one layer's experts in 16 bits. A checkpoint
     that has its experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is taken as it
-    is.
+    is. Only where transformers dequantises FP8 itself, for want of a device that computes in it,
+    are the experts quantised anew, and a warning says so.
 
     Args:
         path: a local folder or hub id.
@@ -63,12 +67,29 @@ def load_quantized(
     stored = memory.stored_method(config)
     _check_stored(path, stored, storage)
     if stored == "fp8":
-        return quantize_experts(load(path, device_map=str(device), **options), storage)
+        model = load(path, device_map=str(device), **options)
+        _warn_of_plain_experts(path, model)
+        return quantize_experts(model, storage)
     if stored == "mxfp4":
         # transformers' own quantizer would dequantise, or pack for kernels without a backward.
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
-    return load(path, quantization_config=_config(storage), device_map=str(device), **options)
+    model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
+    state.guard_saving(model)
+    return model
+
+
+def _warn_of_plain_experts(path: str, model: Any) -> None:
+    """Say that the bytes of an FP8 checkpoint are not those that were loaded."""
+    from transformers.integrations.finegrained_fp8 import FP8Experts
+
+    if not any(isinstance(module, FP8Experts) for module in model.modules()):
+        logger.warning(
+            "moe_patch: %s: transformers has dequantised this FP8 checkpoint, as it does where no "
+            "device of compute capability 8.9 or more is; its experts are quantised anew and are "
+            "rounded once more",
+            path,
+        )
 
 
 def _check_stored(path: str, stored: str | None, storage: str) -> None:

@@ -87,6 +87,7 @@ def quantize_experts(
         packed = pack(one.stored, storage, target, one.where)
         setattr(one.module, one.name, parameter(QuantTensor(packed)))
         state.watch(one.module)
+    state.guard_saving(model)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
 
@@ -126,8 +127,9 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
         )
     for module, name in todo:
         weight = module._parameters[name].weight  # type: ignore[union-attr]
-        plain = weight.to(dtype or weight.dtype).experts(0, weight.shape[0]).contiguous()
-        setattr(module, name, nn.Parameter(plain, requires_grad=False))
+        value = weight.to(dtype or weight.dtype).experts(0, weight.shape[0]).contiguous()
+        setattr(module, name, nn.Parameter(value, requires_grad=False))
+    state.free_saving(model)
     return model
 
 

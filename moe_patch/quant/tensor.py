@@ -94,6 +94,13 @@ def packed_weight(tensor: QuantTensor) -> PackedWeight:
     return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype, tensor.columns_first)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The weight itself: a quantised one dequantised whole, any other as it is."""
+    if not isinstance(tensor, QuantTensor):
+        return tensor
+    return packed_weight(tensor).experts(0, tensor.shape[0])
+
+
 def _scale_names(storage: str) -> tuple[str, ...]:
     return SCALES[: FORMATS[storage].scales]
 
