@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_patch import (
     PatchStateError,
@@ -23,7 +24,13 @@ from moe_patch import (
     smk_loss,
     update_expert_bias,
 )
-from moe_patch.signals.balance import balance, balance_table, bias_of, log_balance
+from moe_patch.signals.balance import (
+    balance,
+    balance_metrics,
+    balance_table,
+    bias_of,
+    log_balance,
+)
 from moe_patch.signals.updates import keep_updates
 from tests import tiny_models
 from tests.numerics import FP32, FP64, assert_bits, assert_close
@@ -153,7 +160,8 @@ def _rank(rank: int, file: str, folder: str) -> None:
         signs = update_expert_bias(parallel, recorder, group=dist.group.WORLD)
         own = {path: layer.load for path, layer in recorder.layers.items()}
         closed = recorder.step(group=dist.group.WORLD)
-    torch.save([own, closed.load, signs, biases(model)], f"{folder}/{rank}.pt")
+    norms = {path: layer.grad_norm_params for path, layer in recorder.layers.items()}
+    torch.save([own, closed.load, signs, biases(model), norms], f"{folder}/{rank}.pt")
     _sharded()
     dist.destroy_process_group()
 
@@ -186,9 +194,15 @@ def _sharded() -> None:
 
 def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path) -> None:
     spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    (own0, sum0, signs0, bias0), (own1, sum1, signs1, bias1) = (
+    (own0, sum0, signs0, bias0, norms0), (own1, sum1, signs1, bias1, norms1) = (
         torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
     )
+    for seed, norms in ((1, norms0), (2, norms1)):
+        model = patched("deepseek_v3")
+        with record(model) as recorder:
+            tiny_models.loss(model(**tiny_models.inputs(model, seed=seed))).backward()
+        for path, layer in recorder.layers.items():
+            assert_close(norms[f"module.{path}"], layer.grad_norm_params, FP32, path)
     for path in own0:
         assert path.startswith("module.")
         assert not torch.equal(own0[path], own1[path])
@@ -201,17 +215,31 @@ def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path
         assert_bits(bias0[name], bias1[name], name)
 
 
-def trainer_of(model: Any, folder: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
+class Reporter(TrainerCallback):
+    """Receives what the integrations that ``report_to`` names receive."""
 
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, float]]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.seen.append((state.global_step, dict(logs)))
+
+
+def trainer_of(model: Any, folder: Any, **options: Any) -> Any:
     batch = tiny_models.inputs(model)
     rows = [{name: t[i] for name, t in batch.items()} for i in (0, 1)] * 4
     args = TrainingArguments(
-        str(folder), max_steps=4, logging_steps=2, per_device_train_batch_size=2,
-        gradient_accumulation_steps=2, use_cpu=True, report_to=[], save_strategy="no",
-        disable_tqdm=True,
+        str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+        report_to=[], save_strategy="no", disable_tqdm=True,
+        **{"max_steps": 4, "logging_steps": 2, **options},
     )  # fmt: skip
-    return Trainer(model, args, train_dataset=rows)
+    return Trainer(model, args, train_dataset=rows, callbacks=[Reporter()])
+
+
+def reported(trainer: Any) -> list[tuple[int, dict[str, float]]]:
+    """Step and values of every report that holds measures of the load."""
+    (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+    return [(step, logs) for step, logs in reporter.seen if "moe/entropy" in logs]
 
 
 def test_a_trainer_updates_the_biases_once_a_step(tmp_path) -> None:
@@ -228,16 +256,27 @@ def test_a_trainer_updates_the_biases_once_a_step(tmp_path) -> None:
         assert_close(bias - old, RATE * signs, 1e-4, path)
 
 
+def test_a_trainer_that_logs_by_epoch_logs_the_load_too(tmp_path) -> None:
+    model = patched("qwen3_moe")
+    options = {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"}
+    trainer = trainer_of(model, tmp_path, **options)
+    with record(model) as recorder:
+        log_balance(trainer, recorder, print_table=False)
+        trainer.train()
+    assert [step for step, _ in reported(trainer)] == [2, 4]
+    for (_, entry), closed in zip(reported(trainer), recorder.history[1::2], strict=True):
+        assert entry == pytest.approx({**balance_metrics(closed), "epoch": entry["epoch"]})
+
+
 def test_a_trainer_logs_the_load_and_prints_a_table(tmp_path, capsys) -> None:
     model = patched("qwen3_moe")
     trainer = trainer_of(model, tmp_path)
     with record(model) as recorder:
         log_balance(trainer, recorder)
         trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "moe/entropy" in entry]
-    assert [entry["step"] for entry in logged] == [2, 4]
+    assert [step for step, _ in reported(trainer)] == [2, 4]
     assert len(recorder.history) == 4
-    for entry, closed in zip(logged, recorder.history[1::2], strict=True):
+    for (_, entry), closed in zip(reported(trainer), recorder.history[1::2], strict=True):
         found = [balance(load) for load in closed.load.values()]
         assert int(sum(load.sum() for load in closed.load.values())) == len(found) * 4 * 7 * 2
         wanted = max(layer.max_violation for layer in found)

@@ -83,18 +83,24 @@ def test_a_model_from_model_init_is_patched_when_training_begins(tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_best_model_and_resume(tmp_path, lora):
-    """The best checkpoint comes back, and a run resumes from its middle, as unpatched."""
+    """The best checkpoint comes back, and a run resumes from its middle, as unpatched.
+
+    "Best" is the higher loss here, that of the first checkpoint: the last weights must go.
+    """
     options = {
         "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 3, "eval_steps": 3,
-        "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True,
     }  # fmt: skip
     curves = []
     for name, callbacks in (("plain", []), ("ours", [MoePatchCallback()])):
         folder = tmp_path / name
         whole = trainer(build(lora), folder, *callbacks, **options)
         whole.train()
+        assert whole.state.best_model_checkpoint.endswith("checkpoint-3")
+        seen = [row["eval_loss"] for row in whole.state.log_history if "eval_loss" in row]
         best = whole.evaluate()["eval_loss"]
-        assert best == pytest.approx(whole.state.best_metric, rel=1e-6)
+        assert best == pytest.approx(seen[0], rel=1e-6)
+        assert best > (1 + 1e-4) * seen[1]
         resumed = trainer(build(lora), folder, *callbacks, **options)
         resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
         curves.append([losses(whole), losses(resumed), torch.tensor(best)])

@@ -192,9 +192,15 @@ def log_balance(
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if bias_rate is not None:
                 update_expert_bias(trainer.model, recorder, bias_rate, group)
-            closed = recorder.step(group)
-            if control.should_log:
-                trainer.log(balance_metrics(closed))
+            recorder.step(group)
+            self._log(control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._log(control)  # logging_strategy="epoch" decides it here
+
+        def _log(self, control: Any) -> None:
+            if control.should_log and recorder.history:
+                trainer.log(balance_metrics(recorder.history[-1]))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if print_table and state.is_world_process_zero:
