@@ -30,6 +30,9 @@ BLOCKS = [
     (1, 1, 1, 16, 1, torch.int64),  # one of everything
     (33, 8, 64, 32, 64, torch.int64),  # most experts get few rows
     (9, 1, 300, 16, 7, torch.int64),  # more experts than rows
+    (3, 32, 512, 32, 8, torch.int32),  # the most of both
+    (11, 4, 5, 16, 3, torch.uint8),  # no -1
+    (11, 4, 5, 16, 4, torch.int8),
 ]
 GPU_BLOCKS = [
     (32768, 8, 128, 512, 1, torch.int64),
@@ -76,6 +79,13 @@ def check_special(device: str) -> None:
         ids_TK = torch.full((T, 3), fill, device=device)
         for ours, ref in zip(build_plan(ids_TK, E), reference_plan(ids_TK, E), strict=True):
             assert torch.equal(ours, ref), (T, E, fill)
+    # Ids whose lower 32 bits would be an expert's are none; nor are those at the ends of int32.
+    far = torch.tensor([[2**40 + 1, 3], [-(2**31), 0], [2**31 - 1, 2], [2**32, 2**63 - 1], [1, 7]])
+    for ours, ref in zip(
+        build_plan(far.to(device), 4), reference_plan(far.to(device), 4), strict=True
+    ):
+        assert torch.equal(ours, ref)
+    assert reference_plan(far, 4).offsets_S.tolist() == [0, 1, 2, 3, 4]
 
 
 def check_grouped(device: str) -> None:

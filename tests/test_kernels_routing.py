@@ -11,75 +11,15 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from moe_patch.route_op import route as triton_route
 from moe_patch.route_op import route_with_stats
 from moe_patch.routing import RouteSpec, route
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close
+from tests.routing_cases import BF16, F16, F32, INF, LIMITS, SPECS, in_fp64, inputs, strided
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-INF = float("inf")
-DEEPSEEK = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5}
-
-# E, with a bias?, the choices: why
-SPECS = {
-    "qwen3": (64, False, RouteSpec(8, renormalize=True)),
-    "olmoe": (60, False, RouteSpec(4)),
-    "mixtral": (8, False, RouteSpec(2, renormalize=True, fp32=False)),
-    "gpt_oss": (32, False, RouteSpec(4, order="topk_score", fp32=False)),
-    "topk_fp32_bias": (8, True, RouteSpec(2, order="topk_score", weights_dtype=F32)),
-    "topk_sigmoid": (16, False, RouteSpec(1, score="sigmoid", order="topk_score")),
-    "deepseek_v3": (32, True, RouteSpec(8, groups=4, top_groups=2, **DEEPSEEK)),
-    "deepseek_v2": (  # 5 experts per group, excluded ones get 0.0 and may be chosen
-        40, False,
-        RouteSpec(
-            6, groups=8, top_groups=1, group_score="max", group_fill=0.0, scale=16.0, fp32=False
-        ),
-    ),
-    "groups_not_power_of_two": (
-        30, True,
-        RouteSpec(6, score="sqrtsoftplus", groups=3, top_groups=2, group_fill=0.0, scale=1.5),
-    ),
-    "clamp": (
-        30, True,
-        RouteSpec(6, score="sqrtsoftplus", fp32=False, renormalize=True, clamp_eps=True, eps=3.0),
-    ),
-    "bias_on_logits": (24, True, RouteSpec(3, bias_on="logits", renormalize=True, eps=1e-9)),
-    "raw": (64, True, RouteSpec(8, score="none")),
-    "one_expert": (1, False, RouteSpec(1)),
-    "all_chosen": (5, False, RouteSpec(5, renormalize=True)),
-    "odd": (100, True, RouteSpec(7, score="sigmoid", bias_on="logits")),
-    "odd_and_wide": (511, False, RouteSpec(31, renormalize=True)),
-    "wide": (257, False, RouteSpec(32, score="sigmoid")),
-    "widest": (512, False, RouteSpec(10, renormalize=True)),
-    "qwen3_30b": (128, False, RouteSpec(8, renormalize=True)),
-    "deepseek_v3_full": (256, True, RouteSpec(8, groups=8, top_groups=4, **DEEPSEEK)),
-}  # fmt: skip
-# How far one rounding of a result can be from fp64, by dtype, relative in norm.
-LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}
-
-
-def inputs(
-    name: str, T: int, dtype: torch.dtype, device: str
-) -> tuple[Tensor, RouteSpec, Tensor | None]:
-    E, biased, spec = SPECS[name]
-    if spec.groups == 0:
-        logits_TE = torch.randint(-4, 5, (T, E), device=device).to(dtype)
-        bias_E = torch.randint(-2, 3, (E,), device=device) / 4 if biased else None
-        return logits_TE, spec, bias_E
-    # Sums of two scores must tie exactly or not at all: no sigmoid(x) + sigmoid(-x), and no equal
-    # sums of unequal terms, which two exponentials that differ in the last bit may split.
-    logits_TE = torch.randint(0, 9, (T, E), device=device).to(dtype)
-    last_of_group_E = (torch.arange(E, device=device) + 1) % (E // spec.groups) == 0
-    return logits_TE, spec, torch.where(last_of_group_E, -8.0, 0.5) if biased else None
-
-
-def in_fp64(spec: RouteSpec) -> RouteSpec:
-    return RouteSpec(**{**vars(spec), "weights_dtype": None})
 
 
 def check_spec(name: str, dtype: torch.dtype, device: str, T: int = 7) -> None:
@@ -165,27 +105,39 @@ def check_all_negative_and_large(device: str) -> None:
         assert large.weights_TK.isfinite().all()
 
 
-def check_strides(device: str) -> None:
-    for name in ("qwen3", "deepseek_v3", "gpt_oss"):
-        logits_TE, spec, bias_E = inputs(name, 6, F32, device)
-        expected = route(logits_TE, spec, bias_E)
-        T, E = logits_TE.shape
-        wide = torch.full((T, 2 * E + 3), INF, device=device)
-        wide[:, 1 : 2 * E + 1 : 2] = logits_TE
-        for view in (
-            logits_TE.T.contiguous().T,
-            wide[:, 1 : 2 * E + 1 : 2],
-            logits_TE.flip(0).flip(0),
-        ):
-            view = view.detach().requires_grad_()
-            ours = triton_route(view, spec, bias_E, ids_dtype=torch.int32)
-            assert_bits(ours.ids_TK, expected.ids_TK.int())
-            assert_close(ours.weights_TK, expected.weights_TK, LIMITS[F32])
-            # The gradient of a sum is one number expanded over [T, K]: all strides zero.
-            (3 * ours.weights_TK).sum().backward()
-            dense = logits_TE.clone().requires_grad_()
-            (3 * route(dense, spec, bias_E).weights_TK).sum().backward()
-            torch.testing.assert_close(view.grad, dense.grad, rtol=1e-4, atol=1e-5)
+def check_strides(name: str, dtype: torch.dtype, device: str) -> None:
+    """Logits and gradients of any strides, against fp64 on contiguous copies."""
+    logits_TE, spec, bias_E = inputs(name, 6, dtype, device)
+    wide_bias = None if bias_E is None else bias_E.double()
+    for layout, view in strided(logits_TE).items():
+        leaf = view.contiguous().double().requires_grad_()
+        expected = route(leaf, in_fp64(spec), wide_bias)
+        view = view.detach().requires_grad_()
+        assert not view.is_contiguous()
+        ours = triton_route(view, spec, bias_E, ids_dtype=torch.int32)
+        assert_bits(ours.ids_TK, expected.ids_TK.int(), layout)
+        limit = LIMITS[ours.weights_TK.dtype]
+        assert_close(ours.weights_TK, expected.weights_TK, 2 * limit, layout)
+        T, K = ours.ids_TK.shape
+        dw_TK = torch.randn(K, T, device=device).to(ours.weights_TK.dtype).T
+        for gradient in (dw_TK, dw_TK[:1].expand(T, K)):
+            (grad,) = torch.autograd.grad(ours.weights_TK, view, gradient, retain_graph=True)
+            (wanted,) = torch.autograd.grad(
+                expected.weights_TK, leaf, gradient.double(), retain_graph=True
+            )
+            assert wanted.abs().max() > 1e-4, "the comparison is empty"
+            assert_close(grad, wanted, LIMITS[dtype], f"{layout}: gradient")
+
+
+def check_one_number_as_gradient(device: str) -> None:
+    """What the sum of the weights passes back: all strides zero."""
+    for dtype in (F32, F16):
+        logits_TE, spec, _ = inputs("olmoe", 6, dtype, device)
+        leaf = logits_TE.double().requires_grad_()
+        (3 * route(leaf, spec).weights_TK).sum().backward()
+        logits_TE.requires_grad_()
+        (3 * triton_route(logits_TE, spec).weights_TK).sum().backward()
+        assert_close(logits_TE.grad, leaf.grad, LIMITS[dtype], "gradient")
 
 
 def check_stats(device: str) -> None:
@@ -274,7 +226,12 @@ CASES = {
     "shared_scores": check_shared_scores,
     "zeros": check_zeros,
     "negative_and_large": check_all_negative_and_large,
-    "strides": check_strides,
+    **{
+        f"strides-{name}-{str(dtype)[6:]}": partial(check_strides, name, dtype)
+        for name in ("qwen3", "deepseek_v3", "gpt_oss", "olmoe")
+        for dtype in (F32, F16)
+    },
+    "one_number_as_gradient": check_one_number_as_gradient,
     "stats": check_stats,
     "invalid_ids": check_invalid_ids,
     "bias_gradient": check_bias_gradient,

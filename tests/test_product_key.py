@@ -33,6 +33,8 @@ SIZES = [
     (33, 16),
     (300, 6),  # ids need more than 16 bits
 ]
+# Ties are certain; the last is the most of both.
+LARGE = [(64, 16, F32), (64, 16, F16), (256, 32, F16), (1024, 64, F32)]
 LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}
 
 
@@ -47,6 +49,10 @@ def check(
     T: int = 5, integers: bool = True, score: str = "softmax", renormalize: bool = False,
 ) -> None:  # fmt: skip
     x_TP, y_TP = (t.requires_grad_() for t in keys(P, T, dtype, device, integers))
+    if integers and P >= 64:
+        sums = (x_TP.detach()[:2, :, None] + y_TP.detach()[:2, None, :]).flatten(1)
+        best = sums.topk(K + 1).values
+        assert (best[:, K - 1] == best[:, K]).any(), "no tie for the last place"
     options = {"score": score, "renormalize": renormalize}
     ours = product_key_triton(x_TP, y_TP, K, **options)
     expected = product_key_reference(x_TP.detach(), y_TP.detach(), K, **options)
@@ -152,6 +158,7 @@ CASES = {
         for P, K in ((32, 16), (16, 8))
         for d in (F32, F16)
     },
+    **{f"large-P{P}_K{K}-{str(d)[6:]}": partial(check, P, K, d, T=2) for P, K, d in LARGE},
     "sums": partial(check, 16, 5, F32, score="none"),
     "sums16": partial(check, 16, 5, F16, score="none"),
     "renormalized": partial(check, 16, 5, F32, renormalize=True),

@@ -17,8 +17,7 @@ from moe_patch.route_op import _SPEC_FIELDS, route_with_stats
 from moe_patch.route_op import route as triton_route
 from moe_patch.routing import RouteSpec
 from tests.numerics import assert_bits
-
-F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+from tests.routing_cases import BF16, F16, F32, SPECS, inputs
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,6 @@ def test_a_forward_mode_derivative_is_a_named_error(run, word: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3_30b", "deepseek_v3_full", "gpt_oss", "widest"])
 def test_gpu_few_tokens_take_one_launch(name: str) -> None:
-    from tests.test_kernels_routing import inputs
-
     for T in (1, 7, 64):
         logits_TE, spec, bias_E = inputs(name, T, BF16, "cuda")
         logits_TE.requires_grad_()
@@ -92,8 +89,6 @@ def on_device(profiled: profile) -> list[str]:
 def test_gpu_repeats_are_bit_identical(
     name: str, dtype: torch.dtype, poisoned_memory: None
 ) -> None:
-    from tests.test_kernels_routing import SPECS, inputs
-
     _, spec, bias_E = inputs(name, 1, dtype, "cuda")
     logits_TE = torch.randn(32768, SPECS[name][0], device="cuda").to(dtype).requires_grad_()
     first = None
@@ -109,8 +104,6 @@ def test_gpu_repeats_are_bit_identical(
 
 @pytest.mark.gpu
 def test_gpu_compiles_whole_and_registers_correctly() -> None:
-    from tests.test_kernels_routing import inputs
-
     logits_TE, spec, bias_E = inputs("deepseek_v3", 64, BF16, "cuda")
     logits_TE.requires_grad_()
     compiled = torch.compile(triton_route, fullgraph=True)
