@@ -224,8 +224,10 @@ NOTES = """\
   reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
   `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert
   parallelism (ours take them); after `generate` under its FSDP config the next step has no
-  right gradient for `norm` and `lm_head`; a full fine-tuning resumed from a checkpoint does not
-  repeat the losses of the whole run (the resumed losses are equal with and without the patch);
+  right gradient for `norm` and `lm_head`; Trainer puts a checkpoint of a full fine-tuning back by
+  the names in its files, which are of single experts, so that the merged experts stay as they are
+  on resume and with `load_best_model_at_end` (one warning about missing keys; adapters come back
+  right, and so do the experts with `moe-patch train`);
   whole models with sliding windows (mixtral, gpt_oss) compile three times for changing lengths,
   and deepseek_v3's forward takes a lock, so that it is no full graph (its blocks are).
 """

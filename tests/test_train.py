@@ -138,13 +138,16 @@ def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
     assert list(result.trained["patched"].losses) == [1, 2, 3]
 
 
-def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file):
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file, lora):
+    """Without adapters the experts come back as well, which the Trainer alone leaves as built."""
     options = {**node()["training"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole = run.run(small(tmp_path, text_file, training=options))
+    changes = {} if lora else {"lora": None}
+    whole = run.run(small(tmp_path, text_file, training=options, **changes))
     checkpoint = tmp_path / "checkpoint-2"
     (whole.folder / "checkpoints" / "checkpoint-2").rename(checkpoint)
     options["resume_from_checkpoint"] = str(checkpoint)
-    rest = run.run(small(tmp_path, text_file, training=options), overwrite=True)
+    rest = run.run(small(tmp_path, text_file, training=options, **changes), overwrite=True)
     assert list(rest.trained["patched"].losses) == [3, 4]
     for step, loss in rest.trained["patched"].losses.items():
         assert loss == pytest.approx(whole.trained["patched"].losses[step], rel=1e-6)

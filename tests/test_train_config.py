@@ -22,6 +22,8 @@ WRONG = [
     ({"training": {"max_steps": "many"}}, "training.max_steps is 'many'; expected an int"),
     ({"training": {"max_steps": True}}, "training.max_steps is True; expected an int"),
     ({"training": {"resume_from_checkpoint": "none"}}, "is 'none'; no such folder"),
+    ({"training": {"resume_from_checkpoint": "tests"}}, "tests has no trainer_state.json"),
+    ({"training": {"resume_from_checkpoint": True}}, "resume_from_checkpoint is True; expected"),
     ({"training": {"seed": 3}}, "training.seed: set it at the top level"),
     ({"training": {"eval_strategy": "often"}}, "training: often"),
     (
@@ -53,7 +55,8 @@ def check(changed, tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG, ids=[m[:40] for _, m in WRONG])
-def test_wrong_config_is_named(tmp_path, change, message):
+def test_wrong_config_is_named(tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(QUICKSTART.parents[1])
     with pytest.raises(UnsupportedOptionError) as caught:
         check(node(**change), tmp_path)
     assert message in str(caught.value)

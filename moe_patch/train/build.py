@@ -17,6 +17,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
@@ -109,10 +110,16 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
         if not (found := getattr(args, key)) >= least:
             raise UnsupportedOptionError(f"training.{key} is {found}; at least {least}")
     checkpoint = args.resume_from_checkpoint
-    if checkpoint is not None and not Path(checkpoint).is_dir():
-        raise UnsupportedOptionError(
-            f"training.resume_from_checkpoint is {checkpoint!r}; no such folder"
-        )
+    if checkpoint is not None:
+        if not Path(checkpoint).is_dir():
+            raise UnsupportedOptionError(
+                f"training.resume_from_checkpoint is {checkpoint!r}; no such folder"
+            )
+        if not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
+            raise UnsupportedOptionError(
+                f"training.resume_from_checkpoint: {checkpoint} has no {TRAINER_STATE_NAME}; "
+                "accepted: a checkpoint-N folder of an earlier run (training.save_strategy)"
+            )
     if args.n_gpu > 1:
         # The Trainer would fall back to nn.DataParallel, whose replicas share bound methods.
         raise UnsupportedOptionError(

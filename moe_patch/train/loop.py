@@ -21,6 +21,7 @@ from transformers import (
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.signals.recorder import Recorder
 from moe_patch.train.build import one_line
+from moe_patch.train.checkpoints import restore
 from moe_patch.train.data import TokenBlocks
 from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
 from moe_patch.train.sharded import gather
@@ -118,6 +119,8 @@ def train_once(
         # The callback replaces both: a line for each logged step would drown the bar.
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
+        if args.resume_from_checkpoint is not None:
+            restore(trainer, args.resume_from_checkpoint)
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         seconds = time.perf_counter() - start
