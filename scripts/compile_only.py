@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
+from wgmma_operands import overwritten_operands
 
 from moe_patch.kernels.device import Device
 
@@ -26,13 +27,20 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes of the machine."""
+    """What a compiled kernel takes of the machine, and instructions that make its results chance.
+
+    Attributes:
+        name, registers, stack, shared: of the kernel; bytes of stack and shared memory.
+        descriptors: whether it uses tensor descriptors.
+        overwritten: see :func:`wgmma_operands.overwritten_operands`.
+    """
 
     name: str
     registers: int
     stack: int
     shared: int
     descriptors: bool
+    overwritten: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -118,5 +126,12 @@ def usage_of(kernel: CompiledKernel) -> Usage:
         ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert found, report
-    described = "cp.async.bulk.tensor" in kernel.asm["ptx"]
-    return Usage(kernel.name, int(found[1]), int(found[2]), kernel.metadata.shared, described)
+    ptx = kernel.asm["ptx"]
+    return Usage(
+        kernel.name,
+        int(found[1]),
+        int(found[2]),
+        kernel.metadata.shared,
+        "cp.async.bulk.tensor" in ptx,
+        tuple(overwritten_operands(ptx)),
+    )

@@ -1,9 +1,10 @@
 """Compile every kernel for every tile of the table, without a GPU, and check what comes out.
 
 Asserts for each that it compiles, that its shared memory fits the smallest device of its
-capability, that the hot GEMMs spill no registers and that nothing below 9.0 asks for tensor
-descriptors. The package's own launchers run over meta tensors under a driver that compiles for a
-chosen target and launches nothing.
+capability, that the hot GEMMs spill no registers, that nothing below 9.0 asks for tensor
+descriptors and that no register is written while a matrix instruction may read it. The package's
+own launchers run over meta tensors under a driver that compiles for a chosen target and launches
+nothing.
 
     python scripts/compile_tiles.py                      the whole table, all capabilities
     python scripts/compile_tiles.py --capability 9.0 --default      default tiles of one capability
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from compile_only import Usage, compiling_for
-from compile_others import launch_others
+from compile_others import launch_others, launch_packed
 
 from moe_patch.kernels import (
     dh,
@@ -43,7 +44,8 @@ SHARED_MEMORY = {
 }
 # Some registers saved once a tile, outside the loop over depth, are no spill worth a smaller tile.
 STACK_BYTES = 64
-OTHERS = "others"
+# Kernels that take no tile from the table.
+UNTILED = {"packed": launch_packed, "others": launch_others}
 LORA = ("up", "down", "dx", "dh")
 HOT = ("up", "down", "dh", "dx", "dw2", "dw13")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -139,7 +141,7 @@ def check(
     cell = (
         f"{capability[0]}.{capability[1]} {dtype_name} {bucket:5} {op:8}{' lora' if lora else ''}"
     )
-    if op == OTHERS:
+    if op in UNTILED:
         tiles: list[Tile | None] = [None]
     else:
         tried = candidates(op, bucket, dtype, capability)
@@ -150,7 +152,7 @@ def check(
     for tile in tiles:
         with compiling_for(capability, limit) as usages:
             if tile is None:
-                launch_others(dtype)
+                UNTILED[op](dtype)
             else:
                 operands = Operands(
                     (2048, 768, 128, 8), 4096, dtype, "meta", Glu("silu"), lora=lora
@@ -168,6 +170,8 @@ def complaint(usage: Usage, capability: tuple[int, int], op: str) -> str:
         return f"more than {SHARED_MEMORY[capability]} bytes of shared memory"
     if usage.descriptors and capability < (9, 0):
         return "tensor descriptors below 9.0"
+    if usage.overwritten:
+        return f"overwrites what a product may still read: {usage.overwritten[0]}"
     if op in HOT and usage.stack > STACK_BYTES:
         return "spills"
     return ""
@@ -188,10 +192,10 @@ def cells(
 ) -> Iterator[tuple[tuple[int, int], str, str, str, bool]]:
     """(capability, dtype, op, bucket, with a low-rank term?), each distinct list of tiles once."""
     seen = set()
-    dtypes, ops = options.dtype or ("bf16", "fp32"), options.op or (*OPS, OTHERS)
+    dtypes, ops = options.dtype or ("bf16", "fp32"), options.op or (*OPS, *UNTILED)
     buckets = options.bucket or ("many", "some", "few")
     for capability, dtype, op, bucket in itertools.product(capabilities, dtypes, ops, buckets):
-        tiles = () if op == OTHERS else candidates(op, bucket, DTYPES[dtype], capability)
+        tiles = () if op in UNTILED else candidates(op, bucket, DTYPES[dtype], capability)
         if (capability, dtype, op, tiles) not in seen:
             seen.add((capability, dtype, op, tiles))
             yield capability, dtype, op, bucket, False
@@ -203,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capability", action="append", help="such as 9.0; default: all")
     parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: bf16 and fp32")
-    parser.add_argument("--op", action="append", choices=(*OPS, OTHERS))
+    parser.add_argument("--op", action="append", choices=(*OPS, *UNTILED))
     parser.add_argument("--bucket", action="append", choices=("few", "some", "many"))
     parser.add_argument(
         "--default", action="store_true", help="only the tile that pick_tile takes first"

@@ -174,6 +174,25 @@ def check_every_byte(device: str) -> None:
     assert_bits(buffer.nan_to_num(), expected.nan_to_num())
 
 
+def check_every_byte_in_front_of_a_product(device: str) -> None:
+    """All values of e4m3 as a kernel decodes them for its product: the rows of a unit matrix."""
+    numbers = torch.arange(256, device=device).to(torch.uint8)
+    numbers[numbers & 0x7F == 0x7F] = 0  # NaN times zero would be in every sum
+    expected = numbers.view(torch.float8_e4m3fn).to(torch.float16)
+    for turned in (False, True):
+        shape = (1, 128, 256) if turned else (1, 256, 128)
+        values = numbers.expand(shape) if turned else numbers[:, None].expand(shape)
+        scales = torch.ones(1, *(size // 128 for size in shape[1:]), device=device)
+        stored = values.contiguous().view(torch.float8_e4m3fn)
+        w = PackedWeight("fp8", stored, (scales,), torch.float16)
+        ids_TK = torch.zeros(128, 1, dtype=torch.int64, device=device)
+        tiles = RowTiles(reference.build_plan(ids_TK, 1))
+        unit = torch.eye(128, dtype=torch.float16, device=device)
+        tile = Tile(64, 128, 64, 4, 1)
+        found = packed_linear(unit, tiles.rows(64), w.transpose(1, 2) if turned else w, None, tile)
+        assert torch.equal(found, expected.expand(128, 256)), f"turned {turned}"
+
+
 def check_every_mxfp4(device: str) -> None:
     """All values under all scales but that of NaN, in fp32 and where it holds them."""
     values = torch.arange(256, device=device).to(torch.uint8).repeat(255, 1, 1)
@@ -278,6 +297,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "decoding-fp8": partial(check_decoding, SMALL["recompute"], "fp8"),
     "dequantised": check_dequantised,
     "every_byte": check_every_byte,
+    "every_byte_in_front_of_a_product": check_every_byte_in_front_of_a_product,
     "every_mxfp4": check_every_mxfp4,
     "packed_linear": check_packed_linear,
     "untouched": check_untouched,

@@ -13,6 +13,8 @@ from moe_patch.kernels import call, rows_packed
 from moe_patch.kernels.device import Device
 from moe_patch.quant.packed import READABLE, pack
 from tests import interpreted
+from tests.kernels_cases import make_inputs, run_kernels
+from tests.numerics import assert_bits
 from tests.quant_cases import (
     CASES,
     LARGE,
@@ -22,10 +24,13 @@ from tests.quant_cases import (
     check_close,
     check_dequantised,
     check_every_byte,
+    check_every_byte_in_front_of_a_product,
     check_every_mxfp4,
     check_packed_linear,
     check_untouched,
+    pack_inputs,
     packed_like,
+    wanted_gradients,
 )
 
 
@@ -41,7 +46,10 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == ""
 
 
-def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows() -> None:
+def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rows_packed, "known_triton", lambda: True)
     hopper, ampere = Device((9, 0), 227 << 10, 132), Device((8, 0), 163 << 10, 108)
 
     def chosen(storage: str, rows: int, device: Device, dtype: torch.dtype) -> bool:
@@ -57,6 +65,8 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows() ->
     assert rows_packed.decoding_tile(mxfp4, bf16, hopper, 4) is None
     odd = pack(torch.randn(4, 32, 64), "nf4", torch.device("cpu"), "w")
     assert rows_packed.decoding_tile(odd, bf16, hopper, 4) is None
+    monkeypatch.setattr(rows_packed, "known_triton", lambda: False)
+    assert not chosen("nf4", 1, hopper, bf16)
 
 
 @pytest.mark.gpu
@@ -67,6 +77,22 @@ def test_decoding_in_front_of_the_product_is_close_to_fp64(
 ) -> None:
     monkeypatch.setattr(rows_packed, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
     check_close((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("case", ["tall", "one_takes_all", "decode"])
+def test_decoding_repeats_bit_for_bit(
+    case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows_packed, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
+    packed = pack_inputs(make_inputs(LARGE[case], torch.bfloat16, "cuda"), storage)
+    wanted, needs = wanted_gradients(packed)
+    first, _ = run_kernels(packed, needs)
+    for _ in range(100):
+        again, _ = run_kernels(packed, needs)
+        for name in ("out", *wanted):
+            assert_bits(again[name], first[name], name)
 
 
 @pytest.mark.gpu
@@ -83,6 +109,7 @@ def test_through_the_buffer_the_bits_of_the_plain_kernels(
 def test_parts(poisoned_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_dequantised("cuda")
     check_every_byte("cuda")
+    check_every_byte_in_front_of_a_product("cuda")
     check_every_mxfp4("cuda")
     check_untouched("cuda")
     check_packed_linear("cuda")

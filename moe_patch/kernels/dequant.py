@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import device_of
+from moe_patch.kernels.e4m3 import e4m3_value
 from moe_patch.quant import fp8, mxfp4, nf4
 from moe_patch.quant.packed import PackedWeight
 
@@ -181,15 +182,6 @@ def _mxfp4_kernel(
         )
 
 
-@triton.jit
-def _e4m3(byte):
-    """fp32 of e4m3 given as bytes: the fp16 of the same bits, but for the exponent's bias."""
-    bits = byte.to(tl.uint16)
-    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
-
-
 @triton.jit(do_not_specialize=["first"])
 def _fp8_kernel(
     values_ptr, scales_ptr, out_ptr, offsets_ptr, first, rows, columns, block_rows, block_columns,
@@ -206,7 +198,7 @@ def _fp8_kernel(
         scale = tl.load(scales_ptr + block_row * block_columns + tl.program_id(2))
         value = tl.load(values_ptr + e.to(tl.int64) * rows * columns + at, mask=exists, other=0.0)
         if IN_BYTES:
-            value = _e4m3(value)
+            value = e4m3_value(value)
         out = (value.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
         into = out_ptr + tl.program_id(0).to(tl.int64) * rows * columns
         tl.store(into + at, out, mask=exists)

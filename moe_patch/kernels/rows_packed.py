@@ -18,8 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_patch.kernels.dequant import decoded_scales
 from moe_patch.kernels.device import INTERPRETER, Device, device_of
+from moe_patch.kernels.e4m3 import e4m3_pair
 from moe_patch.kernels.launch import Rows, depth_block
 from moe_patch.kernels.nf4_levels import nf4_levels
+from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import locate_tile
 from moe_patch.quant import fp8
@@ -39,12 +41,14 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
     Args:
         w: the packed weight; mxfp4 is always decoded into a buffer.
         dtype: of the rows.
-        device: where it runs; only Hopper's matrix instructions take an operand from registers.
+        device: where it runs; only Hopper's matrix instructions take an operand from registers, and
+            only of a Triton that was looked at is it known that it leaves those registers alone
+            while they are read (scripts/wgmma_operands.py).
         rows: of all experts.
     """
     mean = rows / w.shape[0]
     aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
-    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned:
+    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned or not known_triton():
         return None
     if w.storage not in _MOST_ROWS or mean > _MOST_ROWS[w.storage]:
         return None
@@ -97,9 +101,10 @@ def packed_linear(
 
 
 def _weight_descriptor(w: PackedWeight, tile: Tile) -> Any:
-    halves = 2 if w.storage == "nf4" else 1
-    box = [1, tile.k, tile.n // halves] if w.transposed else [1, tile.n, tile.k // halves]
-    return TensorDescriptor.from_tensor(w.packed, box)
+    """Of two values each: NF4 has them in a byte, FP8 in two."""
+    pairs = w.packed if w.storage == "nf4" else w.packed.view(torch.int16)
+    box = [1, tile.k, tile.n // 2] if w.transposed else [1, tile.n, tile.k // 2]
+    return TensorDescriptor.from_tensor(pairs, box)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -149,15 +154,10 @@ def _tile(
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     for k0 in range(0, I, BK):
         x = inputs.load([start, k0])
-        if NF4:
-            weight = _nf4_weight(
-                w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH, FAST,
-                BN, BK,
-            )  # fmt: skip
-        else:
-            weight = _fp8_weight(
-                w, scales, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH, BLOCK, BN, BK
-            )
+        weight = _weight(
+            w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, NF4, ALONG_DEPTH, FAST,
+            BLOCK, BN, BK,
+        )  # fmt: skip
         acc = tl.dot(weight.to(x.dtype), x.T, acc, input_precision="ieee")
     n64 = n.to(tl.int64)
     if LOW_RANK:
@@ -185,54 +185,32 @@ def _tile(
 
 
 @triton.jit
-def _nf4_weight(
-    w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH: tl.constexpr,
-    FAST: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def _weight(
+    w, scales, levels_ptr, e, column_tile, k0, O, I, stride_sr, NF4: tl.constexpr,
+    ALONG_DEPTH: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BK] of one expert's weight; scales are [rows, columns / 64] as stored."""
-    if ALONG_DEPTH:
-        byte = tl.reshape(w.load([e, column_tile * BN, k0 // 2]), (BN, BK // 2))
-        row = column_tile * BN + tl.arange(0, BN)
-        block = k0 // 64 + tl.arange(0, BK // 64)
-        scale = tl.load(
-            scales + row[:, None] * stride_sr + block[None, :],
-            mask=(row < O)[:, None] & (block < I // 64)[None, :],
-            other=0.0,
-        )
-        weight = _decoded(byte, scale, levels_ptr, FAST, BN, BK)
+    """fp32 [BN, BK] of one expert's weight, from pairs of values along what is stored as columns.
+
+    NF4 has a scale for each 64 columns, FP8 one for BLOCK x BLOCK.
+    """
+    ROWS: tl.constexpr = BN if ALONG_DEPTH else BK
+    COLUMNS: tl.constexpr = BK if ALONG_DEPTH else BN
+    row_end, column_end = (O, I) if ALONG_DEPTH else (I, O)
+    first_row = column_tile * BN if ALONG_DEPTH else k0
+    first_column = k0 if ALONG_DEPTH else column_tile * BN
+    pair = tl.reshape(w.load([e, first_row, first_column // 2]), (ROWS, COLUMNS // 2))
+    row = first_row + tl.arange(0, ROWS)
+    run = first_column // 64 + tl.arange(0, COLUMNS // 64)
+    exists = (row < row_end)[:, None] & (run < column_end // 64)[None, :]
+    if NF4:
+        at = row[:, None] * stride_sr + run[None, :]
+        left, right = nf4_levels(pair, levels_ptr, FAST)
     else:
-        byte = tl.reshape(w.load([e, k0, column_tile * (BN // 2)]), (BK, BN // 2))
-        row = k0 + tl.arange(0, BK)
-        block = column_tile * (BN // 64) + tl.arange(0, BN // 64)
-        scale = tl.load(
-            scales + row[:, None] * stride_sr + block[None, :],
-            mask=(row < I)[:, None] & (block < O // 64)[None, :],
-            other=0.0,
-        )
-        weight = _decoded(byte, scale, levels_ptr, FAST, BK, BN).T
-    return weight
-
-
-@triton.jit
-def _decoded(
-    byte, scale, levels_ptr, FAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
-    high, low = nf4_levels(byte, levels_ptr, FAST)
+        at = (row // BLOCK)[:, None] * stride_sr + (run * 64 // BLOCK)[None, :]
+        left, right = e4m3_pair(pair, FAST)
+    scale = tl.load(scales + at, mask=exists, other=0.0)
     scale = tl.broadcast_to(scale[:, :, None], (ROWS, COLUMNS // 64, 32))
     scale = tl.reshape(scale, (ROWS, COLUMNS // 2))
-    return tl.reshape(tl.join(high * scale, low * scale), (ROWS, COLUMNS))
-
-
-@triton.jit
-def _fp8_weight(
-    w, scales, e, column_tile, k0, O, I, stride_sr, ALONG_DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """fp32 [BN, BK] of one expert's weight; a tile lies in one block of BLOCK x BLOCK."""
-    if ALONG_DEPTH:
-        value = tl.reshape(w.load([e, column_tile * BN, k0]), (BN, BK))
-        scale = tl.load(scales + column_tile * BN // BLOCK * stride_sr + k0 // BLOCK)
-    else:
-        value = tl.reshape(w.load([e, k0, column_tile * BN]), (BK, BN)).T
-        scale = tl.load(scales + k0 // BLOCK * stride_sr + column_tile * BN // BLOCK)
-    return value.to(tl.float32) * scale
+    weight = tl.reshape(tl.join(left * scale, right * scale), (ROWS, COLUMNS))
+    return weight if ALONG_DEPTH else weight.T

@@ -1,0 +1,48 @@
+"""The values of FP8 e4m3 in a kernel, from their bytes.
+
+Bytes, not Triton's own type, whose tensors it converts in a layout of its own: where the value is
+an operand of Hopper's matrix instruction, it then moves a whole step at once into the operand's
+registers, among them those that products in flight still read (triton 3.6; found by
+scripts/wgmma_operands.py). What inline assembly makes is in place from the start.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Two bytes in each half of $4: the low ones to $0 and $1, the high ones to $2 and $3.
+_ASSEMBLY: tl.constexpr = tl.constexpr(
+    """{
+.reg .b16 first, second, a, b, c, d;
+.reg .b32 pair;
+mov.b32 {first, second}, $4;
+cvt.rn.f16x2.e4m3x2 pair, first;
+mov.b32 {a, b}, pair;
+cvt.rn.f16x2.e4m3x2 pair, second;
+mov.b32 {c, d}, pair;
+cvt.f32.f16 $0, a;
+cvt.f32.f16 $1, c;
+cvt.f32.f16 $2, b;
+cvt.f32.f16 $3, d;
+}"""
+)
+
+
+@triton.jit
+def e4m3_value(byte):
+    """fp32 of e4m3 given as bytes: the fp16 of the same bits, but for the exponent's bias."""
+    bits = byte.to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def e4m3_pair(pair, FAST: tl.constexpr):
+    """fp32 of the low and of the high byte of int16; FAST from compute capability 8.9 on."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            _ASSEMBLY, "=f,=f,=f,=f,r", [pair], dtype=(tl.float32, tl.float32), is_pure=True, pack=2
+        )
+    return e4m3_value(pair & 0xFF), e4m3_value((pair >> 8) & 0xFF)
