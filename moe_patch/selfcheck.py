@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock
-from moe_patch.errors import UnsupportedModelError
+from moe_patch.errors import MoePatchError, UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.families.spec import Arg, FamilySpec, read
 from moe_patch.patch_record import is_ours
@@ -259,7 +259,10 @@ def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) ->
 
 @contextmanager
 def sandbox(found: FoundBlock) -> Iterator[None]:
-    """Eval mode, gradients on, autocast off, and a seeded RNG whose state is restored."""
+    """Eval mode, gradients on, autocast off, and a seeded RNG whose state is restored.
+
+    What fails inside, as transformers' own code does on some configs, is a refusal of the block.
+    """
     modules = involved(found)
     devices = {p.device for m in modules for p in m.parameters()}
     cuda = [d for d in devices if d.type == "cuda"]
@@ -271,7 +274,16 @@ def sandbox(found: FoundBlock) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         torch.manual_seed(0)
-        yield
+        try:
+            yield
+        except (MoePatchError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UnsupportedModelError(
+                f"{found.path}: self-check: the block does not run on random data: {said}; look at "
+                "the config's values (more experts per token than experts, say)"
+            ) from error
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The command line: help anywhere, one line and a status for every mistake."""
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from moe_patch._version import __version__
 from moe_patch.cli import CHECK_FAILED, INTERRUPTED, UNUSABLE, main
 from moe_patch.train import run
 from moe_patch.train.checks import Check
+from tests import tiny_models
 from tests.train_nodes import TEXT, node
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +145,24 @@ def test_mistake(config_file, tmp_path, capsys, extra, message):
     assert err.startswith("moe-patch: error: ")
     assert err.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_of_remote_code_and_a_broken_file(config_file, tmp_path, monkeypatch, capsys):
+    """Nobody is asked whether to run the code, and neither ends in a traceback."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    about = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.json").write_text(json.dumps(about))
+    tiny_models.config("qwen3_moe").save_pretrained(tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors at all")
+    for folder, said in (("own", "contains custom code"), ("broken", "deserializing header")):
+        argv = ["train", str(config_file), "--set", f"model={tmp_path / folder}"]
+        assert main(argv) == UNUSABLE
+        err = capsys.readouterr().err
+        assert err.startswith(f"moe-patch: error: model: cannot make '{tmp_path / folder}': ")
+        assert said in err
+        assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_train_then_overwrite(config_file, tmp_path, capsys):

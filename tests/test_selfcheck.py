@@ -270,3 +270,15 @@ def test_the_error_names_module_error_and_limit(mutate, kind) -> None:
     message = str(error.value)
     for part in ("model.layers.0.mlp.experts", "(relative)", "limit 1e-05", "self_check=False"):
         assert part in message
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_a_config_that_transformers_own_block_cannot_run_is_named(name) -> None:
+    """More experts per token than there are: not transformers' traceback, and nothing is bound."""
+    model = tiny_models.build(name, **tiny_models.with_experts(name, 4, 5))
+    with pytest.raises(UnsupportedModelError, match=r"does not run on random data: .*; look at"):
+        patch_model(model)
+    assert not patch_report(model)
+    with pytest.warns(match="does not run on random data"):
+        patch_model(model, strict=False)
+    assert {row.tier for row in patch_report(model)} == {"refused"}

@@ -139,6 +139,17 @@ def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_mixed_precision_over_fp32_weights_passes_its_checks(tmp_path, text_file, lora):
+    """A trained model stays under autocast, so that its logits are rounded to bf16."""
+    options = {**node()["training"], "bf16": True}
+    changes = {} if lora else {"lora": None}
+    config = small(tmp_path, text_file, training=options, compare_unpatched=True, **changes)
+    result = run.run(config)
+    assert result.failed == []
+    assert [check.limit for check in result.checks] == [1e-2, 5e-2, 5e-2]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file, lora):
     """Without adapters the experts come back as well, which the Trainer alone leaves as built."""
     options = {**node()["training"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}

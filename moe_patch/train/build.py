@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -40,7 +42,7 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 
 
 # What transformers raises on a user's values that its config classes take unchecked: an activation
-# or an attention that does not exist, sizes that do not divide or are zero.
+# or an attention that does not exist, sizes that do not divide or are zero; and on broken files.
 BUILD_ERRORS = (
     ArithmeticError,
     ImportError,
@@ -48,7 +50,9 @@ BUILD_ERRORS = (
     OSError,
     RuntimeError,
     ValueError,
+    SafetensorError,
     StrictDataclassError,
+    UnpicklingError,
 )
 # TrainingArguments takes any number here; the optimizer and the loader refuse it after minutes.
 LEAST = {
@@ -161,6 +165,9 @@ def build_base(
     kwargs: dict[str, Any] = {"dtype": "auto" if model.dtype == "auto" else _dtype(model.dtype)}
     if model.attn_implementation is not None:
         kwargs["attn_implementation"] = model.attn_implementation
+    if model.path is not None:
+        # Left out, transformers asks on the terminal. What has MoE classes of its own is refused.
+        kwargs["trust_remote_code"] = False
     try:
         if model.path is not None and storage is not None:
             base = load_quantized(model.path, storage, device=device, **kwargs)

@@ -102,7 +102,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
             )
         }
         rows = patch_report(model)
-        dtype = _weights_dtype(model, config)
+        dtype = _precision(model, inputs)
         device, whole = inputs.args.device, trained[name].whole
         if inputs.main and whole is not None:
             model, device = _whole(inputs, whole), torch.device("cpu")
@@ -167,9 +167,12 @@ def _router_losses(config: TrainConfig) -> RouterLossConfig | None:
     return None if config.router_losses is None else RouterLossConfig(**config.router_losses)
 
 
-def _weights_dtype(model: Any, config: TrainConfig) -> torch.dtype:
-    """The dtype of the base weights; adapters may have another."""
-    return next(p.dtype for p in model.parameters() if config.lora is None or not p.requires_grad)
+def _precision(model: Any, inputs: _Inputs) -> torch.dtype:
+    """What losses and logits are rounded to: mixed precision stays on in a trained model."""
+    if inputs.args.bf16 or inputs.args.fp16:
+        return torch.bfloat16 if inputs.args.bf16 else torch.float16
+    every = inputs.config.lora is None  # the base weights; adapters may have another dtype
+    return next(p.dtype for p in model.parameters() if every or not p.requires_grad)
 
 
 def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
