@@ -118,8 +118,8 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     elif (glu := read_glu(found.experts[0][1], spec)) is None:
         choice = choose_backend("torch", device, dtype)
         reason = "the experts' own activation, norm or layout runs between grouped products"
-    elif choice.name == "triton" and device.type == "cuda" and torch.version.hip is None:
-        reason = _portable(found, glu, device)
+    elif choice.name == "triton" and device.type == "cuda":
+        reason = _unusual_kernels(found, glu, device)
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
@@ -134,18 +134,20 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     )
 
 
-def _portable(found: FoundBlock, glu: Glu, device: torch.device) -> str:
-    from moe_patch.kernels.portable import portable_reason
+def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
+    from moe_patch.kernels.device import device_at
+    from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
 
     weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
+    capability, shared_memory, _ = device_at(device)
     rows, columns = _whole_shape(weight)[1:]
-    return portable_reason(
-        torch.cuda.get_device_capability(device),
-        compute_dtype(weight, weight, found.spec.experts_fp32),
-        (columns, rows) if layout.is_transposed else (rows, columns),
-        glu,
-        transposed=layout.is_transposed,
+    shape = (columns, rows) if layout.is_transposed else (rows, columns)
+    dtype = compute_dtype(weight, weight, found.spec.experts_fp32)
+    reasons = (
+        portable_reason(capability, dtype, shape, glu, transposed=layout.is_transposed),
+        smaller_tiles_reason(dtype, capability, shared_memory),
     )
+    return "; ".join(reason for reason in reasons if reason)
 
 
 def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:

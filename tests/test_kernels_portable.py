@@ -21,8 +21,8 @@ from moe_patch.backend import BackendChoice
 from moe_patch.kernels import device, dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.portable import portable_reason
-from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
+from moe_patch.kernels.tiles import OPS, Tile, pick_tile
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
 
@@ -186,6 +186,33 @@ def test_another_triton_is_named(version: str, known: bool, hopper: None, monkey
     assert taken(64, 32, SILU, False) == (EVERY if known else set())
 
 
+LIMITS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+def test_a_tile_that_does_not_fit_is_named(dtype: torch.dtype) -> None:
+    """No known card is short of shared memory; with less of it, whatever changes is named."""
+    for capability, kib in LIMITS.items():
+        assert smaller_tiles_reason(dtype, capability, kib << 10) == ""
+    for kib in (96, 64, 48, 16, 1):
+        said = smaller_tiles_reason(dtype, (8, 0), kib << 10)
+        changed, none = set(), set()
+        for op in OPS:
+            for bucket in ("few", "some", "many"):
+                usual = pick_tile(op, bucket, dtype, (8, 0), 163 << 10)
+                try:
+                    if pick_tile(op, bucket, dtype, (8, 0), kib << 10) != usual:
+                        changed.add(op)
+                except ValueError:
+                    none.add(op)
+        named = dict.fromkeys(("smaller tiles", "no tile"), "")
+        named |= {part.split(" for ")[0]: part for part in said.split("; ") if " for " in part}
+        for sentence, ops in (("smaller tiles", changed - none), ("no tile", none)):
+            listed = named[sentence].partition(" for ")[2].partition(" in ")[0]
+            assert set(filter(None, listed.split(", "))) == ops, (kib, said)
+            assert not ops or f"{kib << 10} bytes" in named[sentence]
+
+
 WITHOUT_GLUON = """
 import sys
 import triton
@@ -209,9 +236,14 @@ def test_another_triton_needs_no_gluon() -> None:
 def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> None:
     model = patch_model(tiny_models.build("qwen3_moe", moe_intermediate_size=20).bfloat16())
     monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: HOPPER)
+    cards = {0: Device(HOPPER, 227 << 10, 132), 1: Device((8, 0), 48 << 10, 100)}
+    monkeypatch.setattr(device, "_cuda_device", cards.get)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for row in patch_report(model, torch.device("cuda")):
         assert "expert width 20" in row.reason
+        assert "tile" not in row.reason
+    for row in patch_report(model, torch.device("cuda:1")):
+        assert row.reason == smaller_tiles_reason(BF16, (8, 0), 48 << 10) != ""
     assert all(row.reason == "" for row in patch_report(model))
     for row in patch_report(model.float(), torch.device("cuda")):
         assert row.reason.endswith("found torch.float32")

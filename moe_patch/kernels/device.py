@@ -35,6 +35,11 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.device.index) if tensor.is_cuda else INTERPRETER
 
 
+def device_at(device: torch.device) -> Device:
+    """A CUDA or HIP device by its place; without an index, the current one."""
+    return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
 def approximate(tensor: Tensor) -> bool:
     """Whether a kernel may use CUDA's approximate functions and conversions: 16-bit results."""
     on_cuda = device_of(tensor) != INTERPRETER and torch.version.hip is None

@@ -1,4 +1,4 @@
-"""Where the specialised Hopper kernels leave a block to the portable ones, for the report."""
+"""Where a block gets other kernels or tiles than the usual ones of its device, for the report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 import triton
 
 from moe_patch.kernels.specialised import TRITON_VERSIONS, known_triton
+from moe_patch.kernels.tiles import BUCKETS, OPS, Tile, candidates
 from moe_patch.types import Glu
 
 
@@ -50,3 +51,29 @@ def portable_reason(
     if not glu.gated or glu.interleaved:
         return "portable kernels for up and dh: those for Hopper take gate and up side by side"
     return ""
+
+
+def smaller_tiles_reason(
+    dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
+) -> str:
+    """Which products get a smaller tile than their first choice, or none; "" where all get it.
+
+    Args:
+        dtype: of the products.
+        capability, shared_memory: of the device, as :func:`moe_patch.kernels.tiles.pick_tile` has.
+    """
+
+    def fits(tile: Tile) -> bool:
+        return tile.shared_bytes(dtype.itemsize) <= shared_memory
+
+    smaller, none = [], []
+    for op in OPS:
+        tables = [candidates(op, bucket, dtype, capability) for bucket in BUCKETS]
+        if not all(any(map(fits, table)) for table in tables):
+            none.append(op)
+        elif not all(fits(table[0]) for table in tables):
+            smaller.append(op)
+    found = f"in {shared_memory} bytes of shared memory"
+    parts = [f"smaller tiles for {', '.join(smaller)} {found}"] if smaller else []
+    parts += [f"no tile for {', '.join(none)} {found}; use backend='torch'"] if none else []
+    return "; ".join(parts)

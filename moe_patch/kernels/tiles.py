@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 OPS = ("up", "down", "dh", "dx", "dw2", "dw13", "thin", "thin_dw", "factor_bwd")
+BUCKETS = ("few", "some", "many")  # see rows_bucket
 
 
 @dataclass(frozen=True)
