@@ -42,8 +42,12 @@ LAYERS = {
 
 
 @pytest.fixture
-def hopper() -> Iterator[None]:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hopper card and a Triton that its kernels know, whatever is installed."""
     card = Device(HOPPER, 227 << 10, 132)
+    # A Triton that they do not know leaves them out of the modules that choose.
+    for module, kernels in ((up, up_hopper), (rows, rows_hopper), (dh, dh_hopper), (dw, dw_hopper)):
+        monkeypatch.setattr(module, kernels.__name__.rpartition(".")[2], kernels, raising=False)
     with (
         mock.patch("moe_patch.kernels.device.INTERPRETER", card),
         mock.patch.object(triton, "__version__", "3.6.0+git9844da95"),

@@ -62,17 +62,22 @@ def merged_weights(monkeypatch):
 
 @pytest.fixture
 def outer_sums(monkeypatch, device):
-    """Shapes of every weight-gradient product that the device's backend computes."""
+    """Shapes of every weight gradient that the device's backend computes."""
     shapes = []
     if device == "cuda":
-        from moe_patch.kernels import call, dw, experts
+        from moe_patch.kernels import call, dw, experts, factors
 
-        def counted(left, right, plan, like_EOI, *args, **kwargs):
-            shapes.append(tuple(like_EOI.shape))
-            return dw.outer_sum(left, right, plan, like_EOI, *args, **kwargs)
+        def counted(kernel, like):
+            def run(*operands, **options):
+                if operands[3] is not None:
+                    shapes.append(tuple(operands[like].shape))
+                return kernel(*operands, **options)
 
-        monkeypatch.setattr(call, "outer_sum", counted)
-        monkeypatch.setattr(experts, "outer_sum", counted)
+            return run
+
+        for module in (call, experts):
+            monkeypatch.setattr(module, "outer_sum", counted(dw.outer_sum, like=3))
+        monkeypatch.setattr(call, "factor_backward", counted(factors.factor_backward, like=2))
         return shapes
     original = moe_patch.grouped.Groups.outer_sum
 
