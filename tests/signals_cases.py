@@ -180,3 +180,9 @@ def checkpointed(model: Any, reentrant: bool | None) -> None:
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
+
+
+def correction_biases(model: Any) -> dict[str, Tensor]:
+    """The correction biases of a model by name, parameters and buffers."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {n: t for n, t in named if n.split(".")[-1] in tiny_models.CORRECTION_BIASES}

@@ -7,21 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_patch import (
     PatchStateError,
-    UnsupportedModelError,
     UnsupportedOptionError,
     patch_model,
     record,
-    shadow_results,
-    smk_loss,
     update_expert_bias,
 )
 from moe_patch.signals.balance import (
@@ -31,10 +23,9 @@ from moe_patch.signals.balance import (
     bias_of,
     log_balance,
 )
-from moe_patch.signals.updates import keep_updates
 from tests import tiny_models
-from tests.numerics import FP32, FP64, assert_bits, assert_close
-from tests.signals_cases import build, sum_loss
+from tests.numerics import FP32, assert_bits, assert_close
+from tests.signals_cases import correction_biases
 
 RATE = 0.01
 # Where the bias lives: on the router (flat, or as one row), or on the block that passes it.
@@ -43,11 +34,6 @@ FAMILIES = ("deepseek_v3", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "afmoe", "k
 
 def patched(model_type: str) -> Any:
     return patch_model(tiny_models.build(model_type), self_check=False)
-
-
-def biases(model: Any) -> dict[str, Tensor]:
-    named = [*model.named_parameters(), *model.named_buffers()]
-    return {n: t for n, t in named if n.split(".")[-1] in tiny_models.CORRECTION_BIASES}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +57,7 @@ def test_measures(load, violation, entropy, dead) -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_each_bias_moves_against_its_load(model_type) -> None:
     model = patched(model_type)
-    before = {name: t.clone() for name, t in biases(model).items()}
+    before = {name: t.clone() for name, t in correction_biases(model).items()}
     assert before
     with record(model) as recorder:
         for seed in (1, 2):  # two micro-batches of one optimiser step
@@ -79,7 +65,7 @@ def test_each_bias_moves_against_its_load(model_type) -> None:
     loads = {path: layer.load.clone() for path, layer in recorder.layers.items()}
     signs = update_expert_bias(model, recorder, rate=RATE)
     assert signs.keys() == loads.keys()
-    after = biases(model)
+    after = correction_biases(model)
     for (path, load), (name, old) in zip(loads.items(), before.items(), strict=True):
         assert name.startswith(path)
         mean = load.double().mean()
@@ -120,13 +106,13 @@ def test_under_grad_and_between_forward_and_backward_nothing_changes_for_autogra
 
 def test_a_trained_bias_is_updated_outside_the_graph() -> None:
     model = patched("afmoe")
-    for bias in biases(model).values():
+    for bias in correction_biases(model).values():
         bias.requires_grad_(True)
     with record(model) as recorder:
         model(**tiny_models.inputs(model))
-    before = {name: bias.detach().clone() for name, bias in biases(model).items()}
+    before = {name: bias.detach().clone() for name, bias in correction_biases(model).items()}
     update_expert_bias(model, recorder)
-    for name, bias in biases(model).items():
+    for name, bias in correction_biases(model).items():
         assert bias.is_leaf
         assert bias.requires_grad
         assert not torch.equal(bias, before[name])
@@ -148,71 +134,6 @@ def test_errors() -> None:
     layer.bias = layer.bias.clone()
     with pytest.raises(PatchStateError, match="no parameter or buffer"):
         bias_of(model, layer)
-
-
-def _rank(rank: int, file: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    model = patched("deepseek_v3")
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    with record(parallel) as recorder:
-        tiny_models.loss(parallel(**tiny_models.inputs(model, seed=rank + 1))).backward()
-        signs = update_expert_bias(parallel, recorder, group=dist.group.WORLD)
-        own = {path: layer.load for path, layer in recorder.layers.items()}
-        closed = recorder.step(group=dist.group.WORLD)
-    norms = {path: layer.grad_norm_params for path, layer in recorder.layers.items()}
-    torch.save([own, closed.load, signs, biases(model), norms], f"{folder}/{rank}.pt")
-    _sharded()
-    dist.destroy_process_group()
-
-
-def _sharded() -> None:
-    """FSDP2, each rank the same batch: equal to the whole model; sharded parameters are refused."""
-    whole = patch_model(build("qwen3_moe", layers=2), self_check=False)
-    sharded = patch_model(build("qwen3_moe", layers=2), self_check=False, shadow_check=1)
-    for unit in (*sharded.model.layers, sharded):
-        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
-    recorders = []
-    for model in (whole, sharded):
-        with record(model, router_input=True) as recorder:
-            sum_loss(model, tiny_models.inputs(whole)).backward()
-        recorders.append(recorder)
-    for path, layer in recorders[0].layers.items():
-        found = recorders[1].layers[path]
-        assert torch.equal(found.ids, layer.ids)
-        assert_close(found.act_norm, layer.act_norm, FP64, path)
-        assert_close(found.grad_norm_params, layer.grad_norm_params, FP64, path)
-    compared = shadow_results(sharded)
-    assert {result.role for result in compared} == {"router", "experts"}
-    assert not any(result.skipped for result in compared)
-    assert all(result.within for result in compared)
-    with pytest.raises(UnsupportedModelError, match=r"gate: weight is sharded \(DTensor\)"):
-        smk_loss(recorders[1], sharded)
-    with pytest.raises(UnsupportedModelError, match="experts: gate_up_proj is sharded"):
-        keep_updates(recorders[1], sharded, 2)
-
-
-def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path) -> None:
-    spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    (own0, sum0, signs0, bias0, norms0), (own1, sum1, signs1, bias1, norms1) = (
-        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
-    )
-    for seed, norms in ((1, norms0), (2, norms1)):
-        model = patched("deepseek_v3")
-        with record(model) as recorder:
-            tiny_models.loss(model(**tiny_models.inputs(model, seed=seed))).backward()
-        for path, layer in recorder.layers.items():
-            assert_close(norms[f"module.{path}"], layer.grad_norm_params, FP32, path)
-    for path in own0:
-        assert path.startswith("module.")
-        assert not torch.equal(own0[path], own1[path])
-        assert torch.equal(sum0[path], own0[path] + own1[path])
-        assert torch.equal(sum0[path], sum1[path])
-        total = own0[path] + own1[path]
-        assert torch.equal(signs0[path], torch.sign(total.double().mean() - total).float())
-        assert torch.equal(signs0[path], signs1[path])
-    for name in bias0:
-        assert_bits(bias0[name], bias1[name], name)
 
 
 class Reporter(TrainerCallback):
@@ -244,12 +165,12 @@ def reported(trainer: Any) -> list[tuple[int, dict[str, float]]]:
 
 def test_a_trainer_updates_the_biases_once_a_step(tmp_path) -> None:
     model = patched("deepseek_v3")
-    before = {name: bias.clone() for name, bias in biases(model).items()}
+    before = {name: bias.clone() for name, bias in correction_biases(model).items()}
     trainer = trainer_of(model, tmp_path)
     with record(model) as recorder:
         log_balance(trainer, recorder, print_table=False, bias_rate=RATE)
         trainer.train()
-    for (path, bias), old in zip(biases(model).items(), before.values(), strict=True):
+    for (path, bias), old in zip(correction_biases(model).items(), before.values(), strict=True):
         loads = [closed.load[path.partition(".gate.")[0]].double() for closed in recorder.history]
         signs = sum(torch.sign(load.mean() - load) for load in loads)
         assert len(loads) == 4

@@ -109,12 +109,12 @@ def update_expert_bias(
 
     Raises:
         UnsupportedOptionError: no recorded layer has a correction bias.
-        PatchStateError: a layer that has one saw no forward since the last step.
+        PatchStateError: a layer that has one saw no forward since the last step (on any rank).
     """
     if load is None:
         load = {p: layer.load for p, layer in recorder.layers.items() if layer.load is not None}
         if group is not None:
-            load = sum_over_group(load, group)
+            load = sum_over_group(load, list(recorder.layers), group)
     found = {path: bias_of(model, layer) for path, layer in recorder.layers.items()}
     biases = {path: bias for path, bias in found.items() if bias is not None}
     if not biases:

@@ -55,7 +55,7 @@ class Recorder:
         """
         load = {p: layer.load for p, layer in self.layers.items() if layer.load is not None}
         if group is not None:
-            load = sum_over_group(load, group)
+            load = sum_over_group(load, list(self.layers), group)
         layers = {}
         if self.keep == "all":
             layers = {path: layer.snapshot() for path, layer in self.layers.items()}
@@ -66,12 +66,29 @@ class Recorder:
         return closed
 
 
-def sum_over_group(load: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
-    """Counts summed over a process group, in one collective call per layer."""
-    summed = {path: counts.clone() for path, counts in load.items()}
-    for path in sorted(summed):
-        torch.distributed.all_reduce(summed[path], group=group)
-    return summed
+def sum_over_group(load: dict[str, Tensor], paths: list[str], group: Any) -> dict[str, Tensor]:
+    """Counts summed over a process group, in two collective calls that all ranks make alike.
+
+    Args:
+        load: this process's counts; a layer that did not run here (an image tower in a batch of
+            text, layer drop) has none, and has some in the result if it ran on another rank.
+        paths: every recorded layer, in the order that all ranks have.
+        group: the process group.
+    """
+    device = next((counts.device for counts in load.values()), None)
+    if device is None:
+        on_cards = "nccl" in torch.distributed.get_backend(group)
+        device = torch.device("cuda" if on_cards else "cpu")
+    sizes = torch.tensor([len(load[p]) if p in load else 0 for p in paths], device=device)
+    torch.distributed.all_reduce(sizes, torch.distributed.ReduceOp.MAX, group)
+    lengths = dict(zip(paths, sizes.tolist(), strict=True))
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    counts = {p: load.get(p, none.new_zeros(E)).to(device) for p, E in lengths.items()}
+    total = torch.cat([none, *counts.values()])
+    torch.distributed.all_reduce(total, group=group)
+    summed = dict(zip(paths, total.split(list(lengths.values())), strict=True))
+    ran = [path for path in paths if lengths[path]]
+    return {p: summed[p].to(load[p].device if p in load else device) for p in ran}
 
 
 @contextmanager
