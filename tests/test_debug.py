@@ -167,6 +167,9 @@ def test_one_block_in_every_window_of_steps_in_training_only() -> None:
     for _ in range(15):
         with torch.no_grad():
             model(**batch)
+    with torch.inference_mode():  # nor there, where autograd would refuse the tensors
+        for _ in range(3):
+            model(**batch)
     steps = [r.step for r in shadow_results(model) if r.role == "experts"]
     assert [(s - 1) // 3 for s in steps] == [0, 1, 2, 3, 4]
     assert len({r.path for r in shadow_results(model)}) == 2

@@ -115,6 +115,20 @@ def test_debug_nan_changes_no_bit_and_says_nothing_of_a_healthy_model(tmp_path, 
     assert not caplog.records
 
 
+def test_a_file_that_cannot_be_written_does_not_end_the_step(tmp_path, caplog) -> None:
+    (tmp_path / "taken").write_text("a file, no folder")
+    model = build("qwen3_moe")
+    folder = str(tmp_path / "taken")
+    patch_model(model, self_check=False, debug_nan=True, debug_dir=folder)
+    plant(model, 0, slice(None))
+    for _ in range(2):
+        step(model, batch_of(model))
+    (line,) = (r.message for r in caplog.records if r.levelno == logging.ERROR)
+    assert "model.layers.0.mlp (Qwen3MoeExperts): the first block" in line
+    assert "its call cannot be kept: " in line
+    assert folder in line
+
+
 def test_replay_tells_a_path_that_alone_is_wrong(tmp_path, monkeypatch) -> None:
     model = patch_model(
         build("qwen3_moe"), self_check=False, debug_nan=True, debug_dir=str(tmp_path)

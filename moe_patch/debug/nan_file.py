@@ -55,8 +55,12 @@ class NanCall:
     versions: dict[str, str]
 
 
-def write(probe: Any, module: nn.Module, args: tuple) -> Path:
-    """Write the call of a probed module; the file's path."""
+def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
+    """Write the call of a probed module.
+
+    Raises:
+        OSError, UnsupportedOptionError: the file cannot be written.
+    """
     import transformers
 
     record = record_of(module)
@@ -82,10 +86,8 @@ def write(probe: Any, module: nn.Module, args: tuple) -> Path:
             {"torch": torch.__version__, "transformers": transformers.__version__}
         ),
     }
-    file = _name(probe)
     file.parent.mkdir(parents=True, exist_ok=True)
     tensor_file.write(file, FORMAT, tensors, about)
-    return file
 
 
 def read(file: str | Path) -> NanCall:
@@ -146,7 +148,8 @@ def _class_of(module: nn.Module) -> type:
     return next(own, type(module))
 
 
-def _name(probe: Any) -> Path:
+def file_of(probe: Any) -> Path:
+    """Where the call of a probed module goes; each rank has a file of its own."""
     rank = ""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = f".rank{torch.distributed.get_rank()}"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
 from moe_patch.discover import FoundBlock
+from moe_patch.errors import UnsupportedOptionError
 from moe_patch.patch_record import record_of
 from moe_patch.signals.slot import eagerly, inside_backward
 
@@ -92,7 +93,10 @@ class Probe:
 
     def _due(self, module: nn.Module) -> bool:
         """Whether this call is the one of its window of steps that is compared."""
-        if not (self.every and module.training) or inside_backward():
+        # No training forward: a recompute, or one whose tensors autograd refuses.
+        if inside_backward() or torch.is_inference_mode_enabled():
+            return False
+        if not (self.every and module.training):
             return False
         window, step = divmod(self.calls, self.every)
         self.calls += 1
@@ -104,14 +108,20 @@ class Probe:
         if bool(torch.isfinite(first).all()):
             return
         assert self.nan is not None
-        self.nan.file = nan_file.write(self, module, args)
+        self.nan.file = file = nan_file.file_of(self)
+        found = f"{self.path} ({type(module).__name__}): the first block whose output is not finite"
+        try:
+            nan_file.write(self, module, args, file)
+        except (OSError, UnsupportedOptionError) as error:
+            # The step is the user's; a full disk must not end it.
+            logger.error("moe_patch: %s; its call cannot be kept: %s", found, error)
+            return
         logger.error(
-            "moe_patch: %s (%s): the first block whose output is not finite; its input, ids and "
-            "weights are in %s: run `python -m moe_patch replay %s`",
-            self.path,
-            type(module).__name__,
-            self.nan.file,
-            self.nan.file,
+            "moe_patch: %s; its input, ids and weights are in %s: run `python -m moe_patch replay "
+            "%s`",
+            found,
+            file,
+            file,
         )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.discover import discover
+from moe_patch.errors import UnsupportedOptionError
 from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of, sum_by_expert
 from moe_patch.signals.recorder import Recorder, require_whole
 
@@ -39,7 +40,10 @@ def keep_updates(
 
     Raises:
         UnsupportedModelError: the experts' parameters are sharded (FSDP2).
+        UnsupportedOptionError: ``k`` is below 1, or a wrong word.
     """
+    if k < 1:
+        raise UnsupportedOptionError(f"keep_updates: k is {k}; at least 1 expert per layer")
     accept("by", by, TARGETS)
     accept("keep", keep, KEEP)
     blocks = {block.path: block for block in discover(model)}
