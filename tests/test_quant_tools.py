@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from moe_patch import (
     UnsupportedModelError,
+    UnsupportedOptionError,
     dequantize_experts,
     load_quantized,
     patch_model,
@@ -30,7 +32,7 @@ from tests import tiny_models
 from tests.adapters import step
 from tests.cli_calls import answer, only_config
 from tests.numerics import FP32, assert_bits, assert_close
-from tests.quant_models import SIZES, STORAGES, adapted, build, logits
+from tests.quant_models import SIZES, STORAGES, adapted, build, logits, quantised
 
 NORMS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")
 
@@ -182,3 +184,26 @@ def test_inspect_shows_the_bytes_that_quantising_leaves(
     for storage, count in wanted.items():
         line = f"experts in {storage} (quantize_experts): {bytes_text(count)} in place of "
         assert line + bytes_text(found["expert_bytes"]) in out
+
+
+def test_experts_beside_what_bitsandbytes_packs(tmp_path: Path) -> None:
+    """load_in_4bit takes the Linear modules, quantize_experts what it leaves; both in 4 bits."""
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes: optional")
+    build().to(torch.bfloat16).save_pretrained(tmp_path)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    with pytest.raises(UnsupportedOptionError, match="call quantize_experts"):
+        load_quantized(str(tmp_path), "nf4", quantization_config=four_bits)
+    with pytest.raises(UnsupportedOptionError, match="device_map is its own to set; accepted: dev"):
+        load_quantized(str(tmp_path), "nf4", device_map="auto")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=four_bits, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    quantize_experts(model, "nf4")
+    assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
+    assert len(quantised(model)) == 4
+    plain = patch_model(adapted(dequantize_experts(copy.deepcopy(model))))
+    model = patch_model(adapted(model), fuse_lora="require")
+    assert_bits(step(model, inputs(model)), step(plain, inputs(plain)))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if mine.requires_grad:
+            assert_bits(mine.grad, theirs.grad)

@@ -18,6 +18,12 @@ from moe_patch.quant.tensor import QuantTensor, parameter
 logger = logging.getLogger("moe_patch")
 
 _METHOD = "moe_patch_experts"
+# Arguments of from_pretrained that load_quantized gives itself -> what to do instead.
+_OWN = {
+    "device_map": "accepted: device, one for the whole model",
+    "quantization_config": "to have the other weights in 4 bits as well, load with bitsandbytes' "
+    "config and call quantize_experts(model, ...) on the result",
+}
 # Arguments of from_pretrained that say where a config lies and what code may run to read it.
 _HUB_OPTIONS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
@@ -49,7 +55,7 @@ def load_quantized(
         options: further arguments of ``from_pretrained`` (``dtype``, ``attn_implementation``, ..).
 
     Raises:
-        UnsupportedOptionError: unknown storage.
+        UnsupportedOptionError: unknown storage, or an option that this function sets itself.
         UnsupportedModelError: as :func:`quantize_experts`; or a checkpoint that is quantised in
             another way.
     """
@@ -59,6 +65,9 @@ def load_quantized(
         raise UnsupportedOptionError(
             f"load_quantized: storage is {storage!r}; accepted: {', '.join(READABLE)}"
         )
+    for name, instead in _OWN.items():
+        if name in options:
+            raise UnsupportedOptionError(f"load_quantized: {name} is its own to set; {instead}")
     load = (model_class or AutoModelForCausalLM).from_pretrained
     config = options.get("config")
     if config is None:
