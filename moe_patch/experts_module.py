@@ -17,7 +17,7 @@ from moe_patch.backend import refuse_batch_invariant
 from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.lora import HANDED_DOWN, is_packed, live_factors, to_lora
+from moe_patch.lora import HANDED_DOWN, is_packed, live_factors, refuse_merged, to_lora
 from moe_patch.ops import Signals, experts_mlp
 from moe_patch.quant.tensor import QuantTensor, packed_weight
 from moe_patch.signals.rows import RowNorms
@@ -65,16 +65,14 @@ def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) 
     return read(holder, name) if live is None else live[0]
 
 
-def read_tensors(
-    experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: bool
-) -> ExpertTensors:
+def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str) -> ExpertTensors:
     """Weights, biases and low-rank factors of an experts module.
 
     Args:
         experts: the live module; parametrizations and handed-down factors are honoured.
         layout: how its weights lie.
         dtype: compute dtype; tensors in another dtype are cast (their gradients are cast back).
-        fuse_lora: read factors instead of PEFT's merged weight.
+        fuse_lora: of the patch; "off" reads PEFT's merged weight instead of factors.
     """
     up = layout.up_name
     w13, lora13 = read_projection(experts, up, layout.is_transposed, dtype, fuse_lora)
@@ -91,11 +89,13 @@ def read_tensors(
 
 
 def read_projection(
-    experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: bool
+    experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: str
 ) -> tuple[Tensor, Lora | None]:
     """One projection's weight as an [E, out, in] view and its low-rank factors; see above."""
     handed_down = experts.__dict__.get(HANDED_DOWN, {})
-    live = live_factors(experts, name) if fuse_lora else None
+    if fuse_lora == "require":
+        refuse_merged(experts, name)
+    live = None if fuse_lora == "off" else live_factors(experts, name)
     weight, factors = (
         live if live is not None else (getattr(experts, name), handed_down.get(name, []))
     )
@@ -229,7 +229,7 @@ def run_experts(
     backend: str,
     recompute: bool = False,
     batch_invariant: bool = False,
-    fuse_lora: bool = True,
+    fuse_lora: str = "auto",
     layer: LayerSignals | None = None,
 ) -> Tensor:
     """One call of an experts module on this library; the output in the dtype of ``hidden_TD``.

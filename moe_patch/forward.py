@@ -79,7 +79,7 @@ def _experts(
         "backend": record.config.backend,
         "recompute": record.config.recompute,
         "batch_invariant": record.config.batch_invariant,
-        "fuse_lora": record.config.fuse_lora != "off",
+        "fuse_lora": record.config.fuse_lora,
     }
     if record.taps is None or record.taps.layer is None:
         return run_experts(*args, **options)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.types import Lora
 
 HANDED_DOWN = "_moe_patch_lora"
@@ -99,6 +99,26 @@ def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None
     if proxy_cls is None or not all(type(proxy) is proxy_cls for proxy in entry):
         return None
     return entry.original, [Factors(p.lhs, p.rhs, p.scaling) for p in entry]
+
+
+def refuse_merged(experts: Any, name: str) -> None:
+    """What ``fuse_lora="require"`` promises of a call: PEFT has not put an adapter on the weight.
+
+    Raises:
+        UnsupportedOptionError: it has: its wrapper was added after patching.
+    """
+    parametrizations = experts._modules.get("parametrizations")
+    if parametrizations is None or name not in parametrizations or not param_wrapper_class():
+        return
+    layer = sys.modules["peft.tuners.lora.layer"]
+    if any(
+        isinstance(proxy, (layer._LoraFactorsProxy, layer._LoraParameterProxy))
+        for proxy in parametrizations[name]
+    ):
+        raise UnsupportedOptionError(
+            f"{type(experts).__name__}.{name}: fuse_lora='require' cannot hold: an adapter was "
+            "added after patching; call patch_model again, or use fuse_lora='auto'"
+        )
 
 
 def to_lora(

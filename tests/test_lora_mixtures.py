@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_patch import patch_model, patch_report
+from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.lora import fusion_obstacle, is_param_wrapper
 from tests import tiny_models
 from tests.adapters import (
@@ -140,6 +140,29 @@ def test_pefts_refusal_of_different_targets_stays(patched):
     with pytest.raises(ValueError, match="all adapters must target the same set of parameters"):
         model.add_adapter("down", lora_config([DOWN]))
     assert no_factors_left(model)
+
+
+TARGETS = {"qwen3_moe": EXPERTS, "jetmoe": ("input_linear.weight", "output_linear.weight")}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_require_refuses_adapters_added_after_patching(model_type, several, device):
+    """A call that would run PEFT's own path is an error until patch_model is called again."""
+    options = {"order": "patch first", "patch": {"fuse_lora": "require"}, "device": device}
+    pair = adapted_pair(model_type, TARGETS[model_type], **options)
+    if several:
+        for model in pair[:2]:
+            torch.manual_seed(11)
+            model.add_adapter("second", lora_config(TARGETS[model_type], r=5))
+            model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UnsupportedOptionError, match="added after patching; call patch_model"):
+        pair.ours(**pair.batch)
+    with pair.reference.disable_adapter(), pair.ours.disable_adapter():
+        found, expected = (logits(model, pair.batch) for model in (pair.ours, pair.reference))
+        assert_close(found, expected, limit_on(pair.batch))
+    patch_model(pair.ours, fuse_lora="require")
+    assert_same_step(pair)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)

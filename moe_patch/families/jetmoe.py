@@ -51,8 +51,7 @@ def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: P
     from moe_patch.experts_module import compute_dtype, read_projection, stored_weight
 
     dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
-    fuse = record.config.fuse_lora != "off"
-    w_EOI, lora = read_projection(experts, "weight", False, dtype, fuse)
+    w_EOI, lora = read_projection(experts, "weight", False, dtype, record.config.fuse_lora)
     return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora)
 
 
