@@ -267,3 +267,9 @@ def test_bench_of_routers_without_one_matrix(capsys, folder, monkeypatch, name):
     monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
     found = answer(capsys, "bench", folder(name), "--tokens", "8", "--device", "cpu")
     assert [row["what"] for row in found["rows"]] == ["unpatched", "unpatched"] + ["patched"] * 2
+
+
+@pytest.mark.families("dots3_note_vision")
+def test_verify_of_a_tower_without_token_ids(capsys, folder):
+    argv = ["verify", folder("dots3_note_vision"), "--device", "cpu"]
+    assert "takes no token ids" in error_of(capsys, *argv)

@@ -97,14 +97,15 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     from inspect import signature
 
     generator = torch.Generator().manual_seed(args.seed)
-    vocabulary, size = model.get_input_embeddings().weight.shape[0], (args.batch, args.length)
+    name, size = type(model).__name__, (args.batch, args.length)
+    with models.explained(f"MODEL: {name} takes no token ids"):
+        vocabulary = model.get_input_embeddings().weight.shape[0]
     with models.explained(f"--batch {args.batch} --length {args.length}"):
         ids = torch.randint(vocabulary, size, generator=generator).to(model.device)
     batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     takes = signature(model.forward).parameters
     if routers := "output_router_logits" in takes:
         batch["output_router_logits"] = False
-    name = type(model).__name__
     with models.explained(f"MODEL: {name} does not run on token ids alone"), torch.no_grad():
         out = model(**batch)
     if routers:
