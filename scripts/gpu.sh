@@ -2,8 +2,9 @@
 # GPU tests and benchmarks in one go, for a card that is lent for minutes: the tests first, while
 # compilers fill the caches beside them, then the benchmarks alone on the machine.
 # Usage: bash scripts/gpu.sh OUT_DIR [TEST_SECONDS [BENCH_SECONDS [pytest targets...]]]
-# OUT_DIR gets tests.txt, tests.xml, warm.txt, bench.txt and the rows, one file per op. COMMIT names
-# the commit where the tree was copied without its .git; PYTHON the interpreter (python3).
+# OUT_DIR gets tests.txt, tests.xml, failed.txt (each failure as it happens: the tests may be cut),
+# warm.txt, bench.txt and the rows, one file per op. COMMIT names the commit where the tree was copied
+# without its .git; PYTHON the interpreter (python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +13,7 @@ readonly test_seconds="${2:-300}" bench_seconds="${3:-300}" python="${PYTHON:-py
 shift $(($# < 3 ? $# : 3))
 commit=()
 [[ -z "${COMMIT:-}" ]] || commit=(--commit "$COMMIT")
-export PYTHONPATH=. HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=.:scripts HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 FAILURES="$out/failed.txt"
 mkdir -p "$out"
 
 # In a session of its own, so that no worker that outlives a limit is there when something is timed.
@@ -33,6 +34,7 @@ limited "$test_seconds" "$out/warm.txt" nice "$python" scripts/bench.py all --pr
 warming=$!
 tests=0
 limited "$test_seconds" "$out/tests.txt" "$python" -m pytest -q -m gpu -n $(($(nproc) / 2 + 1)) \
+  -p pytest_at_once \
   --tb=short --show-capture=no --junitxml="$out/tests.xml" "$@" || tests=$?
 tail -n 3 "$out/tests.txt"
 wait "$warming" || echo "gpu.sh: not everything was compiled ahead, see $out/warm.txt"
