@@ -160,7 +160,8 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         return ("triton", "") if ties == "lower" else ("torch", why)
     router = found.routers[0][1]
     spec = found.spec_of(router)
-    if spec.routing is None:
+    by_block = found.spec.block_choice
+    if spec.routing is None and by_block is None:
         return "torch", "the family routes in a forward of its own"
     rows, dtype = next(
         (shape[0], p.dtype) for p in router.parameters() if len(shape := _whole_shape(p)) == 2
@@ -173,8 +174,11 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
 
     ties = record_of(router).config.ties  # type: ignore[union-attr]
     logits = torch.empty(1, rows, dtype=dtype, device="meta")
-    args = (None,) * (spec.bias.index if isinstance(spec.bias, Arg) else 0)
-    spec.choose(router, logits, logits, args, ties=ties, impl=look)
+    if by_block is not None:
+        by_block(found.block, logits, ties=ties, impl=look)
+    else:
+        args = (None,) * (spec.bias.index if isinstance(spec.bias, Arg) else 0)
+        spec.choose(router, logits, logits, args, ties=ties, impl=look)
     return ("triton", "") if obstacles[0] is None else ("torch", f"routing: {obstacles[0]}")
 
 

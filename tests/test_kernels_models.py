@@ -94,6 +94,17 @@ def check_llama4_adapters(device: str) -> None:
         assert_same_step(pair)
 
 
+def check_dbrx(device: str) -> None:
+    """The block chooses from the router's logits; its experts run between grouped products."""
+    reference = tiny_models.build("dbrx")
+    model = copy.deepcopy(reference)
+    batch = tiny_models.inputs(reference)
+    with on_triton((routing, "route_forward"), (routing, "route_backward")):
+        patch_model(model, self_check=False)
+        assert {row.router_backend for row in patch_report(model)} == {"triton"}
+        assert_parity(run_model(model, batch), run_model(reference, batch), 2 * FP32)
+
+
 def check_doge(device: str) -> None:
     ran = (product_key, "product_key_forward"), (product_key, "product_key_backward")
     with on_triton(*ran):
@@ -112,6 +123,7 @@ CASES: dict[str, Callable[[str], None]] = {
     **{name: partial(check_model, name) for name in ("deepseek_v3", "gpt_oss", "mixtral")},
     **{f"lora-{name}": partial(check_adapters, name) for name in ("qwen3_moe", "gpt_oss")},
     "lora-llama4": check_llama4_adapters,
+    "dbrx": check_dbrx,
     "doge": check_doge,
     "router_losses": check_router_losses,
 }

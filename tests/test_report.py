@@ -159,7 +159,12 @@ def test_lora_column_names_what_cannot_be_fused():
 
 @pytest.mark.parametrize("ties", ["lower", "torch"])
 @pytest.mark.parametrize(
-    ("model_type", "routing"), [("qwen3_moe", "softmax_topk"), ("doge", "product_key_block")]
+    ("model_type", "routing"),
+    [
+        ("qwen3_moe", "softmax_topk"),
+        ("dbrx", "softmax_topk_norm"),
+        ("doge", "product_key_block"),
+    ],
 )
 def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, monkeypatch):
     """Where Triton would run, it routes unless torch.topk's own ties are asked for."""
@@ -171,6 +176,21 @@ def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, mon
             "triton" if ties == "lower" else "torch",
         )
         assert ("ties='torch'" in row.reason) == (ties == "torch")
+
+
+# Routing that is no choice by scores: a table of token ids, and samples of a mixture.
+OWN_ROUTING = {"hash_router_forward", "sparsemixer"}
+
+
+@pytest.mark.parametrize("model_type", tiny_models.patchable())
+def test_every_family_on_a_pretended_gpu(model_type, monkeypatch):
+    """Every choice by scores is a Triton kernel there; what is no such choice says so."""
+    model = patch_model(tiny_models.build(model_type), self_check=False)
+    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    for row in patch_report(model):
+        own = row.router in OWN_ROUTING
+        assert row.router_backend == ("torch" if own else "triton")
+        assert ("the family routes in a forward of its own" in row.reason) == own
 
 
 def test_refused_block_has_a_row():

@@ -15,7 +15,9 @@ from moe_patch.composed import combine_rows, gather_rows, grouped_linear
 from moe_patch.definition import build_plan
 from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.patch_record import ModulePatch, bound, bound_method
-from moe_patch.routing import softmax_topk
+from moe_patch.route_op import route_impl
+from moe_patch.routing import RouteImpl, softmax_topk
+from moe_patch.types import Routing
 
 
 @bound
@@ -27,12 +29,18 @@ def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> T
     return router.layer(hidden_states.view(-1, hidden_states.shape[-1]))
 
 
+def choose(block: Any, logits_TE: Tensor, *, ties: str, impl: RouteImpl) -> Routing:
+    """The best of a softmax in the logits' dtype."""
+    return softmax_topk(logits_TE, top_k=block.top_k, fp32=False, ties=ties, impl=impl)
+
+
 @bound_method("route_tokens_to_experts")
 def softmax_topk_norm(
     block: Any, record: ModulePatch, router_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """weights_TK and ids_TK: softmax in the logits' dtype, divided by an L_p norm if one is set."""
-    routing = softmax_topk(router_logits, top_k=block.top_k, fp32=False, ties=record.config.ties)
+    impl = route_impl(record.config.backend, record.config.batch_invariant)
+    routing = choose(block, router_logits, ties=record.config.ties, impl=impl)
     weights_TK = routing.weights_TK
     if block.moe_normalize_expert_weights is not None:
         p = float(block.moe_normalize_expert_weights)
@@ -74,6 +82,7 @@ DBRX = FamilySpec(
     experts_forward=experts_forward,
     block_forward=softmax_topk_norm,
     block_slot="route_tokens_to_experts",
+    block_choice=choose,
 )
 
 FAMILIES = (DBRX,)

@@ -118,6 +118,8 @@ class FamilySpec:
             common experts forward where a ``layout`` is given), and the common block forward where
             there is a shared expert.
         block_slot: the block's attribute that ``block_forward`` replaces.
+        block_choice: (block, logits_TE, ties=, impl=) -> Routing, how ``block_forward`` chooses
+            where the router only makes logits.
         check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
             hidden states alone.
         since: the first transformers release whose classes the entry describes; in an earlier one
@@ -148,6 +150,7 @@ class FamilySpec:
     experts_forward: Callable[..., Any] | None = None
     block_forward: Callable[..., Any] | None = None
     block_slot: str = "forward"
+    block_choice: Callable[..., Routing] | None = None
     check_call: Callable[[Any, Tensor], Any] | None = None
     since: str = ""
     tier: str = "full"
