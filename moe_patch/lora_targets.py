@@ -74,9 +74,15 @@ def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    trial = LoraConfig(target_modules=sorted(modules))
-    convert_peft_config_for_transformers(trial, model, None)
-    return modules - set(trial.target_modules)
+    def rewritten(name: str) -> bool:
+        trial = LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(trial, model, None)
+        except ValueError:  # half of what it would fuse, as Beam's attention has a gate_proj alone
+            return True
+        return trial.target_modules != {name}
+
+    return {name for name in modules if rewritten(name)}
 
 
 def missed_experts(model: Any) -> str | None:

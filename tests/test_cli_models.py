@@ -262,8 +262,10 @@ def test_verify_where_no_layer_has_router_logits(capsys, folder):
     assert {"logits", "loss", "gradients"} <= {check["name"] for check in found["checks"]}
 
 
-@pytest.mark.parametrize("name", ["dbrx", "doge", "jetmoe"])
-def test_bench_of_routers_without_one_matrix(capsys, folder, monkeypatch, name):
+@pytest.mark.parametrize("name", ["dbrx", "doge", "jetmoe", "afmoe", "ernie4_5_moe"])
+def test_bench_of_routers_without_one_matrix_and_of_frozen_biases(
+    capsys, folder, monkeypatch, name
+):
     monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
     found = answer(capsys, "bench", folder(name), "--tokens", "8", "--device", "cpu")
     assert [row["what"] for row in found["rows"]] == ["unpatched", "unpatched"] + ["patched"] * 2

@@ -48,6 +48,20 @@ def test_every_part_asked_for_gets_an_adapter(model_type):
     assert ranks == {3}, "no target may be rewritten to another rank"
 
 
+@pytest.mark.parametrize("model_type", tiny_models.patchable())
+def test_peft_takes_the_targets_of_every_family(model_type):
+    """As they are: nothing is rewritten, dropped or refused, attention included."""
+    model = tiny_models.build(model_type)
+    targets = lora_targets(model)
+    peft_model = get_peft_model(copy.deepcopy(model), LoraConfig(r=3, **targets))
+    config = peft_model.peft_config["default"]
+    assert set(config.target_modules or ()) == set(targets["target_modules"])
+    assert set(config.target_parameters or ()) == set(targets["target_parameters"])
+    names = adapted(peft_model)
+    for name in targets["target_modules"]:
+        assert any(n.endswith(f".{name}") for n in names), name
+
+
 def test_parts_can_be_left_out():
     model = tiny_models.build("qwen2_moe")
     targets = lora_targets(model, experts=False, router=False, shared=False)

@@ -143,7 +143,7 @@ def _measure(
         out = call(block, x)
         return out[0] if isinstance(out, tuple) else out
 
-    inputs = [x, *block.parameters()]
+    inputs = [x, *(p for p in block.parameters() if p.requires_grad)]  # a bias may be frozen
     rows = []
     for name in ("unpatched", "patched"):
         backend = "transformers"
