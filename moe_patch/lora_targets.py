@@ -88,26 +88,53 @@ def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:
 def missed_experts(model: Any) -> str | None:
     """A sentence when the model's adapters ask for experts and adapt none of them, else None.
 
+    ``target_modules="all-linear"`` asks for everything.
+
     Args:
         model: a model, a PeftModel, or a wrapper around one.
     """
+    tuners = [module for module in model.modules() if "peft_config" in module.__dict__]
     asked = {
         target
-        for module in model.modules()
-        if "peft_config" in module.__dict__
+        for module in tuners
         for config in module.__dict__["peft_config"].values()
         for target in _asked(config)
     }
     blocks = discover(model)
+    if not blocks or any(block.wrappers for block in blocks):
+        return None
     own = {_suffix(p, 1) for block in blocks for p, _ in block.experts}
     wanted = sorted(t for t in asked if _names_experts(t, own))
-    if not wanted or not blocks or any(block.wrappers for block in blocks):
+    if not wanted and not any(map(_names_every_linear, tuners)):
         return None
     return (
-        f"the LoRA config names {', '.join(wanted)} but no expert of {len(blocks)} MoE blocks "
-        "carries an adapter; experts are 3-D parameters: moe_patch.lora_targets(model) gives the "
-        "target_parameters"
+        f"the LoRA config names {', '.join(wanted) or 'every Linear module'} but no expert of "
+        f"{len(blocks)} MoE blocks carries an adapter; experts are 3-D parameters: "
+        "moe_patch.lora_targets(model) gives the target_parameters"
     )
+
+
+def _names_every_linear(tuner: nn.Module) -> bool:
+    """Whether a config holds what PEFT makes of "all-linear": every Linear's path but the head's.
+
+    PEFT replaces the word itself before anybody else can read it.
+    """
+    from transformers import PreTrainedModel
+
+    model = tuner._modules.get("model")
+    if not isinstance(model, PreTrainedModel):
+        return False
+    head = model.get_output_embeddings()
+    linear = {
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    adapted = {path.removesuffix(".base_layer") for path in linear if path.endswith(".base_layer")}
+    inside = tuple(f"{path}." for path in adapted)
+    configs = tuner.__dict__["peft_config"].values()
+    every_one = all(path.startswith(inside) for path in linear)
+    return every_one and any(_asked(config) == adapted for config in configs)
 
 
 def _names_experts(target: str, experts_attributes: set[str]) -> bool:

@@ -87,3 +87,33 @@ def test_warning_when_experts_were_asked_for_and_missed():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch_model(reached)
+
+
+@pytest.mark.parametrize("order", ["peft first", "patch first"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
+def test_warning_when_all_linear_reaches_no_expert(model_type, order):
+    """PEFT has replaced the word by paths when we see it."""
+    model = tiny_models.build(model_type)
+    if order == "patch first":
+        patch_model(model)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    assert not any(".experts" in name for name in adapted(model))
+    with pytest.warns(UserWarning, match="every Linear module but no expert of 2 MoE blocks"):
+        patch_model(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("qwen3_moe", "all-linear"),  # PEFT rewrites it to reach the experts
+        ("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"]),  # all that is Linear, but by name
+        ("gpt_oss", "model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_no_warning_where_experts_were_reached_or_not_asked_for(model_type, targets):
+    model = get_peft_model(tiny_models.build(model_type), LoraConfig(r=2, target_modules=targets))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model)
+    reached = any(".experts" in name for name in adapted(model))
+    assert reached == (targets == "all-linear")
