@@ -1,7 +1,8 @@
 """Ready-made PEFT arguments for MoE models, and a warning when an adapter misses the experts.
 
-``target_modules="all-linear"`` adapts Linear modules only, and the experts of most families are 3-D
-parameters: the adapter attaches, trains attention, and never touches an expert.
+The experts of most families are 3-D parameters. ``target_modules="all-linear"`` reaches them only
+in model types whose names PEFT rewrites; elsewhere the adapter attaches, trains attention, and
+never touches an expert.
 """
 
 from __future__ import annotations
