@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from moe_patch import UnsupportedModelError, load_quantized, patch_model, quantize_experts
+from moe_patch.cli import main
 from moe_patch.quant import fp8
 from tests import tiny_models
+from tests.cli_calls import answer
 from tests.numerics import assert_bits, rel_err
 from tests.quant_models import logits, quantised
 
@@ -22,10 +24,11 @@ WIDTH = 128  # gate and up have blocks of their own in such a file
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path: Path, capsys: Any) -> Path:
     """Every projection of experts and attention in e4m3 with ``weight_scale_inv`` beside it."""
     model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=WIDTH)
     model.save_pretrained(tmp_path)
+    capsys.readouterr()  # its progress
     tensors = {}
     for name, value in load_file(tmp_path / "model.safetensors").items():
         tensors[name] = value
@@ -76,6 +79,15 @@ def test_a_model_that_transformers_loaded_is_taken_over(checkpoint: Path, monkey
     patch_model(quantize_experts(model, "fp8"))
     kept = [one.weight.packed.data_ptr() for one in quantised(model)][1::2]
     assert kept == stored
+
+
+def test_inspect_says_what_is_taken_as_stored(checkpoint: Path, capsys: Any) -> None:
+    assert main(["inspect", str(checkpoint)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("experts in")]
+    assert [line.partition(":")[0] for line in lines] == [
+        "experts in nf4 (quantize_experts)", "experts in fp8 (as stored, load_quantized)",
+    ]  # fmt: skip
+    assert answer(capsys, "inspect", str(checkpoint))["quantised_with"] == "fp8"
 
 
 def test_a_checkpoint_that_transformers_dequantises_is_named(checkpoint: Path, caplog: Any) -> None:

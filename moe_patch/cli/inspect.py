@@ -39,6 +39,8 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Print the blocks; status 1 if one is refused."""
+    from moe_patch.quant.memory import stored_method
+
     device = models.device_of(args)
     with progress(2, "reading the config") as steps:
         config = models.load_config(args.model)
@@ -50,6 +52,7 @@ def command(args: argparse.Namespace) -> int:
         "model_type": config.model_type,
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
+        "quantised_with": stored_method(config),
         **found,
     }
     if args.json:
@@ -142,7 +145,8 @@ def _print(result: dict[str, Any]) -> None:
         f"({share:.0%} in experts), {bytes_text(result['weight_bytes'])} in {result['dtype']}"
     )
     for storage, count in result["expert_bytes_quantised"].items():
-        how = "as stored, load_quantized" if storage == "mxfp4" else "quantize_experts"
+        stored = storage == result["quantised_with"]
+        how = "as stored, load_quantized" if stored else "quantize_experts"
         print(
             f"experts in {storage} ({how}): {bytes_text(count)} in place of "
             f"{bytes_text(result['expert_bytes'])}"
