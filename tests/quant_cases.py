@@ -102,7 +102,7 @@ def check_close(case: Case, storage: str, dtype: torch.dtype, device: str) -> No
     """As close to fp64 as the dequantised weights are, evaluated eagerly or by the plain kernels.
 
     Of a few tokens eager's distance is a matter of luck; that of the plain kernels, which
-    tests/kernels_cases.py holds to eager's, has the same luck as ours.
+    tests/kernels_checks.py holds to eager's, has the same luck as ours.
     """
     packed = pack_inputs(make_inputs(case, dtype, device), storage)
     wanted, needs = wanted_gradients(packed)

@@ -1,4 +1,4 @@
-"""The Triton experts: tests/kernels_cases.py under the interpreter and on a GPU, and every tile."""
+"""The Triton experts: tests/kernels_checks.py, interpreted and on a GPU, and every tile."""
 
 from __future__ import annotations
 
@@ -32,18 +32,14 @@ from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
 from tests import interpreted
-from tests.kernels_cases import (
+from tests.kernels_cases import LARGE, SILU, Case, make_inputs, run_kernels
+from tests.kernels_checks import (
     CASES,
-    LARGE,
     ROOT,
-    SILU,
-    Case,
     check,
     check_descriptors,
     check_nan_rows,
     check_needs,
-    make_inputs,
-    run_kernels,
 )
 from tests.numerics import FP32, assert_bits, assert_close
 
@@ -52,7 +48,7 @@ from tests.numerics import FP32, assert_bits, assert_close
 def outcomes() -> dict[str, str]:
     """What each case said under the interpreter: an empty string, or its failure."""
     interpreted.skip_without_histogram()
-    return interpreted.run(str(Path(__file__).with_name("kernels_cases.py")))
+    return interpreted.run(str(Path(__file__).with_name("kernels_checks.py")))
 
 
 @pytest.mark.parametrize("case", CASES)
