@@ -61,13 +61,7 @@ def load_quantized(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if storage not in READABLE:
-        raise UnsupportedOptionError(
-            f"load_quantized: storage is {storage!r}; accepted: {', '.join(READABLE)}"
-        )
-    for name, instead in _OWN.items():
-        if name in options:
-            raise UnsupportedOptionError(f"load_quantized: {name} is its own to set; {instead}")
+    _check_options(storage, options)
     load = (model_class or AutoModelForCausalLM).from_pretrained
     config = options.get("config")
     if config is None:
@@ -86,6 +80,16 @@ def load_quantized(
     model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
     state.guard_saving(model)
     return model
+
+
+def _check_options(storage: str, options: dict[str, Any]) -> None:
+    if storage not in READABLE:
+        raise UnsupportedOptionError(
+            f"load_quantized: storage is {storage!r}; accepted: {', '.join(READABLE)}"
+        )
+    for name, instead in _OWN.items():
+        if name in options:
+            raise UnsupportedOptionError(f"load_quantized: {name} is its own to set; {instead}")
 
 
 def _warn_of_plain_experts(path: str, model: Any) -> None:
