@@ -178,6 +178,18 @@ def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, mon
         assert ("ties='torch'" in row.reason) == (ties == "torch")
 
 
+@pytest.mark.parametrize(
+    ("experts", "top_k", "said"), [(64, 33, "top_k=33 of 64 experts"), (513, 2, "513 experts")]
+)
+def test_sizes_that_the_routing_kernels_lack_are_named(experts, top_k, said, monkeypatch):
+    sizes = {"num_experts": experts, "num_experts_per_tok": top_k, "num_hidden_layers": 1}
+    model = patch_model(tiny_models.build("qwen3_moe", **sizes), self_check=False)
+    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    (row,) = patch_report(model)
+    assert (row.router_backend, row.experts_backend) == ("torch", "triton")
+    assert f"routing: {said}" in row.reason
+
+
 # Routing that is no choice by scores: a table of token ids, and samples of a mixture.
 OWN_ROUTING = {"hash_router_forward", "sparsemixer"}
 
