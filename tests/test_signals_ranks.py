@@ -1,7 +1,8 @@
-"""Two ranks: counts and biases under DDP, norms under DDP and FSDP2, layers that one rank skips."""
+"""Two ranks: counts, biases, norms under DDP and FSDP2; layers that one rank skips; debug_nan."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moe_patch import (
     UnsupportedModelError,
     patch_model,
     record,
+    replay_file,
     shadow_results,
     smk_loss,
     update_expert_bias,
@@ -43,7 +45,31 @@ def _rank(rank: int, file: str, folder: str) -> None:
     torch.save([own, closed.load, signs, correction_biases(model), norms], f"{folder}/{rank}.pt")
     _sharded()
     _one_layer_less(rank)
+    _nan_under_fsdp(rank, folder)
     dist.destroy_process_group()
+
+
+def _nan_under_fsdp(rank: int, folder: str) -> None:
+    """A file per rank; the step that wrote it goes on, and so does the next one."""
+    for units in ("layers", "experts"):
+        place = Path(folder, units)
+        model = tiny_models.build("qwen3_moe")
+        patch_model(model, self_check=False, debug_nan=True, debug_dir=str(place))
+        model.model.layers[1].mlp.experts.down_proj.data[3] = float("nan")
+        batch = tiny_models.inputs(model)
+        experts = [layer.mlp.experts for layer in model.model.layers] if units == "experts" else []
+        for unit in (*experts, *model.model.layers, model):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+        with record(model) as recorder:
+            for _ in range(2):
+                tiny_models.loss(model(**batch)).backward()
+        (file,) = place.glob(f"*.rank{rank}.safetensors")
+        result = replay_file(file, "cpu")
+        ids = recorder.layers["model.layers.1.mlp"].ids
+        assert ids is not None
+        bad = (ids == 3).any(-1).nonzero().flatten().tolist()
+        assert result.ours == result.theirs == tuple(bad) != ()
+        assert list(result.parameters) == ["down_proj"]
 
 
 def _one_layer_less(rank: int) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import tensor_file
+from moe_patch.errors import UnsupportedModelError
 from moe_patch.lora import HANDED_DOWN, Factors
 from moe_patch.patch_record import record_of
-from moe_patch.quant.state import to_tensors
-from moe_patch.quant.tensor import QuantTensor, plain
+from moe_patch.quant.tensor import plain
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")
@@ -60,6 +60,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
 
     Raises:
         OSError, UnsupportedOptionError: the file cannot be written.
+        UnsupportedModelError: the module holds parts of its weights only.
     """
     import transformers
 
@@ -73,6 +74,12 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
         scalings[name] = [f.scaling for f in given]
         for i, factors in enumerate(given):
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor":
+            raise UnsupportedModelError(
+                f"{name} is sharded (DTensor); accepted: tensors that are whole in the call, as on "
+                "one device, under DDP and under FSDP"
+            )
     own = _class_of(module)
     about = {
         "path": probe.path,
@@ -126,19 +133,20 @@ def read(file: str | Path) -> NanCall:
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by the names of a fresh module.
 
-    Parametrized ones as evaluated, quantised ones dequantised.
+    Parametrized ones as evaluated, quantised ones dequantised. Not from state_dict: the hooks that
+    FSDP puts there shard the weights again, in the middle of this call.
     """
-    found = dict(module.state_dict())
-    for name, value in module.named_parameters():
-        if isinstance(value, QuantTensor):
-            packed = to_tensors(value.weight, name)
-            found = {n: t for n, t in found.items() if n not in packed} | {name: plain(value)}
+    found: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
-        if (entries := owner._modules.get("parametrizations")) is None:
+        if path.split(".")[-1] == "parametrizations" or ".parametrizations." in f".{path}.":
             continue
         prefix = f"{path}." if path else ""
-        found = {n: t for n, t in found.items() if not n.startswith(f"{prefix}parametrizations.")}
-        found |= {f"{prefix}{name}": getattr(owner, name) for name in entries._modules}
+        passing = owner._non_persistent_buffers_set
+        held = {**owner._parameters, **owner._buffers}
+        held = {name: tensor for name, tensor in held.items() if name not in passing}
+        if (entries := owner._modules.get("parametrizations")) is not None:
+            held |= {name: getattr(owner, name) for name in entries._modules}
+        found |= {f"{prefix}{name}": plain(t) for name, t in held.items() if t is not None}
     return found
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
 from moe_patch.discover import FoundBlock
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import MoePatchError
 from moe_patch.patch_record import record_of
 from moe_patch.signals.slot import eagerly, inside_backward
 
@@ -112,7 +112,7 @@ class Probe:
         found = f"{self.path} ({type(module).__name__}): the first block whose output is not finite"
         try:
             nan_file.write(self, module, args, file)
-        except (OSError, UnsupportedOptionError) as error:
+        except (OSError, MoePatchError) as error:
             # The step is the user's; a full disk must not end it.
             logger.error("moe_patch: %s; its call cannot be kept: %s", found, error)
             return
