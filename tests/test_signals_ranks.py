@@ -22,9 +22,18 @@ from moe_patch import (
     update_expert_bias,
 )
 from moe_patch.signals.updates import keep_updates
+from tests import signals_cases as cases
 from tests import tiny_models
+from tests.adapters import EXPERTS
 from tests.numerics import FP32, FP64, assert_bits, assert_close
-from tests.signals_cases import build, correction_biases, sum_loss
+from tests.signals_cases import (
+    CHECKPOINTS,
+    GRADIENTS,
+    build,
+    checkpointed,
+    correction_biases,
+    sum_loss,
+)
 
 
 def patched(model_type: str) -> Any:
@@ -44,9 +53,31 @@ def _rank(rank: int, file: str, folder: str) -> None:
     norms = {path: layer.grad_norm_params for path, layer in recorder.layers.items()}
     torch.save([own, closed.load, signs, correction_biases(model), norms], f"{folder}/{rank}.pt")
     _sharded()
+    _sharded_with_adapters()
     _one_layer_less(rank)
     _nan_under_fsdp(rank, folder)
     dist.destroy_process_group()
+
+
+def _sharded_with_adapters() -> None:
+    """Layers and experts as units, adapters on the experts, both kinds of checkpoints."""
+    for reentrant in CHECKPOINTS:
+        whole, sharded = (cases.patched("qwen3_moe", layers=2, lora=EXPERTS) for _ in range(2))
+        for model in (whole, sharded):
+            checkpointed(model, reentrant)
+        layers = sharded.get_base_model().model.layers
+        for unit in (*(layer.mlp.experts for layer in layers), *layers, sharded):
+            fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
+        batch = tiny_models.inputs(whole.get_base_model())
+        recorders = []
+        for model in (whole, sharded):
+            with record(model) as recorder:
+                sum_loss(model, batch).backward()
+            recorders.append(recorder)
+        for path, layer in recorders[0].layers.items():
+            for name in ("act_norm", *GRADIENTS, "grad_norm_lora"):
+                found = getattr(recorders[1].layers[path], name)
+                assert_close(found, getattr(layer, name), FP64, name)
 
 
 def _nan_under_fsdp(rank: int, folder: str) -> None:
