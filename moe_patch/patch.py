@@ -43,7 +43,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         The same object.
 
     Raises:
-        UnsupportedModelError: no MoE block, or one that cannot be patched (with ``strict``).
+        UnsupportedModelError: no model, no MoE block, or one that cannot be patched (``strict``).
         UnsupportedOptionError: an option is unknown, wrong, or cannot hold on this model.
         PatchStateError: the model is already patched with another config.
     """
@@ -122,7 +122,13 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
 
     Raises:
         PatchStateError: it carries another one.
+        UnsupportedModelError: it is no model.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"patch_model was given {type(model).__name__} {str(model)[:80]!r}; accepted: a model, "
+            "as from_pretrained returns it"
+        )
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
     if configs - {config}:
         raise PatchStateError(

@@ -207,3 +207,9 @@ def test_a_second_derivative_is_a_named_error_and_the_first_is_not_disturbed(mod
     assert_close(gradient, plain, FP32)
     with pytest.raises(UnsupportedOptionError, match="second derivative.*unpatch_model"):
         gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize("given", ["Qwen/Qwen3-30B-A3B", None, {"a": 1}], ids=str)
+def test_what_is_no_model_is_named(given):
+    with pytest.raises(UnsupportedModelError, match=f"given {type(given).__name__} .*accepted: a"):
+        patch_model(given)
