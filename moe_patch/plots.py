@@ -48,7 +48,9 @@ def load_heatmap(source: Source) -> Any:
 
 
 def load_over_training(source: Source, layer: str | None = None) -> Any:
-    """Experts x steps of one layer, and below it the largest violation and entropy of all layers.
+    """Experts x steps of one layer, and below it the largest violation of all layers.
+
+    Grey, and a gap in the curve, where a layer did not run in a step.
 
     Args:
         source: a recorder whose ``step`` was called after each optimiser step.
@@ -73,7 +75,7 @@ def load_over_training(source: Source, layer: str | None = None) -> Any:
         list(zip(*shares, strict=True)), aspect="auto", cmap="RdBu_r", norm=_around_one(),
         interpolation="nearest", extent=(0.5, len(shares) + 0.5, len(shares[0]) - 0.5, -0.5),
     )  # fmt: skip
-    top.set(ylabel="expert", title=f"Expert load of {layer}")
+    top.set(ylabel="expert", title=f"Expert load of {layer}", facecolor="0.8")
     _integer_ticks(top.yaxis)
     figure.colorbar(image, ax=top, label="times an even share", extend="max", ticks=[0, 1, 2, 3])
     steps = range(1, len(recorder.history) + 1)
