@@ -246,6 +246,9 @@ def test_weights_that_are_not_those_of_the_config_are_named(capsys, tmp_path, we
 def test_a_broken_file_of_weights_is_one_line(capsys, tmp_path, weights):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "MODEL: cannot load" in error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
+    weights.rename(tmp_path / "model.was")
+    (tmp_path / "pytorch_model.bin").write_text("junk")  # whose whole message is a number
+    assert "Error " in error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
 
 
 def test_more_tokens_than_the_memory_holds(capsys, folder):

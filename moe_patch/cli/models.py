@@ -268,5 +268,6 @@ def stir(model: nn.Module, seed: int) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    line = (str(error).strip().splitlines() or [""])[0]
+    # One word, such as a KeyError's, says nothing by itself.
+    return line if " " in line else f"{type(error).__name__} {line}".strip()
