@@ -247,7 +247,7 @@ def test_a_broken_file_of_weights_is_one_line(capsys, tmp_path, weights):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert "MODEL: cannot load" in error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
     weights.rename(tmp_path / "model.was")
-    (tmp_path / "pytorch_model.bin").write_text("junk")  # whose whole message is a number
+    (tmp_path / "pytorch_model.bin").write_text("junk\n")  # whose whole message is a number
     assert "Error " in error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
 
 
