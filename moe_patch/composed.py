@@ -3,36 +3,42 @@
     x_TD -> token rows -> grouped linear -> the module's own gate -> grouped linear
          -> the module's own post-expert norm, if any -> weighted sum over a token's experts
 
-Each step is an operator with autograd; between them runs the model's own code. More is kept for
-backward than in the fused path (the gathered rows, the activation and the expert outputs), and the
-report says which blocks run it.
+Each step is an operator with autograd, the products on either backend; between them runs the
+model's own code. More is kept for backward than in the fused path (the gathered rows, the activation
+and the expert outputs), and the report says which blocks run it.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_patch.backend import choose_backend
 from moe_patch.definition import build_plan
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
-from moe_patch.grouped import Groups
 from moe_patch.plan_rows import gather_sum, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
 
+# Each has a class Groups of the same methods.
+_GROUPS = {"torch": "moe_patch.grouped", "triton": "moe_patch.kernels.groups"}
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
 _lib = torch.library.Library("moe_patch_steps", "DEF")
 _lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")
 _lib.define(f"combine(Tensor y, Tensor? weights, {_PLAN}) -> Tensor")
 _lib.define(f"combine_bwd(Tensor dout, Tensor y, Tensor weights, {_PLAN}) -> (Tensor, Tensor)")
 _lib.define(
-    f"linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, {_PLAN}) -> Tensor"
+    "linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, str backend, "
+    f"{_PLAN}) -> Tensor"
 )
 _lib.define(
     "linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, "
-    f"{_PLAN}, bool[] needs) -> Tensor[]"
+    f"str backend, {_PLAN}, bool[] needs) -> Tensor[]"
 )
 _ops = torch.ops.moe_patch_steps
 
@@ -47,16 +53,19 @@ def experts_composed(
     *,
     lora13: Lora | None = None,
     lora2: Lora | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """out_t = sum_k w_tk * norm(W2_e gate(W13_e x_t + b13_e) + b2_e); arguments as ``experts_mlp``.
 
     Args:
         gate: h_NH -> a_NF, differentiable; the experts module's own.
         post_norm: y_ND -> y_ND, differentiable; None for none.
+        backend: of the grouped products, as in ``experts_mlp``.
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
-    h_NH = grouped_linear(gather_rows(x_TD, plan), w.w13_EHD, plan, w.b13_EH, lora13)
-    y_ND = grouped_linear(gate(h_NH), w.w2_EDF, plan, w.b2_ED, lora2)
+    x_ND = gather_rows(x_TD, plan)
+    h_NH = grouped_linear(x_ND, w.w13_EHD, plan, w.b13_EH, lora13, backend=backend)
+    y_ND = grouped_linear(gate(h_NH), w.w2_EDF, plan, w.b2_ED, lora2, backend=backend)
     if post_norm is not None:
         y_ND = post_norm(y_ND)
     return combine_rows(y_ND, weights_TK, plan).to(x_TD.dtype)
@@ -69,13 +78,27 @@ def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
 
 
 def grouped_linear(
-    x_NI: Tensor, w_EOI: Tensor, plan: Plan, b_EO: Tensor | None = None, lora: Lora | None = None
+    x_NI: Tensor,
+    w_EOI: Tensor,
+    plan: Plan,
+    b_EO: Tensor | None = None,
+    lora: Lora | None = None,
+    *,
+    backend: str = "auto",
 ) -> Tensor:
-    """W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable."""
+    """W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable.
+
+    Args:
+        backend: "auto", "torch" or "triton", as in ``experts_mlp``.
+
+    Raises:
+        UnsupportedOptionError: Triton was asked for and cannot run on this device and dtype.
+    """
     refuse_forward_mode(x_NI, w_EOI, b_EO, *(lora or ())[:2])
     if lora is not None:
         lora = Lora(lora.A_ERI.to(x_NI.dtype), lora.B_EOR.to(x_NI.dtype), lora.scaling)
-    return _ops.linear(x_NI, w_EOI, b_EO, *(lora or (None, None, 1.0)), *plan)
+    chosen = choose_backend(backend, x_NI.device, x_NI.dtype).name
+    return _ops.linear(x_NI, w_EOI, b_EO, *(lora or (None, None, 1.0)), chosen, *plan)
 
 
 def combine_rows(y_ND: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
@@ -103,18 +126,30 @@ def _combine_bwd(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
     return (w_N.unsqueeze(1) * dout_ND).to(y.dtype), dweights_TK
 
 
-def _linear(x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *plan: Any) -> Any:
+@functools.cache
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(_GROUPS[backend])
+
+
+def _groups(backend: str, plan: Plan, like: Tensor) -> Any:
+    """The products of a backend; kernels have no rows to start from where there are none."""
+    return _module(backend if plan.row_of_N.numel() else "torch").Groups(plan, like)
+
+
+def _linear(x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, backend: Any, *plan: Any) -> Any:
     plan = Plan(*plan)
-    groups = Groups(plan, x)
+    groups = _groups(backend, plan, x)
     with torch.autocast(x.device.type, enabled=False):
         low_rank = None if a is None else (groups.linear(x, a), Lora(a, lb, s))
         y = groups.linear(x, w, b, low_rank)
     return y.masked_fill_((plan.row_of_N < 0).unsqueeze(1), 0.0)
 
 
-def _linear_bwd(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args: Any) -> Any:
+def _linear_bwd(
+    dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, backend: Any, *args: Any
+) -> Any:
     *plan, needs = args
-    groups = Groups(Plan(*plan), x)
+    groups = _groups(backend, Plan(*plan), x)
     lora = None if a is None else Lora(a, lb, s)
     dy = dy.contiguous()
     empty = x.new_empty(0)
@@ -149,22 +184,18 @@ def _combine_backward(ctx: Any, dout: Any) -> Any:
 
 
 def _linear_setup(ctx: Any, inputs: Any, output: Any) -> Any:
-    *tensors, s, row_of_N, slot_of_TK, offsets = inputs
+    *tensors, s, backend, row_of_N, slot_of_TK, offsets = inputs
     ctx.save_for_backward(*tensors, row_of_N, slot_of_TK, offsets)
-    ctx.s = s
+    ctx.s, ctx.backend = s, backend
 
 
 def _linear_backward(ctx: Any, dy: Any) -> Any:
     *tensors, row_of_N, slot_of_TK, offsets = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:5])
-    grads = _ops.linear_bwd(dy, *tensors, ctx.s, row_of_N, slot_of_TK, offsets, needs)
-    return (
-        *(g if need else None for g, need in zip(grads, needs, strict=True)),
-        None,
-        None,
-        None,
-        None,
-    )
+    plan = row_of_N, slot_of_TK, offsets
+    grads = _ops.linear_bwd(dy, *tensors, ctx.s, ctx.backend, *plan, needs)
+    others = [None] * (2 + len(plan))
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), *others
 
 
 def _rows_fake(x: Any, row_of_N: Any, slot_of_TK: Any, offsets: Any) -> Any:

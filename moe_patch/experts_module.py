@@ -252,7 +252,8 @@ def run_experts(
     if glu is None:
         if batch_invariant:
             refuse_batch_invariant(f"{type(experts).__name__} runs its own activation or norm")
-        out_TD = _run_composed(experts, layout, x_TD, ids_TK, weights_TK, tensors, signals)
+        args = x_TD, ids_TK, weights_TK, tensors, signals, backend
+        out_TD = _run_composed(experts, layout, *args)
     else:
         out_TD = experts_mlp(
             x_TD,
@@ -278,6 +279,7 @@ def _run_composed(
     weights_TK: Tensor,
     tensors: ExpertTensors,
     signals: Signals | None,
+    backend: str,
 ) -> Tensor:
     """The module's own activation and post-expert norm between grouped products."""
     gate = _activation(experts, layout)
@@ -286,13 +288,5 @@ def _run_composed(
     if signals is not None:
         norms = RowNorms(signals, x_TD, ids_TK, w.w13_EHD.shape[0], w.b13_EH is not None)
         gate, post_norm = norms.gate(gate), norms.post(post_norm)
-    return experts_composed(
-        x_TD,
-        ids_TK,
-        weights_TK,
-        w,
-        gate,
-        post_norm,
-        lora13=tensors.lora13,
-        lora2=tensors.lora2,
-    )
+    args = x_TD, ids_TK, weights_TK, w, gate, post_norm
+    return experts_composed(*args, lora13=tensors.lora13, lora2=tensors.lora2, backend=backend)

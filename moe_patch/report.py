@@ -116,8 +116,8 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     if not found.experts:
         choice = choose_backend("torch", device, dtype)
     elif (glu := read_glu(found.experts[0][1], spec)) is None:
-        choice = choose_backend("torch", device, dtype)
-        reason = "the experts' own activation, norm or layout runs between grouped products"
+        between = "the experts' own activation, norm or layout runs between grouped products"
+        reason = "; ".join(part for part in (between, reason) if part)
     elif choice.name == "triton" and device.type == "cuda":
         reason = _unusual_kernels(found, glu, device)
     return BlockReport(

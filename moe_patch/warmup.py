@@ -20,7 +20,7 @@ from moe_patch.backend import choose_backend
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.experts_module import compute_dtype, layout_of, read_glu, stored_weight
+from moe_patch.experts_module import compute_dtype, layout_of, stored_weight
 from moe_patch.families.spec import Arg, read
 from moe_patch.patch import patch_model
 from moe_patch.patch_record import ModulePatch, record_of
@@ -211,8 +211,8 @@ def _unready(found: FoundBlock) -> str:
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
     if choice.name == "torch":
         return f"nothing to compile on the torch backend ({choice.reason})"
-    if read_glu(found.experts[0][1], found.spec) is None:
-        return "nothing to compile: its experts run between grouped products of torch"
+    if found.spec.experts_forward is not None:
+        return "its experts have a forward of their own, which is not run ahead"
     return ""
 
 

@@ -70,7 +70,7 @@ def test_opcheck_of_every_step(full, columns_first) -> None:
     rows = steps.rows(x, *plan).detach().requires_grad_()
     torch.library.opcheck(steps.rows.default, (x, *plan))
     torch.library.opcheck(steps.combine.default, (rows, weights, *plan))
-    args = (rows, w.w13_EHD, w.b13_EH, *(lora13 or (None, None, 1.0)), *plan)
+    args = (rows, w.w13_EHD, w.b13_EH, *(lora13 or (None, None, 1.0)), "torch", *plan)
     torch.library.opcheck(steps.linear.default, args)
 
 

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch import backend, patch_model, patch_report
-from moe_patch.kernels import experts, product_key, routing, routing_losses
+from moe_patch.kernels import experts, groups, product_key, routing, routing_losses
 from tests import interpreted, test_router_losses, test_routing_doge, tiny_models
 from tests.adapters import EXPERTS, adapted_pair, assert_same_step, lora_config, recipe
 from tests.numerics import FP32
@@ -94,15 +94,29 @@ def check_llama4_adapters(device: str) -> None:
         assert_same_step(pair)
 
 
-def check_dbrx(device: str) -> None:
-    """The block chooses from the router's logits; its experts run between grouped products."""
-    reference = tiny_models.build("dbrx")
+# Families whose own code runs between grouped products, and how far fp32 results may be apart.
+COMPOSED = {"dbrx": 2 * FP32, "jetmoe": 2 * FP32, "muse_spark": 2 * FP32, "step3p7": 2 * FP32}
+STACKS = ["input_linear.weight", "output_linear.weight"]
+GROUPED = (groups, "grouped_linear"), (groups, "outer_sum")
+
+
+def check_composed(model_type: str, device: str) -> None:
+    """Routers and products on Triton, the model's own activation, norm or layout between them."""
+    reference = tiny_models.build(model_type)
     model = copy.deepcopy(reference)
     batch = tiny_models.inputs(reference)
-    with on_triton((routing, "route_forward"), (routing, "route_backward")):
+    with on_triton(*BOTH[:2], *GROUPED):
         patch_model(model, self_check=False)
-        assert {row.router_backend for row in patch_report(model)} == {"triton"}
-        assert_parity(run_model(model, batch), run_model(reference, batch), 2 * FP32)
+        for row in patch_report(model):
+            assert (row.router_backend, row.experts_backend) == ("triton", "triton")
+        assert_parity(run_model(model, batch), run_model(reference, batch), COMPOSED[model_type])
+
+
+def check_composed_adapters(model_type: str, targets: list[str], device: str) -> None:
+    with on_triton(*GROUPED):
+        pair = adapted_pair(model_type, targets, patch={"self_check": False})
+        assert any(row.lora.startswith("fused") for row in patch_report(pair.ours))
+        assert_same_step(pair)
 
 
 def check_doge(device: str) -> None:
@@ -123,7 +137,8 @@ CASES: dict[str, Callable[[str], None]] = {
     **{name: partial(check_model, name) for name in ("deepseek_v3", "gpt_oss", "mixtral")},
     **{f"lora-{name}": partial(check_adapters, name) for name in ("qwen3_moe", "gpt_oss")},
     "lora-llama4": check_llama4_adapters,
-    "dbrx": check_dbrx,
+    **{name: partial(check_composed, name) for name in COMPOSED},
+    "lora-jetmoe": partial(check_composed_adapters, "jetmoe", STACKS),
     "doge": check_doge,
     "router_losses": check_router_losses,
 }

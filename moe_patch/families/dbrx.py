@@ -6,6 +6,7 @@ concatenated copy of them is made.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -62,8 +63,9 @@ def experts_forward(
     w1_EFD, v1_EFD, w2_EFD = (w.view(E, F, D).to(dtype) for w in (mlp.w1, mlp.v1, mlp.w2))
     plan = build_plan(ids_TK, E)
     x_ND = gather_rows(hidden.reshape(-1, D).to(dtype), plan)
-    gate_NF, up_NF = grouped_linear(x_ND, w1_EFD, plan), grouped_linear(x_ND, v1_EFD, plan)
-    y_ND = grouped_linear(mlp.activation_fn(gate_NF) * up_NF, w2_EFD.mT, plan)
+    linear = functools.partial(grouped_linear, plan=plan, backend=record.config.backend)
+    a_NF = mlp.activation_fn(linear(x_ND, w1_EFD)) * linear(x_ND, v1_EFD)
+    y_ND = linear(a_NF, w2_EFD.mT)
     out_TD = combine_rows(y_ND, weights_TK, plan)
     shape = hidden.shape if hidden.dim() == 3 else (hidden.shape[0], 1, D)
     return out_TD.to(hidden.dtype).view(shape)

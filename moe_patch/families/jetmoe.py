@@ -52,7 +52,8 @@ def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: P
 
     dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
     w_EOI, lora = read_projection(experts, "weight", False, dtype, record.config.fuse_lora)
-    return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora)
+    backend = record.config.backend
+    return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora, backend=backend)
 
 
 @bound
