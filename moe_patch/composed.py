@@ -4,8 +4,8 @@
          -> the module's own post-expert norm, if any -> weighted sum over a token's experts
 
 Each step is an operator with autograd, the products on either backend; between them runs the
-model's own code. More is kept for backward than in the fused path (the gathered rows, the activation
-and the expert outputs), and the report says which blocks run it.
+model's own code. More is kept for backward than in the fused path (the gathered rows, the
+activation and the expert outputs), and the report says which blocks run it.
 """
 
 from __future__ import annotations
