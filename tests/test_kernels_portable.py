@@ -48,10 +48,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # A Triton that they do not know leaves them out of the modules that choose.
     for module, kernels in ((up, up_hopper), (rows, rows_hopper), (dh, dh_hopper), (dw, dw_hopper)):
         monkeypatch.setattr(module, kernels.__name__.rpartition(".")[2], kernels, raising=False)
-    with (
-        mock.patch("moe_patch.kernels.device.INTERPRETER", card),
-        mock.patch.object(triton, "__version__", "3.6.0+git9844da95"),
-    ):
+    # Not by mock: a test sets the version anew, and what was set last has to be undone first.
+    monkeypatch.setattr(triton, "__version__", "3.6.0+git9844da95")
+    with mock.patch("moe_patch.kernels.device.INTERPRETER", card):
         yield
 
 

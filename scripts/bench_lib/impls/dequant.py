@@ -104,6 +104,14 @@ def build(inputs: QuantInputs, point: Point) -> Program:
     return Program(partial(layer, inputs, up, down), inputs.leaves())
 
 
+def obstacle(point: Point, device: torch.device) -> str | None:
+    """bitsandbytes' own limit."""
+    if point.dtype == "nf4" and device.type != "cuda":
+        return f"bitsandbytes decodes into a given buffer on CUDA devices only, this is {device}"
+    return None
+
+
 DEQUANT = Impl(
-    "dequant_grouped_mm", build, peer=True, covers=lambda point: point.dtype in ("nf4", "fp8")
-)
+    "dequant_grouped_mm", build, peer=True, obstacle=obstacle,
+    covers=lambda point: point.dtype in ("nf4", "fp8"),
+)  # fmt: skip
