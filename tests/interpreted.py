@@ -43,8 +43,17 @@ def skip_without_histogram() -> None:
         pytest.skip(f"the interpreter of triton {triton.__version__} stores histograms as int64")
 
 
-def report(cases: Mapping[str, Callable[[str], None]]) -> None:
-    """Run every case on the CPU with poisoned memory and print the outcomes as one line of JSON."""
+def report(cases: Mapping[str, Callable[[str], None]], row_block: int = 32) -> None:
+    """Run every case on the CPU with poisoned memory and print the outcomes as one line of JSON.
+
+    Args:
+        cases: by name.
+        row_block: rows that the plan sorts at a time, which changes no result: as many as on a GPU
+            take the interpreter two seconds a plan.
+    """
+    from moe_patch.kernels import plan
+
+    plan.ROW_BLOCK = row_block
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     said = {}

@@ -41,15 +41,17 @@ GPU_BLOCKS = [
     (5, 1, 5, 128, 8, torch.uint8),
 ]
 
+# Rows of a block under the interpreter; 512 on a GPU.
+ROW_BLOCK = 64
 # T, K, E, rows of a tile: at most one block of rows, and then some
 TOGETHER = [
     *((T, 8, E, 16) for E in (5, 128) for T in (0, 1, 7)),
-    (64, 8, 128, 16),  # a whole block
+    *((T, 8, 128, 16) for T in (8, 64)),  # a whole block
     (1, 8, 1, 16),
     (7, 8, 64, 64),
     (7, 2, 512, 1),
-    (64, 8, 5, 16),  # tens of tiles of one expert
-    (65, 8, 5, 16),  # more than a block
+    *((T, 8, 5, 16) for T in (8, 64)),  # many tiles of one expert
+    *((T, 8, 5, 16) for T in (9, 65)),  # more than a block
 ]
 
 
@@ -177,4 +179,4 @@ def test_gpu_sizes(case: tuple, poisoned_memory: None) -> None:
 
 
 if __name__ == "__main__":
-    interpreted.report(CASES)
+    interpreted.report(CASES, ROW_BLOCK)
