@@ -95,15 +95,12 @@ def launch_packed(dtype: torch.dtype) -> None:
 
 
 def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:
-    """Decoding in front of the product, wherever a call could choose it, whatever the Triton."""
+    """Decoding in front of the product, wherever a call of this Triton could choose it."""
     E, O, I = w.shape
     inputs = torch.empty(tiles.count, I, device="meta", dtype=w.dtype)
     low_rank = inputs[:, :16].contiguous(), torch.empty(E, O, 16, device="meta", dtype=w.dtype)
     for mean in (1, 256):
-        with (
-            mock.patch.object(rows_packed, "known_triton", return_value=True),
-            mock.patch.object(rows_packed, "_MOST_ROWS", {w.storage: mean}),
-        ):
+        with mock.patch.object(rows_packed, "_MOST_ROWS", {w.storage: mean}):
             tile = rows_packed.decoding_tile(w, w.dtype, device_of(inputs), mean * E)
         if tile is not None:
             result = torch.float32 if w.transposed else w.dtype

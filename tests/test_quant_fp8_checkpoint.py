@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -21,6 +23,13 @@ from tests.numerics import assert_bits, rel_err
 from tests.quant_models import logits, quantised
 
 WIDTH = 128  # gate and up have blocks of their own in such a file
+
+
+# 5.16 fails before it reads a weight: it looks up the experts' implementation, and none is chosen.
+loads_fp8 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.17"),
+    reason=f"transformers {transformers.__version__} loads no FP8 checkpoint of experts",
+)
 
 
 @pytest.fixture
@@ -45,6 +54,7 @@ def checkpoint(tmp_path: Path, capsys: Any) -> Path:
     return tmp_path
 
 
+@loads_fp8
 def test_bytes_and_scales_are_those_of_the_file(
     checkpoint: Path, monkeypatch: Any, caplog: Any
 ) -> None:
@@ -69,6 +79,7 @@ def test_bytes_and_scales_are_those_of_the_file(
         model.save_pretrained(checkpoint / "again")
 
 
+@loads_fp8
 def test_a_model_that_transformers_loaded_is_taken_over(checkpoint: Path, monkeypatch: Any) -> None:
     """patch_model alone refuses it and says what takes it over."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
@@ -90,6 +101,7 @@ def test_inspect_says_what_is_taken_as_stored(checkpoint: Path, capsys: Any) -> 
     assert answer(capsys, "inspect", str(checkpoint))["quantised_with"] == "fp8"
 
 
+@loads_fp8
 def test_a_checkpoint_that_transformers_dequantises_is_named(checkpoint: Path, caplog: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("this device may compute in FP8")

@@ -200,6 +200,9 @@ def test_every_family_on_a_pretended_gpu(model_type, monkeypatch):
     model = patch_model(tiny_models.build(model_type), self_check=False)
     monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
     for row in patch_report(model):
+        if row.tier == "experts":  # in releases before the entry's first
+            assert row.router_backend == "transformers"
+            continue
         own = row.router in OWN_ROUTING
         assert row.router_backend == ("torch" if own else "triton")
         assert ("the family routes in a forward of its own" in row.reason) == own
