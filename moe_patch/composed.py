@@ -22,7 +22,7 @@ from torch import Tensor
 from moe_patch.backend import choose_backend
 from moe_patch.definition import build_plan
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
-from moe_patch.plan_rows import gather_sum, rows_to_slots, token_rows
+from moe_patch.plan_rows import gather_sum, row_weights, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 # Each has a class Groups of the same methods.
@@ -118,12 +118,9 @@ def _combine(y: Any, weights: Any, *plan: Any) -> Any:
 def _combine_bwd(dout: Any, y: Any, weights: Any, *plan: Any) -> Any:
     plan = Plan(*plan)
     dout_ND = token_rows(dout, plan)
-    valid_N = plan.row_of_N >= 0
-    flat_N = weights.reshape(-1).index_select(0, plan.row_of_N.clamp(min=0).long())
-    w_N = torch.where(valid_N, flat_N, 0.0)
     wide = torch.promote_types(y.dtype, torch.float32)
     dweights_TK = rows_to_slots((dout_ND.to(wide) * y.to(wide)).sum(-1), plan).to(weights.dtype)
-    return (w_N.unsqueeze(1) * dout_ND).to(y.dtype), dweights_TK
+    return (row_weights(weights, plan).unsqueeze(1) * dout_ND).to(y.dtype), dweights_TK
 
 
 @functools.cache
