@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import tiny_models
+from tests import interpreted, tiny_models
 
 # Tiny tensors: threads of one operator only wait for each other, more so beside another worker.
 torch.set_num_threads(1)
@@ -23,6 +23,13 @@ def _seeded() -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Where a test that asks for it runs: on the CPU, and again with ``-m gpu`` on the GPU."""
     return request.param
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What each of a test file's CASES said under the interpreter: empty, or its failure."""
+    interpreted.skip_without_histogram()
+    return interpreted.run(request.module.__file__)
 
 
 @pytest.fixture

@@ -84,13 +84,6 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """What each case said under the interpreter: an empty string, or its failure."""
-    interpreted.skip_without_histogram()
-    return interpreted.run(__file__)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == ""
