@@ -53,6 +53,20 @@ def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:
 
 
 @pytest.mark.gpu
+def test_gpu_a_tensor_on_the_host_is_refused_at_every_call() -> None:
+    """By the driver, once the kernel is known too: its address would be read on the device."""
+    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
+    w = ExpertWeights(torch.randn(8, 64, 64, **bf16), torch.randn(8, 64, 32, **bf16))
+    x_TD, weights_TK = torch.randn(3, 64, **bf16), torch.rand(3, 2, **bf16)
+    ids_TK = torch.tensor([[5, 2], [0, 1], [7, 3]], device="cuda")
+    out_TD = experts_mlp(x_TD, ids_TK, weights_TK, w, SILU, backend="triton")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="cpu tensor"):
+            experts_mlp(x_TD, ids_TK, weights_TK.cpu(), w, SILU, backend="triton")
+    assert_bits(experts_mlp(x_TD, ids_TK, weights_TK, w, SILU, backend="triton"), out_TD)
+
+
+@pytest.mark.gpu
 def test_gpu_alignment_and_types_choose_the_kernel(poisoned_memory: None) -> None:
     """Calls that differ in nothing but these, in turns: each meets a kernel that reads them."""
     E, K, D, F = 8, 2, 64, 32

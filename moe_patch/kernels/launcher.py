@@ -77,7 +77,8 @@ class Launcher:
             self._driver, self._compiled = active, {}
         device = operands[-1].get_device()
         options = tuple(constants.values()) if made is None else made
-        key = (device, *map(_kind, operands), fixed, options)
+        kinds, handles = _read(operands, device)
+        key = (device, *kinds, fixed, options)
         found = self._compiled.get(key)
         if found is not None:
             compiled, tail = found
@@ -88,7 +89,7 @@ class Launcher:
             else:  # the same, without what only hooks read
                 compiled.run(
                     *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                    *operands, *varying, *fixed, *tail,
+                    *handles, *varying, *fixed, *tail,
                 )  # fmt: skip
             return
         constants = constants if made is None else made
@@ -99,8 +100,21 @@ class Launcher:
             self._compiled[key] = compiled, tuple(constants[name] for name in names)
 
 
-def _kind(operand: Any) -> Hashable:
-    """What Triton compiles anew for: the dtype and alignment of a tensor, a descriptor's box."""
-    if isinstance(operand, Tensor):
-        return operand.dtype if operand.data_ptr() % 16 == 0 else (operand.dtype,)
-    return operand.base.dtype, *operand.block_shape
+def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[Any]]:
+    """What Triton compiles anew for, and what a launch takes: addresses, and descriptors as such.
+
+    Of a tensor Triton asks its address once more, and the driver about the address. A tensor that
+    is elsewhere has a kind of its own, which is never compiled: Triton refuses it.
+    """
+    kinds: list[Hashable] = []
+    handles: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            address = operand.data_ptr()
+            kind = operand.dtype if address % 16 == 0 else (operand.dtype,)
+            kinds.append(kind if operand.get_device() == device else (kind, operand.device))
+            handles.append(address)
+        else:
+            kinds.append((operand.base.dtype, *operand.block_shape))
+            handles.append(operand)
+    return kinds, handles
