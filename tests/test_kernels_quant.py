@@ -58,7 +58,7 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
 
     bf16 = torch.bfloat16
     assert [chosen("nf4", rows, hopper, bf16) for rows in (0, 1, 256, 512)] == [True] * 3 + [False]
-    assert not chosen("fp8", 1, hopper, bf16)
+    assert [chosen("fp8", rows, hopper, bf16) for rows in (1, 512, 1024)] == [True] * 2 + [False]
     assert not chosen("nf4", 1, ampere, bf16)
     assert not chosen("nf4", 1, hopper, torch.float32)
     mxfp4 = packed_like(torch.randn(4, 128, 192), "mxfp4")

@@ -30,7 +30,7 @@ class Segment:
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
-# Its row at one size is at the end of the grid.
+# Its rows at one shape are a segment of their own.
 _SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
 _CHECKPOINTED = ("qwen3_30b_12L_4x4096_ckpt", "qwen3_30b_12L_1x16384_ckpt")
 _PLAIN = ("qwen3_30b_12L_4x4096", "qwen3_30b_12L_1x16384")
@@ -51,6 +51,7 @@ PRESETS = {
         Segment(
             "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
         ),
+        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
         Segment("model", "model", shapes=_CHECKPOINTED),
         # SonicMoE times some 80 tiles at each new size, hence segments of its own.
         Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384, 32768)),
@@ -69,6 +70,5 @@ PRESETS = {
         Segment("routing_short", "routing", shapes=("E128_K8",), tokens=(1, 64)),
         Segment("sonicmoe_short", "experts", ("sonicmoe",), ("qwen3_30b",), (4096,)),
         Segment("experts_short", "experts", _EXPERTS, _LARGE, (4096,)),
-        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
     ),
 }
