@@ -54,7 +54,7 @@ def check(size: str, dtype: torch.dtype, turned: bool, device: str, T: int = 19,
 
     ids_TK = torch.randint(0, E, (T, K), device=device)
     ids_TK[ids_TK == 1] = 0  # one without rows
-    ids_TK[0] = torch.tensor([-1, E], device=device)
+    ids_TK[0, 0], ids_TK[0, 1:] = -1, E
     plan = build_plan(ids_TK, E)
     t = {
         "x": random(T * K, I), "dy": random(T * K, O), "b": random(E, O),

@@ -1,4 +1,4 @@
-"""The 16 levels of NF4 in a kernel: from memory, or on a GPU by permuting bytes in registers."""
+"""The 16 levels of NF4 in a kernel: from memory, or on a GPU out of the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -10,47 +10,36 @@ import triton.language as tl
 from moe_patch.quant import nf4
 
 
-def _words(byte: int) -> list[str]:
-    """One byte of each level's fp32 pattern, four levels to a 32-bit word."""
-    patterns = [struct.pack("<f", level)[byte] for level in nf4.LEVELS]
-    return [
-        f"0x{int.from_bytes(bytes(patterns[i : i + 4]), 'little'):08x}" for i in range(0, 16, 4)
-    ]
+def _lane_level() -> list[str]:
+    """PTX for the level that this lane holds, by the four bits of its place: the same in a loop."""
+    lines = [".reg .u32 lane, bit;", ".reg .pred p<4>;", "mov.u32 lane, %laneid;"]
+    for bit in range(4):
+        lines += [f"and.b32 bit, lane, {1 << bit};", f"setp.ne.u32 p{bit}, bit, 0;"]
+    held = [f"0x{int.from_bytes(struct.pack('<f', x), 'little'):08x}" for x in nf4.LEVELS]
+    for bit in range(4):
+        pairs = list(zip(held[::2], held[1::2], strict=True))
+        lines.append(f".reg .b32 l{bit}_<{len(pairs)}>;")
+        held = [f"l{bit}_{i}" for i in range(len(pairs))]
+        lines += [
+            f"selp.b32 {name}, {odd}, {even}, p{bit};"
+            for name, (even, odd) in zip(held, pairs, strict=True)
+        ]
+    return lines
 
 
 def _assembly() -> str:
     """PTX for four bytes in $8: levels of the high halves to $0..$3, of the low ones to $4..$7.
 
-    A byte permutation picks by three bits from eight bytes, so each byte of four levels takes two
-    of them and a choice by the fourth bit; a transposition of four words then makes the levels.
+    A lane is asked for by the lower four bits of an index, where lanes stay among their 16
+    (0x101f): what else a shifted word holds does no harm.
     """
-    lines = [".reg .u32 h, s, m, lo, hi, p0, p1, p2, p3, t0, t1, t2, t3;"]
-    for pair in (0, 1):
-        lines += [
-            f"shr.u32 h, $8, {16 * pair};",
-            "and.b32 s, h, 0x7777;",
-            # 0xff in byte i where index i has its fourth bit: 0x80 has a sign to replicate.
-            "prmt.b32 m, 0x80808080, 0x80808080, h;",
-            "and.b32 m, m, 0x01010101;",
-            "mul.lo.u32 m, m, 255;",
-        ]
-        for byte in range(4):
-            a, b, c, d = _words(byte)
+    lines = [*_lane_level(), ".reg .u32 index;"]
+    for byte in range(4):
+        for target, bit in ((byte, 8 * byte + 4), (4 + byte, 8 * byte)):
             lines += [
-                f"prmt.b32 lo, {a}, {b}, s;",
-                f"prmt.b32 hi, {c}, {d}, s;",
-                f"lop3.b32 p{byte}, lo, hi, m, 0xd8;",
+                f"shr.u32 index, $8, {bit};",
+                f"shfl.sync.idx.b32 ${target}, l3_0, index, 0x101f, 0xffffffff;",
             ]
-        lines += [
-            "prmt.b32 t0, p0, p1, 0x5140;",
-            "prmt.b32 t1, p2, p3, 0x5140;",
-            "prmt.b32 t2, p0, p1, 0x7362;",
-            "prmt.b32 t3, p2, p3, 0x7362;",
-            f"prmt.b32 ${4 + 2 * pair}, t0, t1, 0x5410;",
-            f"prmt.b32 ${2 * pair}, t0, t1, 0x7632;",
-            f"prmt.b32 ${5 + 2 * pair}, t2, t3, 0x5410;",
-            f"prmt.b32 ${1 + 2 * pair}, t2, t3, 0x7632;",
-        ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -59,7 +48,10 @@ _ASSEMBLY: tl.constexpr = tl.constexpr(_assembly())
 
 @triton.jit
 def nf4_levels(byte, levels_ptr, FAST: tl.constexpr):
-    """fp32 levels of the high and of the low half of each byte."""
+    """fp32 levels of the high and of the low half of each byte.
+
+    FAST needs a GPU of CUDA, and all lanes of a warp at one place.
+    """
     if FAST:
         return tl.inline_asm_elementwise(
             _ASSEMBLY,
