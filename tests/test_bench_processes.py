@@ -1,6 +1,7 @@
 """The benchmark's processes: budgets, crashes, deadlines, warming up."""
 
 import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -90,6 +91,17 @@ def test_a_child_ends_with_its_parent(tmp_path):
     assert process_.stdout.readline() == "measuring\n"
     process_.stdin.close()
     assert process_.wait(timeout=20) == -signal.SIGKILL
+
+
+def test_what_was_tuned_among_other_processes_is_forgotten(tmp_path):
+    """And nothing else: neither kernels nor what a measuring process chose before."""
+    folder = tmp_path / "quack" / "KEY"
+    folder.mkdir(parents=True)
+    for name, when in (("old.autotune.json", 100), ("new.autotune.json", 200), ("new.o", 200)):
+        (folder / name).touch()
+        os.utime(folder / name, (when, when))
+    warmup.forget_tuning(tmp_path, since=150)
+    assert sorted(file.name for file in folder.iterdir()) == ["new.o", "old.autotune.json"]
 
 
 def test_a_warm_up_compiles_each_kernel_in_one_process():

@@ -28,16 +28,20 @@ class Timeout(RuntimeError):
     """The time for the whole run is over."""
 
 
+def cache_of(peers: Path) -> Path:
+    """What peers compile and tune stays beside them, for the next run on a card of this kind."""
+    return peers.parent / "cache"
+
+
 def _environment(peers: Path | None, warm: bool) -> dict[str, str]:
     env = dict(os.environ)
     if peers is not None:
         paths = [peers, peers / "nvidia_cutlass_dsl" / "python_packages"]
         inherited = [env["PYTHONPATH"]] if "PYTHONPATH" in env else []
         env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
-        # What peers compile and tune stays beside them, for the next run on a card of this kind.
-        cache = peers.parent / "cache"
+        cache = cache_of(peers)
         env |= {"TRITON_CACHE_DIR": str(cache / "triton"), "QUACK_CACHE_DIR": str(cache / "quack")}
-        # Tuning among other processes would keep a bad choice.
+        # Tuning among other processes would keep a bad choice (see warmup.forget_tuning).
         if not warm:
             env |= {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
     return env

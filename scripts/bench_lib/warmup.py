@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from bench_lib.child import Task
-from bench_lib.process import Child
+from bench_lib.process import Child, cache_of
 from bench_lib.runner import Group, Plan, known_obstacle
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl
@@ -47,7 +48,17 @@ def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Itera
                 tasks = tuple(Task(impl.name, p) for p in points)
                 group = Group(plan, impl if impl.peer else None, tasks)
                 waiting.setdefault((plan.op.name, impl.name, *where), group)
+    since = time.time()
     yield from _run_warm(run, list(waiting.values()), jobs, limit_s)
+    for peers in {group.plan.peers for group in waiting.values()} - {None}:
+        forget_tuning(cache_of(peers), since)
+
+
+def forget_tuning(cache: Path, since: float) -> None:
+    """What SonicMoE chose since then, among other processes, and keeps: it is to choose again."""
+    for file in (cache / "quack").rglob("*.autotune.json"):
+        if file.stat().st_mtime >= since:
+            file.unlink()
 
 
 def _run_warm(run: str, waiting: list[Group], jobs: int, limit_s: float) -> Iterator[str]:
