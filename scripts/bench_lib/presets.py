@@ -46,15 +46,16 @@ PRESETS = {
     ),
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
+        # SonicMoE times some 80 tiles at each new size, hence segments of its own.
+        Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384, 32768)),
         Segment("lora", "lora", _LORA, _SMALL, left_out=_SLOW_TO_TUNE),
         Segment("experts_large", "experts", _EXPERTS, _LARGE, (16384,)),
+        Segment("sonicmoe_others", "experts", ("sonicmoe",), ("olmoe", *_LARGE), (16384,)),
         Segment(
             "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
         ),
         Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
         Segment("model", "model", shapes=_CHECKPOINTED),
-        # SonicMoE times some 80 tiles at each new size, hence segments of its own.
-        Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384, 32768)),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 4, 16, 64)),
         Segment("signals", "signals", passes=("fwd+bwd",)),
         Segment("routing", "routing", ("moe_patch", "torch"), tokens=(32768,)),
@@ -62,7 +63,6 @@ PRESETS = {
         Segment("plan", "plan"),
         Segment("quantised", "quantised"),
         Segment("routing_compiled", "routing", ("torch_compile",), tokens=(32768,)),
-        Segment("sonicmoe_others", "experts", ("sonicmoe",), ("olmoe", *_LARGE), (16384,)),
         Segment("model_plain", "model", shapes=_PLAIN),
         Segment("experts_long", "experts", _EXPERTS[:2], _LARGE, (32768,)),
         Segment("variants", "experts", _VARIANTS, ("qwen3_30b",), (16384,)),
