@@ -108,6 +108,8 @@ def experts_backward(
     plan: Plan,
     kept: Kept,
     needs: ExpertsNeeds,
+    *,
+    overwrite_h: bool = False,
 ) -> ExpertsBackward:
     """All gradients that ``needs`` asks for; nothing is computed for the others.
 
@@ -116,6 +118,7 @@ def experts_backward(
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
         plan, kept: what forward returned; what is empty is computed again.
         needs: which gradients to return.
+        overwrite_h: h may be written on; no use is made of that here.
 
     Returns:
         ExpertsBackward; each gradient in the dtype and layout of its input.

@@ -47,11 +47,14 @@ _lib.define(
     f"experts.inference(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) "
     "-> Tensor"
 )
-_lib.define(
-    f"experts_bwd(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, "
-    "Tensor slot_of_TK, Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, "
-    "Tensor[] scales) -> Tensor[]"
-)
+# Where backward comes but once, the gradient of h takes its place: so much less at the peak.
+_BACKWARD_OVERLOADS = {"": "Tensor", ".over_h": "Tensor(a!)"}
+for _overload, _h in _BACKWARD_OVERLOADS.items():
+    _lib.define(
+        f"experts_bwd{_overload}(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor "
+        f"row_of_N, Tensor slot_of_TK, Tensor offsets, {_h} h, Tensor u13, Tensor u2, bool[] "
+        "needs, Tensor[] scales) -> Tensor[]"
+    )
 
 
 @dataclass
@@ -195,15 +198,16 @@ def _inference(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
 _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 
 
-def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any) -> Any:
+def _experts_bwd(dout: Any, x: Any, weights: Any, *args: Any, overwrite_h: bool = False) -> Any:
     *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with _no_autocast(x.device.type):
         grads = backend.experts_backward(
-            dout, x, weights, w, glu, lora13, lora2, plan, Kept(h, u13, u2), needs, **options
-        )
+            dout, x, weights, w, glu, lora13, lora2, plan, Kept(h, u13, u2), needs,
+            overwrite_h=overwrite_h, **options,
+        )  # fmt: skip
     typed = {
         name: getattr(grads, name).to(factor.dtype)
         for name, factor in zip(_FACTORS, operands[4:8], strict=True)
@@ -223,7 +227,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
     ctx.scalars, ctx.signals = scalars, signals
 
 
-def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
+def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
     x, weights, *tensors = ctx.saved_tensors
     tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
     others: list[Any] = [*(None for _ in ctx.scalars), None, None]
@@ -232,7 +236,8 @@ def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
-    *grads, out_TK, params_TK, lora_TK = torch.ops.moe_patch.experts_bwd(
+    experts_bwd = torch.ops.moe_patch.experts_bwd
+    *grads, out_TK, params_TK, lora_TK = (experts_bwd.over_h if once else experts_bwd.default)(
         dout, x, weights, *tensors, *ctx.scalars, *from_forward, needs, scales
     )
     if ctx.signals is not None:
@@ -240,6 +245,11 @@ def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
         ctx.signals.copy_(torch.stack([out_TK, params_TK, lora_TK]))
     grads = [g if need else None for g, need in zip(grads, needs[:10], strict=True)]
     return (grads[0], None, *grads[1:], *others)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the backward pass now running may be run again; torch's compiler asks the same."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _operator(*args: Any) -> Any:
@@ -258,7 +268,11 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return tuple(None if isinstance(g, list) else g for g in _backward(ctx, *grads))
+        # Neither again nor through: a gradient of gradients is refused by the other operator.
+        again = torch.compiler.is_compiling() or torch.is_grad_enabled() or _graph_is_kept()
+        return tuple(
+            None if isinstance(g, list) else g for g in _backward(ctx, *grads, once=not again)
+        )
 
 
 for _overload in _OVERLOADS:
@@ -273,5 +287,11 @@ torch.library.register_fake(
     "moe_patch::experts.inference", lambda x, *_: x.new_empty(x.shape), lib=_lib
 )
 _lib.impl("experts_bwd", _experts_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_patch::experts_bwd", experts_bwd_fake, lib=_lib)
+_lib.impl(
+    "experts_bwd.over_h",
+    functools.partial(_experts_bwd, overwrite_h=True),
+    "CompositeExplicitAutograd",
+)
+for _overload in _BACKWARD_OVERLOADS:
+    torch.library.register_fake(f"moe_patch::experts_bwd{_overload}", experts_bwd_fake, lib=_lib)
 torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=_lib)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_patch import definition as reference
 from moe_patch.kernels.experts import experts_backward, experts_forward
 from moe_patch.types import ExpertsBackward, ExpertsNeeds, ExpertWeights, Glu, Lora
+from tests.numerics import assert_bits
 
 SILU = Glu("silu")
 GPT_OSS = Glu("swiglu_oai", interleaved=True, alpha=1.702, limit=7.0)
@@ -167,9 +168,12 @@ def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
 
 
 def run_kernels(
-    inputs: Inputs, needs: ExpertsNeeds | None = None, batch_invariant: bool = False
+    inputs: Inputs,
+    needs: ExpertsNeeds | None = None,
+    batch_invariant: bool = False,
+    overwrite_h: bool = False,
 ) -> tuple[dict[str, Tensor], ExpertsBackward]:
-    """Our output and gradients by name."""
+    """Our output and gradients by name; h as forward kept it, as long as it may be read."""
     case, tensors = inputs.case, inputs.tensors
     w, lora13, lora2 = inputs.call(tensors)
     needs = needs or ExpertsNeeds(**{name: name in tensors for name in NAMES}, norms=case.norms)
@@ -178,10 +182,15 @@ def run_kernels(
         *args, save_h=case.save_h, save_u13=case.save_u, save_u2=case.save_u, norms=case.norms,
         batch_invariant=batch_invariant,
     )  # fmt: skip
+    h_NH, valid = forward.kept.h_NH, int(forward.plan.offsets_S[-1])
+    kept_h = h_NH[:valid].clone()
     backward = experts_backward(
         inputs.dout_TD, tensors["x"], tensors["weights"], w, case.glu, lora13, lora2,
         forward.plan, forward.kept, needs, batch_invariant=batch_invariant,
+        overwrite_h=overwrite_h,
     )  # fmt: skip
+    if not overwrite_h:
+        assert_bits(h_NH[:valid], kept_h, "h")
     found = {"out": forward.out_TD} | {
         name: getattr(backward, name) for name in NAMES if name in tensors
     }

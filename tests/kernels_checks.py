@@ -137,6 +137,22 @@ def check_kept(device: str) -> None:
                     assert_bits(found[name], everything[name], f"{name} {save_h} {save_u}")
 
 
+def check_over_h(device: str) -> None:
+    """The gradient of h in the place of h, every activation's: the same bits of all that is left.
+
+    A row tile that is not full reads rows of the expert after it, which may be gradients already.
+    """
+    for name in ("silu", "lora", "gpt_oss", "ungated", "recompute"):
+        case = SMALL.get(name) or SMALL["silu"]
+        if name == "ungated":
+            case = replace(case, glu=Glu("relu", gated=False))
+        case = replace(case, save_h=name != "recompute")
+        inputs = make_inputs(case, torch.float32, device)
+        (expected, _), (found, _) = run_kernels(inputs), run_kernels(inputs, overwrite_h=True)
+        for result in expected:
+            assert_bits(found[result], expected[result], f"{name} {result}")
+
+
 def check_nan_rows(device: str) -> None:
     """A NaN row stays NaN and touches no other row; an empty slot of it gives no gradient."""
     inputs = make_inputs(replace(SMALL["silu"], K=1), torch.float32, device)
@@ -198,6 +214,7 @@ CASES = {
     },
     "needs": check_needs,
     "kept": check_kept,
+    "over_h": check_over_h,
     "nan_rows": check_nan_rows,
     "descriptors": check_descriptors,
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 from packaging.version import Version
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch import definition as reference
 from moe_patch.op_options import read_glu, read_options, spell_options
@@ -212,6 +213,40 @@ def test_opcheck(full, T, columns_first) -> None:
     args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True], [])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.over_h, tuple(args), test_utils=checks)
+
+
+class BackwardOperators(TorchDispatchMode):
+    """The overloads of experts_bwd that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.moe_patch.experts_bwd:
+            self.called.append(func._overloadname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_h_is_overwritten_only_where_backward_cannot_come_again() -> None:
+    case = Case(bias=True, lora13=True, lora2=True)
+    t = make_inputs(case)
+    leaves = [value for name, value in t.items() if name != "ids"]
+    loss = probe(ours(case, t))
+    with BackwardOperators() as operators:
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        second = torch.autograd.grad(loss, leaves)
+        again = torch.autograd.grad(
+            probe(ours(case, t)), leaves, create_graph=True, retain_graph=False
+        )
+        with pytest.raises(RuntimeError, match="second derivative"):
+            again[0].sum().backward()
+    assert operators.called[:2] == ["default", "over_h"]
+    assert "over_h" not in operators.called[2:]
+    for one, two in zip(first, second, strict=True):
+        assert_bits(two, one)
 
 
 @pytest.mark.parametrize("T", [0, 7])

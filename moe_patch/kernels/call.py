@@ -144,6 +144,7 @@ class Call:
         dh: bool,
         wa: bool,
         partial: bool,
+        overwrite_h: bool = False,
     ) -> HiddenGradients:
         """What the down projection and the activation pass on; see :mod:`moe_patch.kernels.dh`."""
         if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
@@ -159,13 +160,15 @@ class Call:
             else:
                 da_NF = h_NH.new_zeros(h_NH.shape[0], w_EFD.shape[1])
             return hidden_gradients_from(
-                da_NF, rows, weights_TK, h_NH, self.glu, dh=dh, wa=wa, partial=partial
-            )
+                da_NF, rows, weights_TK, h_NH, self.glu, dh=dh, wa=wa, partial=partial,
+                overwrite_h=overwrite_h,
+            )  # fmt: skip
         tile, found = self.tile("dh"), None
         for part in self.parts(self.w.w2_EDF):
             found = hidden_gradients(
                 dout_TD, part.rows(tile.m), part.w_EOI, weights_TK, h_NH, self.glu, tile,
-                low_rank=part.low_rank(low_rank), dh=dh, wa=wa, partial=partial, into=found,
+                low_rank=part.low_rank(low_rank), dh=dh, wa=wa, partial=partial,
+                overwrite_h=overwrite_h, into=found,
             )  # fmt: skip
         assert found is not None
         return found

@@ -66,6 +66,7 @@ def hidden_gradients(
     dh: bool,
     wa: bool,
     partial: bool,
+    overwrite_h: bool = False,
     into: HiddenGradients | None = None,
 ) -> HiddenGradients:
     """The gradients that the down projection and the activation pass on.
@@ -80,6 +81,8 @@ def hidden_gradients(
         tile: sizes; n counts columns of a.
         low_rank: (q_NR, A_ERF): adds A_eᵀ q_n to da'.
         dh, wa, partial: which outputs to compute; without dh and partial the product is left out.
+        overwrite_h: dh is written where h was: a program reads what of h it needs before it
+            writes, and nobody else's.
         into: what an earlier call over other experts of the plan returned; written on.
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
@@ -90,7 +93,7 @@ def hidden_gradients(
     columns = cdiv(F, dh_hopper.BN if specialised else tile.n)
     if into is None:
         into = HiddenGradients(
-            h_NH.new_empty((N, H) if dh else 0),
+            h_NH if dh and overwrite_h else h_NH.new_empty((N, H) if dh else 0),
             h_NH.new_empty((N, F) if wa else 0),
             h_NH.new_empty((N, columns) if partial or specialised else 0, dtype=torch.float32),
         )

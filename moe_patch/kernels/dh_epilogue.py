@@ -30,18 +30,19 @@ def hidden_gradients_from(
     dh: bool,
     wa: bool,
     partial: bool,
+    overwrite_h: bool = False,
 ) -> HiddenGradients:
     """The outputs of :func:`moe_patch.kernels.dh.hidden_gradients`.
 
     Args:
         da_NF: W2_eᵀ dout_t before the routing weight, contiguous, in plan order, of any dtype.
         rows: the plan.
-        weights_TK, h_NH, glu, dh, wa, partial: as there.
+        weights_TK, h_NH, glu, dh, wa, partial, overwrite_h: as there.
     """
     N, F = da_NF.shape
     columns = cdiv(F, _COLUMNS)
     found = HiddenGradients(
-        h_NH.new_empty(h_NH.shape if dh else 0),
+        h_NH if dh and overwrite_h else h_NH.new_empty(h_NH.shape if dh else 0),
         h_NH.new_empty((N, F) if wa else 0),
         h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32),
     )

@@ -116,6 +116,7 @@ def experts_backward(
     kept: Kept,
     needs: ExpertsNeeds,
     *,
+    overwrite_h: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertsBackward:
     """All gradients that ``needs`` asks for; nothing is computed for the others.
@@ -125,6 +126,7 @@ def experts_backward(
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
         plan, kept: what forward returned; what is empty is computed again.
         needs: which gradients to return.
+        overwrite_h: the h that was kept may be written on, with its own gradient.
         batch_invariant: as in forward; of the gradients, those of x and the routing weights.
 
     Returns:
@@ -134,9 +136,11 @@ def experts_backward(
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
         call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
-        return _backward(
-            call, _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous(), kept, needs
-        )
+        dout_TD, weights_TK = _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous()
+        # What is computed again here is nobody else's.
+        overwrite_h |= kept.h_NH.numel() == 0
+        mid = _intermediate(call, dout_TD, weights_TK, kept, needs, overwrite_h)
+        return _backward(call, dout_TD, weights_TK, mid, needs)
 
 
 def _completed(
@@ -158,7 +162,12 @@ def _completed(
 
 
 def _intermediate(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, kept: Kept, needs: ExpertsNeeds
+    call: Call,
+    dout_TD: Tensor,
+    weights_TK: Tensor,
+    kept: Kept,
+    needs: ExpertsNeeds,
+    overwrite_h: bool,
 ) -> Intermediate:
     lora13, lora2 = call.lora13, call.lora2
     need_dh = needs.x or needs.w13 or needs.b13 or needs.lora13_A or needs.lora13_B or needs.norms
@@ -180,8 +189,9 @@ def _intermediate(
     if need_h and h_NH is not None:
         low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
-            dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights
-        )
+            dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights,
+            overwrite_h=overwrite_h,
+        )  # fmt: skip
     need_p = needs.x or needs.lora13_A or needs.norms
     if lora13 is not None and (need_p or needs.lora13_B):
         summed_NR = u13_NR if needs.lora13_B else None
@@ -190,9 +200,8 @@ def _intermediate(
 
 
 def _backward(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, kept: Kept, needs: ExpertsNeeds
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
 ) -> ExpertsBackward:
-    mid = _intermediate(call, dout_TD, weights_TK, kept, needs)
     grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)

@@ -29,7 +29,7 @@ from moe_patch.quant.packed import PackedWeight
 
 # Rows of an average expert up to which an H100 was faster this way than through the buffer, by
 # storage: NF4 won at 256 and lost at 512 (docs/quantisation.md).
-_MOST_ROWS = {"nf4": 384, "fp8": 512}
+_MOST_ROWS = {"nf4": 320, "fp8": 512}
 _FEW_ROWS = 32
 _TILE = Tile(256, 128, 64, 8, 4)
 _FEW_TILE = Tile(64, 128, 64, 8, 4)
