@@ -30,7 +30,7 @@ class Segment:
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
-# Its rows at one shape are a segment of their own.
+# Its rows are segments of their own.
 _SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
 _CHECKPOINTED = ("qwen3_30b_12L_4x4096_ckpt", "qwen3_30b_12L_1x16384_ckpt")
 _PLAIN = ("qwen3_30b_12L_4x4096", "qwen3_30b_12L_1x16384")
@@ -55,6 +55,14 @@ PRESETS = {
             "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
         ),
         Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
+        Segment(
+            "axolotl_others",
+            "lora",
+            ("axolotl_lora",),
+            ("olmoe", "mixtral", "glm45_air"),
+            (16384,),
+            ranks=(16,),
+        ),
         Segment("model", "model", shapes=_CHECKPOINTED),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 4, 16, 64)),
         Segment("signals", "signals", passes=("fwd+bwd",)),
