@@ -24,6 +24,7 @@ def fake_child(tmp_path, monkeypatch, code: str) -> runner.Plan:
         "import json, sys, time\n"
         "job = json.load(open(sys.argv[2]))\n"
         "out = open(job['results'], 'a')\n"
+        "open(job['imported'], 'w')\n"
         "sys.stdin.readline()\n"
         "def deliver(fields): print(json.dumps({'fields': fields}), file=out, flush=True)\n"
         f"names = [task['impl'] for task in job['tasks']]\n{code}\n"
@@ -62,6 +63,54 @@ def test_what_hangs_is_stopped_after_its_budget(tmp_path, monkeypatch, peer):
     assert found[TASKS[0]] == found[TASKS[2]] == {"median_ms": 1.0}
 
 
+def test_imports_are_waited_for_but_not_beyond_an_end_or_a_deadline(tmp_path, monkeypatch):
+    plan = fake_child(tmp_path, monkeypatch, "")
+    script, touch = tmp_path / "fake.py", "Path(job['imported']).touch()\n"
+    head = "import json, sys, time\nfrom pathlib import Path\njob = json.load(open(sys.argv[2]))\n"
+    group = runner.Group(plan, None, tuple(TASKS))
+    for body, deadline, imported in (
+        (f"time.sleep(1)\n{touch}time.sleep(60)", None, True),
+        ("sys.exit(1)", None, False),
+        ("time.sleep(60)", time.monotonic() - 1, False),
+    ):
+        script.write_text(head + body)
+        started = group.start("run-7", TASKS)
+        started.wait_for_imports(deadline)
+        assert started._imported.exists() == imported
+        started.stop()
+
+
+def test_nothing_imports_while_something_is_measured(monkeypatch):
+    happened = []
+
+    class Recorded:
+        def __init__(self, run, op, device, tasks, *others):
+            self.tasks = tasks
+            happened.append("start")
+
+        def wait_for_imports(self, deadline):
+            happened.append("wait")
+
+        def results(self, budget_s, deadline):
+            happened.append("measure")
+            return iter([{"skipped": "not here"}] * len(self.tasks))
+
+        def stop(self):
+            pass
+
+    monkeypatch.setattr(runner, "Child", Recorded)
+    monkeypatch.setattr(runner, "TOGETHER", 2)
+    op = OPS["experts"]
+    impls = tuple(op.impl(name) for name in ("moe_patch", "scattermoe", "sonicmoe"))
+    plan = runner.Plan(op, impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
+    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    where |= {"triton": "3.6.0", "transformers": "5.17.0"}
+    found = list(runner.execute([plan], where))
+    assert [row["impl"] for row in found] == ["moe_patch", "scattermoe", "sonicmoe"]
+    together = ["start", "start", "wait", "wait", "measure", "measure"]
+    assert happened == [*together, "start", "wait", "measure"]
+
+
 def test_peers_run_in_processes_of_their_own():
     op = OPS["experts"]
     plan = runner.Plan(op, op.impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
@@ -73,7 +122,8 @@ def test_peers_run_in_processes_of_their_own():
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
-    job = child.Job("run-7", "experts", "cpu", (), bench.DRY_SETTINGS, str(tmp_path / "found"))
+    files = str(tmp_path / "found"), str(tmp_path / "imported")
+    job = child.Job("run-7", "experts", "cpu", (), bench.DRY_SETTINGS, *files)
     (tmp_path / "job").write_text(job.to_json())
     code = (
         "import sys, time; from pathlib import Path; sys.path[:0] = sys.argv[1:3]\n"

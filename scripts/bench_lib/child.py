@@ -47,6 +47,7 @@ class Job:
         run: the id of the whole invocation, for messages and caches.
         op, device, tasks, settings: what to measure, where and how.
         results: the file that takes a line per task.
+        imported: the file that is there once all is imported.
         warm: only run every task once, so that kernels are compiled and cached on disk.
     """
 
@@ -56,6 +57,7 @@ class Job:
     tasks: tuple[Task, ...]
     settings: measure.Settings
     results: str
+    imported: str
     warm: bool = False
 
     def to_json(self) -> str:
@@ -171,6 +173,7 @@ def main(job_file: Path) -> None:
     job = Job.from_json(job_file.read_text(encoding="utf-8"))
     op, device = OPS[job.op], torch.device(job.device)
     preload(op, job.tasks)
+    Path(job.imported).touch()
     if not sys.stdin.readline():
         return
     threading.Thread(target=_end_with_the_parent, daemon=True).start()

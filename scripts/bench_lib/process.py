@@ -20,6 +20,8 @@ from bench_lib.measure import Settings
 
 SCRIPT = Path(__file__).resolve().parent.parent / "bench.py"
 POLL_S = 0.1
+# What hangs in an import is left to the budget of its first result.
+IMPORTS_S = 120.0
 # In a result: how much a lost process weighs against its implementation.
 LOST = "lost"
 
@@ -70,10 +72,10 @@ class Child:
     ) -> None:
         self.tasks = tasks
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{run}-")
-        job_file, self._found, self._log = (
-            Path(self._folder.name) / name for name in ("job", "found", "log")
+        job_file, self._found, self._imported, self._log = (
+            Path(self._folder.name) / name for name in ("job", "found", "imported", "log")
         )
-        job = Job(run, op, device, tasks, settings, str(self._found), warm)
+        job = Job(run, op, device, tasks, settings, str(self._found), str(self._imported), warm)
         job_file.write_text(job.to_json(), encoding="utf-8")
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
@@ -87,6 +89,13 @@ class Child:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
+
+    def wait_for_imports(self, deadline: float | None) -> None:
+        """Until it only waits for the device or has ended; no longer than to the deadline."""
+        last = time.monotonic() + IMPORTS_S
+        last = last if deadline is None else min(last, deadline)
+        while self.alive() and not self._imported.exists() and time.monotonic() < last:
+            time.sleep(POLL_S)
 
     def alive(self) -> bool:
         return self._process.poll() is None

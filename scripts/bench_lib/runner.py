@@ -2,13 +2,15 @@
 
 It measures nothing itself. Everything that needs no third-party code shares one child, so that its
 rows are taken side by side; each peer gets a child of its own. One child measures at a time; the
-next ones start meanwhile, but only import. Every implementation has a time budget per point. A
-child that dies or hangs costs the point it was at, which is recorded with the reason, and no other.
+next ones have imported before that, many at once, and do nothing meanwhile. Every implementation
+has a time budget per point. A child that dies or hangs costs the point it was at, which is recorded
+with the reason, and no other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +23,9 @@ from bench_lib.rows import Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
 
-# Processes that import while another one measures: a small op takes less time than its imports.
-AHEAD = 3
+# Processes that import at once, as many as there are cores for: a small op takes less time than its
+# imports. None imports while another one measures, whose host time would be another.
+TOGETHER = max(1, min(12, (os.cpu_count() or 1) // 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +210,10 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
     measured: set[tuple[str, Task]] = set()
     try:
         for index, group in enumerate(todo):
-            for later in todo[index + len(ready) : index + 1 + AHEAD]:
-                ready.append(later.start(run, later.tasks))
+            if not ready:
+                ready = [each.start(run, each.tasks) for each in todo[index : index + TOGETHER]]
+                for child in ready:
+                    child.wait_for_imports(deadline)
             op = group.plan.op
             for task, found in run_group(run, group, ready.pop(0), deadline):
                 if task.impl == BOUNDS:
