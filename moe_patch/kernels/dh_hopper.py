@@ -9,6 +9,8 @@ clipped at the expert's end; only then the stage is free.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +31,7 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
+    descriptor,
     gather_step,
     load_box,
     programs,
@@ -41,7 +44,7 @@ from moe_patch.kernels.hopper import (
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -109,14 +112,20 @@ def specialised_hidden_gradients(
         (rows.bound,),
         (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,
          rows.top_k),
-        **glu_constants(glu, fast=approximate(h_NH)),
-        LOW_RANK=rank_depth(low_rank), WA=wa_NF.numel() > 0,
-        GROUP=group, BM=BM, BN=BN, BK=BK, STAGES=STAGES, CHUNK=CHUNK, num_warps=4, maxnreg=168,
+        _constants(glu, approximate(h_NH), rank_depth(low_rank), wa_NF.numel() > 0, group),
+    )  # fmt: skip
+
+
+@functools.cache
+def _constants(glu: Glu, fast: bool, low_rank: int, wa: bool, group: int) -> Constants:
+    return Constants(
+        **glu_constants(glu, fast=fast), LOW_RANK=low_rank, WA=wa, GROUP=group, BM=BM, BN=BN,
+        BK=BK, STAGES=STAGES, CHUNK=CHUNK, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
 def _boxes(w_EIO: Tensor) -> TensorDescriptor:
-    return TensorDescriptor(w_EIO, list(w_EIO.shape), list(w_EIO.stride()), [1, BK, BN], RANK3)
+    return descriptor(w_EIO, list(w_EIO.shape), list(w_EIO.stride()), [1, BK, BN], RANK3)
 
 
 @gluon.jit

@@ -8,12 +8,13 @@ columns by all 256 of the right.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.hopper import (
     BK,
@@ -27,6 +28,7 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
+    descriptor,
     load_box,
     programs,
     quarter,
@@ -36,7 +38,7 @@ from moe_patch.kernels.hopper import (
     store_box,
     sum_steps,
 )
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import locate_tile
@@ -86,17 +88,24 @@ def specialised_outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    out = TensorDescriptor(
+    out = descriptor(
         grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, CHUNK, CHUNK], RANK3
     )
     _launch(
         (programs(tiles, left),),
         (ragged_descriptor(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
         (tiles,), (row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8),
-        K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left, TRANSPOSED=transposed, GROUP=group,
-        BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
+        _constants(plan.slot_of_TK.shape[1], gather_left, transposed, group),
     )  # fmt: skip
     return grad_EOI
+
+
+@functools.cache
+def _constants(top_k: int, gather_left: bool, transposed: bool, group: int) -> Constants:
+    return Constants(
+        K=top_k, GATHER_LEFT=gather_left, TRANSPOSED=transposed, GROUP=group, BM=BM, BN=BN, BK=BK,
+        CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 def _covered(rows: int, columns: int) -> int:

@@ -10,6 +10,8 @@ rows each, still write theirs out.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,25 +43,22 @@ RANK3_C, RANK4_C = gl.constexpr(RANK3), gl.constexpr(RANK4)
 
 def copies_rows(*sides: Tensor) -> bool:
     """Whether TMA and cp.async can copy rows: whole 16 bytes, from multiples of 16 bytes."""
-    return all(
-        side.stride(1) == 1
-        and side.stride(0) % 8 == 0
-        and side.shape[1] % 8 == 0
-        and side.data_ptr() % 16 == 0
-        and side.shape[0] < RAGGED_ROWS
-        for side in sides
-    )
+    for side in sides:
+        (count, width), (step, unit) = side.shape, side.stride()
+        if unit != 1 or step % 8 or width % 8 or count >= RAGGED_ROWS or side.data_ptr() % 16:
+            return False
+    return True
 
 
 def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
     """Whether TMA can bring boxes of [E, out, in] weights whose ``axis`` has to be contiguous."""
-    return all(
-        w.stride(axis) == 1
-        and w.shape[axis] % 8 == 0
-        and all(w.stride(other) % 8 == 0 for other in (0, 3 - axis))
-        and w.data_ptr() % 16 == 0
-        for w in weights_EOI
-    )
+    for w in weights_EOI:
+        strides = w.stride()
+        if strides[axis] != 1 or strides[0] % 8 or strides[3 - axis] % 8:
+            return False
+        if w.shape[axis] % 8 or w.data_ptr() % 16:
+            return False
+    return True
 
 
 def with_factors(
@@ -76,12 +75,27 @@ def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
     return 0 if low_rank is None else depth_block(low_rank[0].shape[1])
 
 
+def descriptor(
+    base: Tensor, shape: list[int], strides: list[int], box: list[int], layout: Any
+) -> TensorDescriptor:
+    """``TensorDescriptor(...)`` without its checks: :func:`copies_rows` and the like made them.
+
+    They take the host longer than all else about a descriptor, and a step of training makes twenty.
+    """
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.__dict__.update({
+        "base": base, "shape": shape, "strides": strides, "block_shape": box, "layout": layout,
+        "padding": "zero",
+    })  # fmt: skip
+    return made
+
+
 def ragged_descriptor(rows: Tensor, box: tuple[int, int]) -> TensorDescriptor:
     """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`."""
     stride = rows.stride(0)
     shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1]]
     strides = [RAGGED_WRAP - stride, stride, stride, 1]
-    return TensorDescriptor(rows, shape, strides, [1, 1, *box], RANK4)
+    return descriptor(rows, shape, strides, [1, 1, *box], RANK4)
 
 
 def programs(tiles: int, tensor: Tensor) -> int:

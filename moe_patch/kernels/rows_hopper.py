@@ -6,6 +6,8 @@ them out in four chunks, clipped at the expert's end, while the producer is in t
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,6 +26,7 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
+    descriptor,
     load_box,
     programs,
     quarter,
@@ -35,7 +38,7 @@ from moe_patch.kernels.hopper import (
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -88,19 +91,25 @@ def specialised_grouped_linear(
         (sides, ranks, weight, factor, ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias,
          rows.plan.offsets_S, rows.table),
         (rows.bound,), (columns, O, I, R, bias.stride(0), bias.stride(1)),
-        DEPTH_LAST=depth_last, LOW_RANK=rank_depth(low_rank), BIASED=b_EO is not None,
-        GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
-        num_warps=4, maxnreg=168,
+        _constants(depth_last, rank_depth(low_rank), b_EO is not None, group),
+    )  # fmt: skip
+
+
+@functools.cache
+def _constants(depth_last: bool, low_rank: int, biased: bool, group: int) -> Constants:
+    return Constants(
+        DEPTH_LAST=depth_last, LOW_RANK=low_rank, BIASED=biased, GROUP=group, BM=BM, BN=BN, BK=BK,
+        CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
 def _sides(rows: Tensor) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(rows, [BM // 2, BK], RANK2)
+    return descriptor(rows, list(rows.shape), list(rows.stride()), [BM // 2, BK], RANK2)
 
 
 def _boxes(w_EOI: Tensor, depth_last: bool) -> TensorDescriptor:
     w, box = (w_EOI, [1, BN, BK]) if depth_last else (w_EOI.transpose(1, 2), [1, BK, BN])
-    return TensorDescriptor(w, list(w.shape), list(w.stride()), box, RANK3)
+    return descriptor(w, list(w.shape), list(w.stride()), box, RANK3)
 
 
 @gluon.jit

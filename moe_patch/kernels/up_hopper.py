@@ -7,6 +7,8 @@ clipped at the expert's end, while the producer is in the next tile.
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,6 +28,7 @@ from moe_patch.kernels.hopper import (
     RANK4_C,
     copies_boxes,
     copies_rows,
+    descriptor,
     gather_step,
     programs,
     quarter,
@@ -38,7 +41,7 @@ from moe_patch.kernels.hopper import (
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Launcher
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -98,9 +101,18 @@ def specialised_up(
         (rows.bound,),
         (columns, D // 8, F, u_NR.shape[1] // 8, x_TD.stride(0) // 8, u_NR.stride(0) // 8,
          rows.top_k, bias.stride(0), bias.stride(1)),
-        **glu_constants(glu, fast=approximate(x_TD)),
-        LOW_RANK=rank_depth(low_rank), BIASED=b_EH is not None, SAVE_H=save_h, SAVE_A=save_a,
-        GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
+        _constants(glu, approximate(x_TD), rank_depth(low_rank), b_EH is not None, save_h, save_a,
+                   group),
+    )  # fmt: skip
+
+
+@functools.cache
+def _constants(
+    glu: Glu, fast: bool, low_rank: int, biased: bool, save_h: bool, save_a: bool, group: int
+) -> Constants:
+    return Constants(
+        **glu_constants(glu, fast=fast), LOW_RANK=low_rank, BIASED=biased, SAVE_H=save_h,
+        SAVE_A=save_a, GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
         num_warps=4, maxnreg=168,
     )  # fmt: skip
 
@@ -110,7 +122,7 @@ def _halves(w_EHI: Tensor) -> TensorDescriptor:
     E, H, I = w_EHI.shape
     stride_e, stride_h, stride_i = w_EHI.stride()
     strides = [stride_e, H // 2 * stride_h, stride_h, stride_i]
-    return TensorDescriptor(w_EHI, [E, 2, H // 2, I], strides, [1, 2, BN // 2, BK], RANK4)
+    return descriptor(w_EHI, [E, 2, H // 2, I], strides, [1, 2, BN // 2, BK], RANK4)
 
 
 @gluon.jit

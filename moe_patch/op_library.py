@@ -1,0 +1,155 @@
+"""The experts' operators as torch knows them: schemas, implementations, fakes.
+
+``experts``, ``inference`` and ``experts_bwd`` are what the operators run. :mod:`moe_patch.ops` adds
+autograd's rules, and calls these functions itself where nobody watches operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.op_fakes import experts_bwd_fake, experts_fake
+from moe_patch.op_options import read_glu, read_options, with_scales
+from moe_patch.quant.operands import packed_weights
+from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
+
+_BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
+
+LIBRARY = torch.library.Library("moe_patch", "DEF")
+# Few arguments, since torch spends time on each: what is no tensor travels as one string. A list of
+# tensors takes autograd longer than all others: an overload of its own has that of packed weights.
+_OPERANDS = (
+    "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
+    "Tensor? lb2, float s13, float s2, float alpha, float limit, str options"
+)
+OVERLOADS = {"": "", ".packed": ", Tensor[] scales"}
+for _overload, _scales in OVERLOADS.items():
+    LIBRARY.define(
+        f"experts{_overload}(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, "
+        f"Tensor? signals{_scales}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+# Where gradients are off: autograd's layer and outputs that nothing reads take a third of the time.
+LIBRARY.define(
+    f"experts.inference(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) "
+    "-> Tensor"
+)
+# Where backward comes but once, the gradient of h takes its place: so much less at the peak.
+_BACKWARD_OVERLOADS = {"": "Tensor", ".over_h": "Tensor(a!)"}
+for _overload, _h in _BACKWARD_OVERLOADS.items():
+    LIBRARY.define(
+        f"experts_bwd{_overload}(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor "
+        f"row_of_N, Tensor slot_of_TK, Tensor offsets, {_h} h, Tensor u13, Tensor u2, bool[] "
+        "needs, Tensor[] scales) -> Tensor[]"
+    )
+
+
+@functools.cache
+def _module(backend: str) -> ModuleType:
+    return importlib.import_module(_BACKEND_MODULES[backend])
+
+
+def _operands(
+    args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
+) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
+    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, spelled = args
+    options = read_options(spelled)
+    return (
+        packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
+        read_glu(spelled, alpha, limit),
+        None if a13 is None else Lora(a13.to(dtype), lb13.to(dtype), s13),
+        None if a2 is None else Lora(a2.to(dtype), lb2.to(dtype), s2),
+        _module(options.backend),
+        # The torch backend does not know the option: it cannot hold there.
+        {"batch_invariant": True} if options.batch_invariant else {},
+    )
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _NOTHING
+
+
+_KEEP = ("save_h", "save_u13", "save_u2", "norms")
+
+
+def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
+    """(out, the plan's three, h, u13, u2, norms): what is not kept is empty, and may be one."""
+    *operands, keep, _, scales = with_scales(args)
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    options |= zip(_KEEP, keep, strict=True)
+    with _no_autocast(x.device.type):
+        out, plan, kept, act_norm = backend.experts_forward(
+            x, ids, weights, w, glu, lora13, lora2, **options
+        )
+    return out, *plan, *kept, act_norm
+
+
+def _experts(*args: Any) -> tuple[Tensor, ...]:
+    """An operator's outputs must not alias."""
+    return tuple(t if t.numel() else t.new_empty(t.shape) for t in experts(*args))
+
+
+def inference(x: Any, ids: Any, weights: Any, *args: Any) -> Tensor:
+    """The output alone."""
+    *operands, scales = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    with _no_autocast(x.device.type):
+        return backend.experts_forward(
+            x, ids, weights, w, glu, lora13, lora2, save_h=False, **options
+        ).out_TD
+
+
+_FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
+
+
+def experts_bwd(
+    dout: Any, x: Any, weights: Any, *args: Any, overwrite_h: bool = False
+) -> Sequence[Tensor | None]:
+    """The fields of ExpertsBackward; None is what was not asked for."""
+    *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs, scales = args
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    needs = ExpertsNeeds(*needs)
+    plan = Plan(row_of_N, slot_of_TK, offsets)
+    with _no_autocast(x.device.type):
+        grads = backend.experts_backward(
+            dout, x, weights, w, glu, lora13, lora2, plan, Kept(h, u13, u2), needs,
+            overwrite_h=overwrite_h, **options,
+        )  # fmt: skip
+    typed = {
+        name: getattr(grads, name).to(factor.dtype)
+        for name, factor in zip(_FACTORS, operands[4:8], strict=True)
+        if getattr(grads, name) is not None
+    }
+    return grads._replace(**typed)
+
+
+def _experts_bwd(dout: Any, x: Any, *args: Any, overwrite_h: bool = False) -> list[Tensor]:
+    """An operator returns tensors: empty ones for None."""
+    grads = experts_bwd(dout, x, *args, overwrite_h=overwrite_h)
+    return [x.new_empty(0) if g is None else g for g in grads]
+
+
+for _overload in OVERLOADS:
+    LIBRARY.impl(f"experts{_overload}", _experts, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_patch::experts{_overload}", experts_fake, lib=LIBRARY)
+LIBRARY.impl("experts.inference", inference, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "moe_patch::experts.inference", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY
+)
+for _overload in _BACKWARD_OVERLOADS:
+    _run = functools.partial(_experts_bwd, overwrite_h=_overload == ".over_h")
+    LIBRARY.impl(f"experts_bwd{_overload}", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_patch::experts_bwd{_overload}", experts_bwd_fake, lib=LIBRARY)

@@ -1,0 +1,96 @@
+"""Where the experts run without torch's dispatcher, and that nothing else tells it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from moe_patch import op_library
+from moe_patch.op_direct import unwatched
+from moe_patch.ops import Signals
+from tests.experts_cases import Case, gradients, make_inputs, ours
+from tests.numerics import assert_bits
+
+
+class Watching(TorchDispatchMode):
+    """The operators of this library that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "moe_patch":
+            self.called.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Labelled(torch.Tensor):
+    """A subclass, as DTensor is one."""
+
+
+def test_plain_tensors_in_plain_eager_work_are_not_watched() -> None:
+    plain, weight = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    assert unwatched((plain, weight, None))
+    assert not unwatched((plain, plain.as_subclass(Labelled)))
+
+
+def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = torch.zeros(2)
+    with FakeTensorMode() as mode:
+        assert not unwatched((plain,))
+    assert not unwatched((mode.from_tensor(plain),))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not unwatched((plain,))
+    seen = []
+    torch.func.grad(lambda x: seen.append(unwatched((x,))) or x.sum())(plain)
+    assert seen == [False]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert not unwatched((plain,))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("full", [False, True], ids=["plain", "bias and LoRA"])
+def test_the_same_bits_by_the_operators_and_without_them(full: bool, recompute: bool) -> None:
+    case = Case(bias=full, lora13=full, lora2=full, recompute=recompute)
+    t = make_inputs(case, torch.float32)
+
+    def step() -> dict[str, torch.Tensor]:
+        signals = Signals(torch.zeros(3, *t["ids"].shape))
+        out = ours(case, t, signals=signals)
+        found = {"out": out} | gradients(out, t)
+        with torch.no_grad():
+            found["inference"] = ours(case, t)
+        return found | {"norms": signals.act_norm_TK, "grads": signals.grads_3TK}
+
+    direct = step()
+    with Watching() as watching:
+        watched = step()
+    names = [name.removeprefix("moe_patch::") for name in watching.called]
+    assert names == ["experts", "experts_bwd.over_h", "experts.inference"]
+    for name, value in watched.items():
+        assert_bits(direct[name], value, name)
+
+
+def test_no_operator_is_called_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    for name in ("experts", "experts_bwd", "inference"):
+        run = getattr(op_library, name)
+        monkeypatch.setattr(
+            op_library, name, lambda *a, n=name, r=run, **k: called.append(n) or r(*a, **k)
+        )
+    t = make_inputs(Case(), torch.float32)
+    gradients(ours(Case(), t), t)
+    with torch.no_grad():
+        ours(Case(), t)
+    assert called == ["experts", "experts_bwd", "inference"]
+
+
+def test_a_profile_names_the_operators() -> None:
+    t = make_inputs(Case(), torch.float32)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        gradients(ours(Case(), t), t)
+    names = {event.key for event in profile.key_averages()}
+    assert {"moe_patch::experts", "moe_patch::experts_bwd"} <= names
