@@ -144,8 +144,8 @@ def gate_and_up_swapped(h: Tensor, glu: Any) -> tuple[Tensor, Tensor]:
 def without(name: str, backward: Callable[..., Any] = experts_torch.experts_backward):
     """The backward with one gradient all zero."""
 
-    def run(*args: Any) -> Any:
-        grads = backward(*args)
+    def run(*args: Any, **options: Any) -> Any:
+        grads = backward(*args, **options)
         grad = getattr(grads, name)
         return grads if grad is None else grads._replace(**{name: torch.zeros_like(grad)})
 

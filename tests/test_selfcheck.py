@@ -99,8 +99,8 @@ def test_a_wrong_gradient_alone_is_caught(monkeypatch) -> None:
 
     backward = experts_torch.experts_backward
 
-    def halved(*args: Any) -> Any:
-        grads = backward(*args)
+    def halved(*args: Any, **options: Any) -> Any:
+        grads = backward(*args, **options)
         return grads._replace(x=grads.x / 2)
 
     monkeypatch.setattr(experts_torch, "experts_backward", halved)
