@@ -28,7 +28,8 @@ from moe_patch.quant import fp8
 from moe_patch.quant.packed import PackedWeight
 
 # Rows of an average expert up to which an H100 was faster this way than through the buffer, by
-# storage: NF4 won at 256 and lost at 512 (docs/quantisation.md).
+# storage: of two models NF4 won on both at 256 and on one at 384, FP8 on both at 512
+# (docs/quantisation.md).
 _MOST_ROWS = {"nf4": 320, "fp8": 512}
 _FEW_ROWS = 32
 _TILE = Tile(256, 128, 64, 8, 4)
