@@ -172,4 +172,4 @@ def test_gpu_sizes(case: tuple, poisoned_memory: None) -> None:
 
 
 if __name__ == "__main__":
-    interpreted.report(CASES, ROW_BLOCK)
+    interpreted.report(CASES, ROW_BLOCK, checked=True)

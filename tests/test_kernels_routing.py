@@ -262,4 +262,4 @@ def test_gpu_dtypes_at_real_sizes(name: str, dtype: torch.dtype, poisoned_memory
 
 
 if __name__ == "__main__":
-    interpreted.report(CASES)
+    interpreted.report(CASES, checked=True)

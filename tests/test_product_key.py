@@ -272,4 +272,4 @@ def test_gpu_repeats_are_bit_identical(dtype: torch.dtype, poisoned_memory: None
 
 
 if __name__ == "__main__":
-    interpreted.report(CASES)
+    interpreted.report(CASES, checked=True)
