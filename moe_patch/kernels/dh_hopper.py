@@ -31,7 +31,6 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
-    descriptor,
     gather_step,
     load_box,
     programs,
@@ -41,6 +40,7 @@ from moe_patch.kernels.hopper import (
     ring,
     rows_at,
     sum_both,
+    whole_descriptor,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
@@ -125,7 +125,7 @@ def _constants(glu: Glu, fast: bool, low_rank: int, wa: bool, group: int) -> Con
 
 
 def _boxes(w_EIO: Tensor) -> TensorDescriptor:
-    return descriptor(w_EIO, list(w_EIO.shape), list(w_EIO.stride()), [1, BK, BN], RANK3)
+    return whole_descriptor(w_EIO, [1, BK, BN], RANK3)
 
 
 @gluon.jit

@@ -28,7 +28,6 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
-    descriptor,
     load_box,
     programs,
     quarter,
@@ -37,6 +36,7 @@ from moe_patch.kernels.hopper import (
     rows_at,
     store_box,
     sum_steps,
+    whole_descriptor,
 )
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
@@ -88,9 +88,7 @@ def specialised_outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    out = descriptor(
-        grad_EOI, list(grad_EOI.shape), list(grad_EOI.stride()), [1, CHUNK, CHUNK], RANK3
-    )
+    out = whole_descriptor(grad_EOI, [1, CHUNK, CHUNK], RANK3)
     _launch(
         (programs(tiles, left),),
         (ragged_descriptor(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),

@@ -75,6 +75,11 @@ def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
     return 0 if low_rank is None else depth_block(low_rank[0].shape[1])
 
 
+def whole_descriptor(base: Tensor, box: list[int], layout: Any) -> TensorDescriptor:
+    """:func:`descriptor` of a tensor as it lies."""
+    return descriptor(base, list(base.shape), list(base.stride()), box, layout)
+
+
 def descriptor(
     base: Tensor, shape: list[int], strides: list[int], box: list[int], layout: Any
 ) -> TensorDescriptor:

@@ -26,7 +26,6 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
-    descriptor,
     load_box,
     programs,
     quarter,
@@ -35,6 +34,7 @@ from moe_patch.kernels.hopper import (
     ring,
     store_box,
     sum_both,
+    whole_descriptor,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
@@ -104,12 +104,12 @@ def _constants(depth_last: bool, low_rank: int, biased: bool, group: int) -> Con
 
 
 def _sides(rows: Tensor) -> TensorDescriptor:
-    return descriptor(rows, list(rows.shape), list(rows.stride()), [BM // 2, BK], RANK2)
+    return whole_descriptor(rows, [BM // 2, BK], RANK2)
 
 
 def _boxes(w_EOI: Tensor, depth_last: bool) -> TensorDescriptor:
     w, box = (w_EOI, [1, BN, BK]) if depth_last else (w_EOI.transpose(1, 2), [1, BK, BN])
-    return descriptor(w, list(w.shape), list(w.stride()), box, RANK3)
+    return whole_descriptor(w, box, RANK3)
 
 
 @gluon.jit
