@@ -31,18 +31,17 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
-    gather_step,
     load_box,
     programs,
     quarter,
     ragged_descriptor,
     rank_depth,
     ring,
-    rows_at,
     sum_both,
     whole_descriptor,
     with_factors,
 )
+from moe_patch.kernels.hopper_gather import gather_steps
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
@@ -155,26 +154,19 @@ def _produce(
         )
         column = column_tile * BN
         n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, copy))
-        # Rows past the expert's end repeat its last row; none of them is stored.
         low, high = gl.minimum(n, end - 1), gl.minimum(n + HALF, end - 1)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
-        low_at = rows_at(dout_ptr, gl.load(row_ptr + low) // K, stride_8 * 8)
-        high_at = rows_at(dout_ptr, gl.load(row_ptr + high) // K, stride_8 * 8)
-        for i in range(0, steps):
-            gather_step(
-                low_at, high_at, i * BK, width_8 * 8, weight, [e, i * BK, column], left_bufs,
-                right_bufs, ready, empty, step, [1, BK, BN], RANK3_C, BK, STAGES,
-            )  # fmt: skip
-            step += 1
+        step = gather_steps(
+            dout_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8,
+            start, end, width_8 * 8, weight, e, column, left_bufs, right_bufs, ready, empty, steps,
+            step, [1, BK, BN], RANK3_C, BK, STAGES,
+        )  # fmt: skip
         if LOW_RANK > 0:
-            low_at = rows_at(q_ptr, low, stride_q8 * 8)
-            high_at = rows_at(q_ptr, high, stride_q8 * 8)
-            for i in range(0, low_steps):
-                gather_step(
-                    low_at, high_at, i * BK, rank_8 * 8, factor, [e, i * BK, column], left_bufs,
-                    right_bufs, ready, empty, step, [1, BK, BN], RANK3_C, BK, STAGES,
-                )  # fmt: skip
-                step += 1
+            step = gather_steps(
+                q_ptr, low, high, stride_q8 * 8, start, end, rank_8 * 8, factor, e, column,
+                left_bufs, right_bufs, ready, empty, low_steps, step, [1, BK, BN], RANK3_C, BK,
+                STAGES,
+            )  # fmt: skip
         for chunk in gl.static_range(BN // CHUNK):
             stage = claim(ready, empty, step, BM * CHUNK * 4, STAGES)
             for half in gl.static_range(2):

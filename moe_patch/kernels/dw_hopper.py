@@ -33,11 +33,11 @@ from moe_patch.kernels.hopper import (
     quarter,
     ragged_descriptor,
     ring,
-    rows_at,
     store_box,
     sum_steps,
     whole_descriptor,
 )
+from moe_patch.kernels.hopper_gather import rows_at
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available

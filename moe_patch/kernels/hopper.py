@@ -16,7 +16,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -124,33 +123,6 @@ def load_box(
     """Bring the box at ``at`` into a 2-D buffer, which has the same bytes in the same order."""
     box = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
     tma.async_copy_global_to_shared(descriptor, at, bar, box)
-
-
-@gluon.jit
-def gather_step(
-    low_at, high_at, k0, width, descriptor, at, left_bufs, right_bufs, ready, empty, step,
-    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Producer: one step whose left rows cp.async gathers from pointers, 64 for each consumer."""
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * (SHAPE[3] if len(SHAPE) == 4 else 1) * 2
-    stage = claim(ready, empty, step, BYTES, STAGES)
-    load_box(descriptor, at, ready.index(stage), right_bufs.index(stage), SHAPE, LAYOUT)
-    k = k0 + gl.arange(0, BK, layout=gl.SliceLayout(0, copy))
-    mask = (k < width)[None, :]
-    async_copy.async_copy_global_to_shared(
-        left_bufs.index(2 * stage), low_at + k[None, :], mask=mask
-    )
-    async_copy.async_copy_global_to_shared(
-        left_bufs.index(2 * stage + 1), high_at + k[None, :], mask=mask
-    )
-    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-
-
-@gluon.jit
-def rows_at(base, index, stride):
-    """Pointers to rows, for :func:`gather_step`."""
-    return base + index.to(gl.int64)[:, None] * stride
 
 
 @gluon.jit

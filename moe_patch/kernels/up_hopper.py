@@ -29,17 +29,16 @@ from moe_patch.kernels.hopper import (
     copies_boxes,
     copies_rows,
     descriptor,
-    gather_step,
     programs,
     quarter,
     ragged_descriptor,
     rank_depth,
     ring,
-    rows_at,
     store_box,
     sum_both,
     with_factors,
 )
+from moe_patch.kernels.hopper_gather import gather_steps
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
@@ -141,26 +140,18 @@ def _produce(
         )
         f = column_tile * (BN // 2)
         n = start + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, copy))
-        # Rows past the expert's end repeat its last row; none of them is stored.
         low, high = gl.minimum(n, end - 1), gl.minimum(n + BM // 2, end - 1)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
-        low_at = rows_at(x_ptr, gl.load(row_ptr + low) // K, stride_8 * 8)
-        high_at = rows_at(x_ptr, gl.load(row_ptr + high) // K, stride_8 * 8)
-        for i in range(0, steps):
-            gather_step(
-                low_at, high_at, i * BK, width_8 * 8, weight, [e, 0, f, i * BK], left_bufs,
-                right_bufs, ready, empty, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
-            )  # fmt: skip
-            step += 1
+        step = gather_steps(
+            x_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8, start,
+            end, width_8 * 8, weight, e, f, left_bufs, right_bufs, ready, empty, steps, step,
+            [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
+        )  # fmt: skip
         if LOW_RANK > 0:
-            low_at = rows_at(u_ptr, low, stride_u8 * 8)
-            high_at = rows_at(u_ptr, high, stride_u8 * 8)
-            for i in range(0, low_steps):
-                gather_step(
-                    low_at, high_at, i * BK, rank_8 * 8, factor, [e, 0, f, i * BK], left_bufs,
-                    right_bufs, ready, empty, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
-                )  # fmt: skip
-                step += 1
+            step = gather_steps(
+                u_ptr, low, high, stride_u8 * 8, start, end, rank_8 * 8, factor, e, f, left_bufs,
+                right_bufs, ready, empty, low_steps, step, [1, 2, BN // 2, BK], RANK4_C, BK, STAGES,
+            )  # fmt: skip
 
 
 @gluon.jit
