@@ -41,7 +41,7 @@ from moe_patch.kernels.hopper import (
     whole_descriptor,
     with_factors,
 )
-from moe_patch.kernels.hopper_gather import gather_steps, prefetch_rows
+from moe_patch.kernels.hopper_gather import gather_steps
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
@@ -105,7 +105,7 @@ def specialised_hidden_gradients(
     sides = (h_NH[:, :F], h_NH[:, F:], dh_NH[:, :F], dh_NH[:, F:], wa)
     _launch(
         (programs(rows.bound * columns, h_NH),),
-        (dout_TD, q_NR, h_NH, weight, factor,
+        (dout_TD, q_NR, weight, factor,
          *(ragged_descriptor(side, (BM // 2, CHUNK)) for side in sides),
          weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
         (rows.bound,),
@@ -138,8 +138,8 @@ def _h_boxes(right_bufs, stage, half, CHUNK: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    dout_ptr, q_ptr, h_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr,
-    left_bufs, right_bufs, ready, empty, M, columns, steps, low_steps,
+    dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, left_bufs,
+    right_bufs, ready, empty, M, columns, steps, low_steps,
     width_8, rank_8, stride_8, stride_q8, K,
     LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
@@ -153,9 +153,6 @@ def _produce(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         column = column_tile * BN
-        # At the product's end it is late: all programs get there at about the same time.
-        for side in gl.static_range(2):
-            prefetch_rows(h_ptr, h_gate, start, end, side * h_gate.shape[3], column, BM, BN)
         n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, copy))
         low, high = gl.minimum(n, end - 1), gl.minimum(n + HALF, end - 1)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
@@ -205,13 +202,12 @@ def _consume(
         )
         n = start + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, part))
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
+        weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
         acc, step = sum_both(
             acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, False, True,
             STAGES, LOW_RANK,
         )  # fmt: skip
-        # Not before the product, which would wait for the row to be known.
-        weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         partial = gl.zeros((HALF,), dtype=gl.float32, layout=gl.SliceLayout(1, part))
         clip = RAGGED_ROWS_C - (end - start) + half * HALF
         for chunk in gl.static_range(BN // CHUNK):
@@ -252,9 +248,8 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["M"])
 def _specialised_dh_kernel(
-    dout_ptr, q_ptr, h_ptr, weight, factor, h_gate, h_up, dh_gate, dh_up, wa, weights_ptr,
-    partial_ptr, row_ptr, offsets_ptr, table_ptr, M, columns, width_8, rank_8, stride_8, stride_q8,
-    K,
+    dout_ptr, q_ptr, weight, factor, h_gate, h_up, dh_gate, dh_up, wa, weights_ptr, partial_ptr,
+    row_ptr, offsets_ptr, table_ptr, M, columns, width_8, rank_8, stride_8, stride_q8, K,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
     LIMIT: gl.constexpr, CLAMPED: gl.constexpr, FAST: gl.constexpr,
     LOW_RANK: gl.constexpr, WA: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
@@ -277,7 +272,7 @@ def _specialised_dh_kernel(
                         table_ptr, left_bufs, right_bufs, wa_bufs, ready, empty, M, columns,
                         steps, low_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, LOW_RANK,
                         GROUP, BM, BN, STAGES, CHUNK)),
-            (_produce, (dout_ptr, q_ptr, h_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr,
+            (_produce, (dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr,
                         table_ptr, left_bufs, right_bufs, ready, empty, M, columns, steps,
                         low_steps, width_8, rank_8, stride_8, stride_q8, K, LOW_RANK, GROUP,
                         BM, BN, BK, STAGES, CHUNK)),

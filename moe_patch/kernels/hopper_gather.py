@@ -80,27 +80,3 @@ def _gather_step(
         mask=within if WHOLE else within & high_in,
     )  # fmt: skip
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-
-
-@gluon.jit
-def prefetch_rows(
-    source, descriptor, start, end, first, column, BM: gl.constexpr, BN: gl.constexpr
-):  # fmt: skip
-    """Asks the L2 cache for a tile of contiguous rows, BM by BN, columns from first + ``column``.
-
-    By its threads, a line each: prefetches by TMA hold up the loads behind them.
-
-    Args:
-        source, descriptor: the rows, and the descriptor of those columns that begin at ``first``.
-        start, end: the tile's first plan position and its expert's end.
-    """
-    LINE: gl.constexpr = 64
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [4, 1], [1, 0])
-    n = start + gl.arange(0, BM, layout=gl.SliceLayout(1, layout))
-    f = column + LINE * gl.arange(0, BN // LINE, layout=gl.SliceLayout(0, layout))
-    at = rows_at(source + first, gl.minimum(n, end - 1), descriptor.strides[2])
-    at += gl.minimum(f, descriptor.shape[3] - 1)[None, :]
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
