@@ -101,12 +101,12 @@ def specialised_hidden_gradients(
     q_NR, factor = dout_TD, weight
     if low_rank is not None:
         q_NR, factor = low_rank[0], _boxes(low_rank[1])
-    wa = wa_NF if wa_NF.numel() > 0 else dh_NH[:, :F]
-    sides = (h_NH[:, :F], h_NH[:, F:], dh_NH[:, :F], dh_NH[:, F:], wa)
+    wa = wa_NF if wa_NF.numel() > 0 else dh_NH
+    sides = (h_NH, h_NH[:, F:], dh_NH, dh_NH[:, F:], wa)
     _launch(
         (programs(rows.bound * columns, h_NH),),
         (dout_TD, q_NR, weight, factor,
-         *(ragged_descriptor(side, (BM // 2, CHUNK)) for side in sides),
+         *(ragged_descriptor(side, (BM // 2, CHUNK), F) for side in sides),
          weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
         (rows.bound,),
         (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,

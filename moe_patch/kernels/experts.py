@@ -136,7 +136,9 @@ def experts_backward(
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
         call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
-        dout_TD, weights_TK = _unit_stride(dout_TD.to(x_TD.dtype)), weights_TK.contiguous()
+        if dout_TD.dtype != x_TD.dtype:
+            dout_TD = dout_TD.to(x_TD.dtype)
+        dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
         # What is computed again here is nobody else's.
         overwrite_h |= kept.h_NH.numel() == 0
         mid = _intermediate(call, dout_TD, weights_TK, kept, needs, overwrite_h)

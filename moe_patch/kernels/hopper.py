@@ -94,10 +94,18 @@ def descriptor(
     return made
 
 
-def ragged_descriptor(rows: Tensor, box: tuple[int, int]) -> TensorDescriptor:
-    """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`."""
+def ragged_descriptor(
+    rows: Tensor, box: tuple[int, int], width: int | None = None
+) -> TensorDescriptor:
+    """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`.
+
+    Args:
+        rows: [N, O].
+        box: rows and columns that are copied at a time.
+        width: only so many first columns; it saves the host a slice.
+    """
     stride = rows.stride(0)
-    shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1]]
+    shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1] if width is None else width]
     strides = [RAGGED_WRAP - stride, stride, stride, 1]
     return descriptor(rows, shape, strides, [1, 1, *box], RANK4)
 

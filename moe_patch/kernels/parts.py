@@ -47,16 +47,17 @@ class Part(NamedTuple):
 
     def own(self, per_expert: Tensor | None) -> Tensor | None:
         """Their slice of a tensor over all experts."""
-        if per_expert is None:
-            return None
-        return per_expert[self.first : self.first + self.w_EOI.shape[0]]
+        return None if per_expert is None else self._slice(per_expert)
 
     def low_rank(self, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
         """Rank-sized rows, which are all experts' own, and their slice of the factor."""
-        if pair is None:
-            return None
-        rank_NR, factor = pair
-        return rank_NR, factor[self.first : self.first + self.w_EOI.shape[0]]
+        return None if pair is None else (pair[0], self._slice(pair[1]))
+
+    def _slice(self, per_expert: Tensor) -> Tensor:
+        count = self.w_EOI.shape[0]
+        if count == per_expert.shape[0]:
+            return per_expert
+        return per_expert[self.first : self.first + count]
 
 
 class PackedParts:

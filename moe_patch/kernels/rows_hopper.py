@@ -26,6 +26,7 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
+    descriptor,
     load_box,
     programs,
     quarter,
@@ -108,8 +109,11 @@ def _sides(rows: Tensor) -> TensorDescriptor:
 
 
 def _boxes(w_EOI: Tensor, depth_last: bool) -> TensorDescriptor:
-    w, box = (w_EOI, [1, BN, BK]) if depth_last else (w_EOI.transpose(1, 2), [1, BK, BN])
-    return whole_descriptor(w, box, RANK3)
+    if depth_last:
+        return whole_descriptor(w_EOI, [1, BN, BK], RANK3)
+    E, O, I = w_EOI.shape
+    strides = [w_EOI.stride(0), w_EOI.stride(2), w_EOI.stride(1)]
+    return descriptor(w_EOI, [E, I, O], strides, [1, BK, BN], RANK3)
 
 
 @gluon.jit

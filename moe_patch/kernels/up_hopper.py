@@ -90,9 +90,9 @@ def specialised_up(
     bias = b_EH if b_EH is not None else x_TD
     columns = cdiv(F, BN // 2)
     save_h, save_a = h_NH.numel() > 0, a_NF.numel() > 0
-    either = a_NF if save_a else h_NH[:, :F]
-    sides = (h_NH[:, :F], h_NH[:, F:]) if save_h else (either, either)
-    outputs = [ragged_descriptor(side, (BM // 2, CHUNK)) for side in (*sides, either)]
+    either = a_NF if save_a else h_NH
+    sides = (h_NH, h_NH[:, F:]) if save_h else (either, either)
+    outputs = [ragged_descriptor(side, (BM // 2, CHUNK), F) for side in (*sides, either)]
     _launch(
         (programs(rows.bound * columns, x_TD),),
         (x_TD, u_NR, weight, factor, *outputs, bias, rows.plan.row_of_N, rows.plan.offsets_S,
