@@ -23,9 +23,10 @@ CPU_WARMUP_S = 0.3
 CPU_MIN_RUNS = 5
 # The timer unrolls every call of the measured time into one graph.
 MAX_GRAPH_MS = 20.0
-# Long products reach the card's power limit, and its clock stays low for some time after them: who
-# has more passes checked before would be timed on a slower card.
-REST_S = 0.3
+# Large products reach the card's power limit within some tens of milliseconds, and its clock falls.
+# Everything runs for so long before it is timed, at the clock that it keeps in training: else what
+# takes long would be timed at a lower clock than what is short, such as the ceiling's products.
+SETTLE_MS = 250.0
 
 
 def _cpu_median_ms(run: Run, rep_ms: float) -> float:
@@ -67,9 +68,10 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
     if timer == "cudagraph":
         return testing.do_bench_cudagraph(run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median")
     if timer == "do_bench":
-        torch.cuda.synchronize(device)
-        time.sleep(REST_S)
-        rep_ms = max(rep_ms, MIN_SAMPLES * _one_ms(run, device))
+        one_ms = _one_ms(run, device)
+        for _ in range(int(SETTLE_MS / one_ms)):
+            run()
+        rep_ms = max(rep_ms, MIN_SAMPLES * one_ms)
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
     raise ValueError(f"timer is {timer!r}; accepted: do_bench, cudagraph")
 
