@@ -1,7 +1,9 @@
 """What the launcher hands to the driver, beside what Triton hands to it: both on any machine.
 
 A program: the experts run on CPU tensors under a driver that compiles for sm_90 and launches
-nothing. Prints one line of JSON: the kernels launched, and where the two ways differ.
+nothing. Prints one line of JSON: the kernels launched, and where the two ways differ. Of the
+releases that are launched directly Triton's own launcher takes part: what is compared is what
+reaches its function in C.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ import triton  # noqa: E402
 from compile_only import CompileOnly, compiling_for  # noqa: E402
 
 import moe_patch.kernels.experts  # noqa: E402, F401
-from moe_patch.kernels.launcher import Launcher  # noqa: E402
+from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
 from moe_patch.ops import experts_mlp  # noqa: E402
 from moe_patch.types import ExpertWeights, Glu, Lora  # noqa: E402
 
 D, F, E, K, R = 256, 128, 8, 2, 16
-HOOKS = slice(6, 9)  # the metadata for hooks, and the hooks
+KNOWN = triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
+HOOKS = slice(10, 13) if KNOWN else slice(6, 9)  # the metadata for hooks, and the hooks
 launched: list[tuple[object, str, tuple]] = []
 
 
@@ -40,6 +43,27 @@ class Recorder:
 
     def __call__(self, *args: Any) -> None:
         launched.append((self, self.name, args))
+
+    launch = __call__
+
+
+def recording(src: object, metadata: Any) -> object:
+    """Triton's launcher over a recorder, or the recorder itself."""
+    recorder = Recorder(src, metadata)
+    if not KNOWN:
+        return recorder
+    from triton.backends.nvidia import driver
+
+    with (
+        mock.patch.object(driver, "compile_module_from_src", return_value=recorder),
+        mock.patch.object(driver, "library_dirs", return_value=[]),
+    ):
+        return driver.CudaLauncher(src, metadata)
+
+
+def encoded(*args: Any) -> tuple:
+    """In place of a descriptor that the driver encodes."""
+    return ("encoded", *args)
 
 
 def step(T: int, misaligned: bool, lora: bool) -> list[tuple[object, str, tuple]]:
@@ -99,7 +123,10 @@ def differences(case: tuple[int, bool, bool]) -> list[str]:
     for (kernel, name, args), (other, _, others) in pairs:
         if kernel is not other:
             found.append(f"{case}: {name} as compiled for something else")
-        before, after = args[: HOOKS.start] + args[HOOKS.stop :], others[:6] + others[HOOKS.stop :]
+        before, after = (
+            args[: HOOKS.start] + args[HOOKS.stop :],
+            others[: HOOKS.start] + others[HOOKS.stop :],
+        )
         if described(before) != described(after):
             found.append(f"{case}: arguments of {name}")
     return found
@@ -107,10 +134,12 @@ def differences(case: tuple[int, bool, bool]) -> list[str]:
 
 def main() -> None:
     cases = [(T, misaligned, T == 1) for T in (1, 600) for misaligned in (False, True)]
+    cases.append((600, False, True))
     launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
     with (
         mock.patch("moe_patch.backend.triton_obstacle", return_value=None),
-        mock.patch.object(CompileOnly, "launcher_cls", Recorder),
+        mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
+        mock.patch.object(CompileOnly.utils, "fill_tma_descriptor", encoded, create=True),
         compiling_for((9, 0), 227 * 1024),
     ):
         different = [said for case in cases for said in differences(case)]
@@ -121,11 +150,14 @@ def main() -> None:
         hooked = all(args[HOOKS.start] is not None for _, _, args in step(*cases[0]))
         hooks.remove(print)
     direct = sum(bool(each._compiled) for each in launchers)
+    descriptors = [d for each in launchers for found in each._compiled.values() for d in found[4]]
     said = {
         "direct": direct,
         "different": different,
         "by_triton": sorted(by_triton),
         "hooked": hooked,
+        "descriptors": len(descriptors),
+        "encoded": sum(len(encoded) for *_, encoded in descriptors),
     }
     print(json.dumps(said))
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,39 @@ def test_known_releases_are_launched_directly_and_others_are_not(launches: dict)
     assert (launches["direct"] > 0) == known
     if known:
         assert launches["by_triton"] == [], "each of them takes the host 10 to 20 µs more"
+
+
+def test_descriptors_are_encoded_here_where_kernels_are_launched_directly(launches: dict) -> None:
+    assert (launches["descriptors"] > 0) == (launches["direct"] > 0)
+    assert launches["encoded"] >= launches["descriptors"]
+
+
+def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And only then, however often it comes back; the most that is kept is bounded."""
+    from moe_patch.kernels import launcher
+
+    asked: list[tuple] = []
+
+    def encode(descriptor: SimpleNamespace, kind: str) -> list:
+        asked.append((descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, kind))
+        return [len(asked)]
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode, raising=False)
+    monkeypatch.setattr(launcher, "_MOST_ENCODED", 4)
+    here, there = torch.zeros(64), torch.zeros(64)
+    described = [(here, [8, 8], [8, 1]), (here, [4, 8], [8, 1]), (here, [8, 8], [4, 1])]
+    described.append((there, [8, 8], [8, 1]))
+    made = [SimpleNamespace(base=b, shape=s, strides=t) for b, s, t in described]
+    kept: dict = {}
+    first = [launcher._encode(each, "kind", kept) for each in made]
+    assert first == [[1], [2], [3], [4]]
+    assert [launcher._encode(each, "kind", kept) for each in made] == first
+    assert asked == [(b.data_ptr(), s, t, "kind") for b, s, t in described]
+    another = SimpleNamespace(base=there, shape=[2, 2], strides=[2, 1])
+    assert launcher._encode(another, "kind", kept) == [5]
+    assert len(kept) <= 4
 
 
 def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:

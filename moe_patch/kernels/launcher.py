@@ -2,13 +2,15 @@
 
 At every launch Triton classifies every argument and builds the key of the compiled kernel anew: 10
 to 20 µs, as long as a kernel takes that decodes one token. Here the caller says which arguments can
-make a difference, and the compiled kernel is launched directly, as in Triton's own tutorials.
+make a difference, and the compiled kernel is launched directly, as in Triton's own tutorials. A
+tensor descriptor is encoded once for an address and a shape: they come back at every training step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,6 +24,8 @@ _RELEASE = ".".join(triton.__version__.split(".")[:2])
 _DIRECT = torch.version.hip is None and _RELEASE in TRITON_VERSIONS
 # A size class of T adds a few kernels; a program that passes this many has no use for a cache.
 _MOST = 1024
+# Descriptors kept of each operand: where the addresses do not come back, they need not stay.
+_MOST_ENCODED = 256
 
 
 class Constants(dict[str, Any]):
@@ -36,6 +40,25 @@ class Constants(dict[str, Any]):
         return self is other
 
 
+class _Compiled(NamedTuple):
+    """A compiled kernel and how it is launched.
+
+    Attributes:
+        kernel: as Triton made it.
+        tail: its compile-time arguments, which a launch takes as well.
+        launch: the function in C; None where only Triton's own way will do.
+        settings: what that function takes behind the kernel's address.
+        described: of each tensor descriptor, the last first: the operand it is, what Triton needs
+            to know to encode it, and what was encoded.
+    """
+
+    kernel: CompiledKernel
+    tail: tuple
+    launch: Callable[..., None] | None
+    settings: tuple
+    described: tuple[tuple[int, Any, dict], ...]
+
+
 class Launcher:
     """A kernel and what was compiled of it, by all that Triton compiles anew for.
 
@@ -47,7 +70,7 @@ class Launcher:
         # Under the interpreter kernels are of another type, and there is no driver.
         self._direct = _DIRECT and isinstance(kernel, JITFunction)
         self._driver: object = None
-        self._compiled: dict[Hashable, tuple[CompiledKernel, tuple]] = {}
+        self._compiled: dict[Hashable, _Compiled] = {}
 
     def __call__(
         self,
@@ -81,15 +104,22 @@ class Launcher:
         key = (device, *kinds, fixed, options)
         found = self._compiled.get(key)
         if found is not None:
-            compiled, tail = found
+            compiled, tail, launch, settings, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
             runtime = triton.knobs.runtime
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 compiled[sizes](*operands, *varying, *fixed, *tail, stream=stream)
-            else:  # the same, without what only hooks read
+            elif launch is None:  # the same, without what only hooks read
                 compiled.run(
                     *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
                     *handles, *varying, *fixed, *tail,
+                )  # fmt: skip
+            else:
+                for at, kind, encoded in described:
+                    handles[at : at + 1] = _encode(operands[at], kind, encoded)
+                launch(
+                    *sizes, stream, compiled.function, *settings, compiled.packed_metadata, None,
+                    None, None, *handles, *varying, *fixed, *tail,
                 )  # fmt: skip
             return
         constants = constants if made is None else made
@@ -97,7 +127,40 @@ class Launcher:
         if compiled is not None and len(self._compiled) < _MOST:
             count = len(operands) + len(varying) + len(fixed)
             names = self._kernel.arg_names[count:]
-            self._compiled[key] = compiled, tuple(constants[name] for name in names)
+            tail = tuple(constants[name] for name in names)
+            self._compiled[key] = _Compiled(compiled, tail, *_launch_in_c(compiled, operands))
+
+
+def _launch_in_c(
+    compiled: CompiledKernel, operands: Sequence[Any]
+) -> tuple[Callable[..., None] | None, tuple, tuple[tuple[int, Any, dict], ...]]:
+    """The last three fields of :class:`_Compiled`: what Triton's launcher does at every call."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    run = compiled.run
+    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
+        return None, (), ()
+    launch = run.launch
+    places = [at for at, operand in enumerate(operands) if not isinstance(operand, Tensor)]
+    if places:
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    kinds = compiled.metadata.tensordesc_meta
+    described = tuple((at, kind, {}) for at, kind in zip(places, kinds or (), strict=True))
+    settings = run.launch_cooperative_grid, run.launch_pdl, None, None
+    return launch, settings, described[::-1]
+
+
+def _encode(descriptor: Any, kind: Any, encoded: dict) -> list[Any]:
+    """What the function in C takes for a descriptor."""
+    key = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+    found = encoded.get(key)
+    if found is None:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(encoded) >= _MOST_ENCODED:
+            encoded.clear()
+        found = encoded[key] = make_tensordesc_arg(descriptor, kind)
+    return found
 
 
 def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[Any]]:
