@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -62,23 +62,29 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 
     asked: list[tuple] = []
 
-    def encode(descriptor: SimpleNamespace, kind: str) -> list:
+    def encode(descriptor: Any, kind: str) -> list:
         asked.append((descriptor.base.data_ptr(), descriptor.shape, descriptor.strides, kind))
         return [len(asked)]
+
+    def encoded(box: launcher.Box) -> list:
+        _, handles = launcher._read([box, here], -1)
+        return launcher._encode(box, handles[0], "kind", kept)
 
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode, raising=False)
     monkeypatch.setattr(launcher, "_MOST_ENCODED", 4)
     here, there = torch.zeros(64), torch.zeros(64)
-    described = [(here, [8, 8], [8, 1]), (here, [4, 8], [8, 1]), (here, [8, 8], [4, 1])]
-    described.append((there, [8, 8], [8, 1]))
-    made = [SimpleNamespace(base=b, shape=s, strides=t) for b, s, t in described]
+    boxes = [
+        launcher.Box(here, (8, 8), (8, 1), (4, 4)),
+        launcher.Box(here, (4, 8), (8, 1), (4, 4)),
+        launcher.Box(here, (4, 8), (4, 1), (4, 4)),
+        launcher.Box(there, (8, 8), (8, 1), (4, 4)),
+    ]
     kept: dict = {}
-    first = [launcher._encode(each, "kind", kept) for each in made]
+    first = [encoded(box) for box in boxes]
     assert first == [[1], [2], [3], [4]]
-    assert [launcher._encode(each, "kind", kept) for each in made] == first
-    assert asked == [(b.data_ptr(), s, t, "kind") for b, s, t in described]
-    another = SimpleNamespace(base=there, shape=[2, 2], strides=[2, 1])
-    assert launcher._encode(another, "kind", kept) == [5]
+    assert [encoded(box) for box in boxes] == first
+    assert asked == [(b.base.data_ptr(), [*b.shape], [*b.strides], "kind") for b in boxes]
+    assert encoded(launcher.Box(there, (2, 4), (4, 1), (2, 4))) == [5]
     assert len(kept) <= 4
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.device import approximate
 from moe_patch.kernels.glu import glu_backward, glu_constants, glu_forward, rounded
@@ -34,16 +33,16 @@ from moe_patch.kernels.hopper import (
     load_box,
     programs,
     quarter,
-    ragged_descriptor,
+    ragged_box,
     rank_depth,
     ring,
     sum_both,
-    whole_descriptor,
+    whole_box,
     with_factors,
 )
 from moe_patch.kernels.hopper_gather import gather_steps
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Constants, Launcher
+from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -106,7 +105,7 @@ def specialised_hidden_gradients(
     _launch(
         (programs(rows.bound * columns, h_NH),),
         (dout_TD, q_NR, weight, factor,
-         *(ragged_descriptor(side, (BM // 2, CHUNK), F) for side in sides),
+         *(ragged_box(side, (BM // 2, CHUNK), F) for side in sides),
          weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
         (rows.bound,),
         (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,
@@ -123,8 +122,8 @@ def _constants(glu: Glu, fast: bool, low_rank: int, wa: bool, group: int) -> Con
     )  # fmt: skip
 
 
-def _boxes(w_EIO: Tensor) -> TensorDescriptor:
-    return whole_descriptor(w_EIO, [1, BK, BN], RANK3)
+def _boxes(w_EIO: Tensor) -> Box:
+    return whole_box(w_EIO, (1, BK, BN), RANK3)
 
 
 @gluon.jit

@@ -31,11 +31,11 @@ from moe_patch.kernels.hopper import (
     load_box,
     programs,
     quarter,
-    ragged_descriptor,
+    ragged_box,
     ring,
     store_box,
     sum_steps,
-    whole_descriptor,
+    whole_box,
 )
 from moe_patch.kernels.hopper_gather import rows_at
 from moe_patch.kernels.launcher import Constants, Launcher
@@ -88,10 +88,10 @@ def specialised_outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    out = whole_descriptor(grad_EOI, [1, CHUNK, CHUNK], RANK3)
+    out = whole_box(grad_EOI, (1, CHUNK, CHUNK), RANK3)
     _launch(
         (programs(tiles, left),),
-        (ragged_descriptor(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
+        (ragged_box(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
         (tiles,), (row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8),
         _constants(plan.slot_of_TK.shape[1], gather_left, transposed, group),
     )  # fmt: skip

@@ -22,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import depth_block
+from moe_patch.kernels.launcher import Box
 
 BM, BN, BK = 128, 256, 64
 # Columns that leave the accumulator at a time.
@@ -74,40 +74,23 @@ def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
     return 0 if low_rank is None else depth_block(low_rank[0].shape[1])
 
 
-def whole_descriptor(base: Tensor, box: list[int], layout: Any) -> TensorDescriptor:
-    """:func:`descriptor` of a tensor as it lies."""
-    return descriptor(base, list(base.shape), list(base.stride()), box, layout)
+def whole_box(base: Tensor, block: tuple[int, ...], layout: Any) -> Box:
+    """Boxes of a tensor as it lies."""
+    return Box(base, base.shape, base.stride(), block, layout)
 
 
-def descriptor(
-    base: Tensor, shape: list[int], strides: list[int], box: list[int], layout: Any
-) -> TensorDescriptor:
-    """``TensorDescriptor(...)`` without its checks: :func:`copies_rows` and the like made them.
-
-    They take the host longer than all else about a descriptor, and a step of training makes twenty.
-    """
-    made = TensorDescriptor.__new__(TensorDescriptor)
-    made.__dict__.update({
-        "base": base, "shape": shape, "strides": strides, "block_shape": box, "layout": layout,
-        "padding": "zero",
-    })  # fmt: skip
-    return made
-
-
-def ragged_descriptor(
-    rows: Tensor, box: tuple[int, int], width: int | None = None
-) -> TensorDescriptor:
+def ragged_box(rows: Tensor, block: tuple[int, int], width: int | None = None) -> Box:
     """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`.
 
     Args:
         rows: [N, O].
-        box: rows and columns that are copied at a time.
+        block: rows and columns that are copied at a time.
         width: only so many first columns; it saves the host a slice.
     """
     stride = rows.stride(0)
-    shape = [RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1] if width is None else width]
-    strides = [RAGGED_WRAP - stride, stride, stride, 1]
-    return descriptor(rows, shape, strides, [1, 1, *box], RANK4)
+    shape = (RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1] if width is None else width)
+    strides = (RAGGED_WRAP - stride, stride, stride, 1)
+    return Box(rows, shape, strides, (1, 1, *block), RANK4)
 
 
 def programs(tiles: int, tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -64,6 +65,7 @@ def programs(tiles: int, tile: Tile, device: Device) -> int:
     return min(tiles, device.multiprocessors) if tile.persistent else tiles
 
 
+@functools.cache
 def depth_block(depth: int) -> int:
     """Step along a short summed axis (a rank): a power of two, 16 (tensor cores) to 64."""
     return max(16, min(64, next_power_of_2(max(depth, 1))))

@@ -40,6 +40,34 @@ class Constants(dict[str, Any]):
         return self is other
 
 
+class Box(NamedTuple):
+    """What a tensor descriptor holds. To make one takes the host longer than all else of a launch.
+
+    Attributes:
+        base: what is copied from or to; its address a multiple of 16 bytes.
+        shape, strides: of what is seen of it, in elements; the last stride is 1.
+        block_shape: what is copied at a time.
+        layout: Gluon's layout in shared memory; None for a kernel in plain Triton.
+    """
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: Any = None
+
+    def descriptor(self) -> Any:
+        """Triton's descriptor, which checks what it is given."""
+        held = (self.base, list(self.shape), list(self.strides), list(self.block_shape))
+        if self.layout is None:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            return TensorDescriptor(*held)
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as OfGluon
+
+        return OfGluon(*held, self.layout)
+
+
 class _Compiled(NamedTuple):
     """A compiled kernel and how it is launched.
 
@@ -85,7 +113,7 @@ class Launcher:
 
         Args:
             grid: one to three sizes.
-            operands: tensors and tensor descriptors on the current device; the last is a tensor.
+            operands: tensors and :class:`Box` on the current device; the last is a tensor.
             varying: int32 values the kernel was declared not to specialise on.
             fixed: all other numbers; each value of them has an entry of its own in the cache.
             made: compile-time arguments and Triton's options.
@@ -93,7 +121,7 @@ class Launcher:
         """
         if not self._direct:
             constants = constants if made is None else made
-            self._kernel[grid](*operands, *varying, *fixed, **constants)
+            self._kernel[grid](*_described(operands), *varying, *fixed, **constants)
             return
         active = driver.active
         if active is not self._driver:
@@ -108,22 +136,22 @@ class Launcher:
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
             runtime = triton.knobs.runtime
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                compiled[sizes](*operands, *varying, *fixed, *tail, stream=stream)
+                compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
             elif launch is None:  # the same, without what only hooks read
                 compiled.run(
                     *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                    *handles, *varying, *fixed, *tail,
+                    *_described(operands), *varying, *fixed, *tail,
                 )  # fmt: skip
             else:
                 for at, kind, encoded in described:
-                    handles[at : at + 1] = _encode(operands[at], kind, encoded)
+                    handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
                 launch(
                     *sizes, stream, compiled.function, *settings, compiled.packed_metadata, None,
                     None, None, *handles, *varying, *fixed, *tail,
                 )  # fmt: skip
             return
         constants = constants if made is None else made
-        compiled = self._kernel[grid](*operands, *varying, *fixed, **constants)
+        compiled = self._kernel[grid](*_described(operands), *varying, *fixed, **constants)
         if compiled is not None and len(self._compiled) < _MOST:
             count = len(operands) + len(varying) + len(fixed)
             names = self._kernel.arg_names[count:]
@@ -141,7 +169,7 @@ def _launch_in_c(
     if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
         return None, (), ()
     launch = run.launch
-    places = [at for at, operand in enumerate(operands) if not isinstance(operand, Tensor)]
+    places = [at for at, operand in enumerate(operands) if isinstance(operand, Box)]
     if places:
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
     kinds = compiled.metadata.tensordesc_meta
@@ -150,24 +178,29 @@ def _launch_in_c(
     return launch, settings, described[::-1]
 
 
-def _encode(descriptor: Any, kind: Any, encoded: dict) -> list[Any]:
-    """What the function in C takes for a descriptor."""
-    key = (descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides)
+def _described(operands: Sequence[Any]) -> list[Any]:
+    """The operands as Triton takes them."""
+    return [each.descriptor() if isinstance(each, Box) else each for each in operands]
+
+
+def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
+    """What the function in C takes for a descriptor; ``key`` is what tells it from others."""
     found = encoded.get(key)
     if found is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         if len(encoded) >= _MOST_ENCODED:
             encoded.clear()
-        found = encoded[key] = make_tensordesc_arg(descriptor, kind)
+        found = encoded[key] = make_tensordesc_arg(box.descriptor(), kind)
     return found
 
 
 def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[Any]]:
-    """What Triton compiles anew for, and what a launch takes: addresses, and descriptors as such.
+    """What Triton compiles anew for, and what a launch takes: addresses.
 
-    Of a tensor Triton asks its address once more, and the driver about the address. A tensor that
-    is elsewhere has a kind of its own, which is never compiled: Triton refuses it.
+    Of a box it takes what its descriptor is known by. Of a tensor Triton asks its address once
+    more, and the driver about the address. A tensor that is elsewhere has a kind of its own, which
+    is never compiled: Triton refuses it.
     """
     kinds: list[Hashable] = []
     handles: list[Any] = []
@@ -178,6 +211,7 @@ def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[An
             kinds.append(kind if operand.get_device() == device else (kind, operand.device))
             handles.append(address)
         else:
-            kinds.append((operand.base.dtype, *operand.block_shape))
-            handles.append(operand)
+            base, shape, strides, block_shape, _ = operand
+            kinds.append((base.dtype, block_shape))
+            handles.append((base.data_ptr(), shape, strides))
     return kinds, handles

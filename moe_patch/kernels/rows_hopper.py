@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.hopper import (
     BK,
@@ -26,20 +25,19 @@ from moe_patch.kernels.hopper import (
     claim,
     copies_boxes,
     copies_rows,
-    descriptor,
     load_box,
     programs,
     quarter,
-    ragged_descriptor,
+    ragged_box,
     rank_depth,
     ring,
     store_box,
     sum_both,
-    whole_descriptor,
+    whole_box,
     with_factors,
 )
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Constants, Launcher
+from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -89,7 +87,7 @@ def specialised_grouped_linear(
     columns = cdiv(O, BN)
     _launch(
         (programs(rows.bound * columns, inputs),),
-        (sides, ranks, weight, factor, ragged_descriptor(out_NO, (BM // 2, CHUNK)), bias,
+        (sides, ranks, weight, factor, ragged_box(out_NO, (BM // 2, CHUNK)), bias,
          rows.plan.offsets_S, rows.table),
         (rows.bound,), (columns, O, I, R, bias.stride(0), bias.stride(1)),
         _constants(depth_last, rank_depth(low_rank), b_EO is not None, group),
@@ -104,16 +102,16 @@ def _constants(depth_last: bool, low_rank: int, biased: bool, group: int) -> Con
     )  # fmt: skip
 
 
-def _sides(rows: Tensor) -> TensorDescriptor:
-    return whole_descriptor(rows, [BM // 2, BK], RANK2)
+def _sides(rows: Tensor) -> Box:
+    return whole_box(rows, (BM // 2, BK), RANK2)
 
 
-def _boxes(w_EOI: Tensor, depth_last: bool) -> TensorDescriptor:
+def _boxes(w_EOI: Tensor, depth_last: bool) -> Box:
     if depth_last:
-        return whole_descriptor(w_EOI, [1, BN, BK], RANK3)
+        return whole_box(w_EOI, (1, BN, BK), RANK3)
     E, O, I = w_EOI.shape
-    strides = [w_EOI.stride(0), w_EOI.stride(2), w_EOI.stride(1)]
-    return descriptor(w_EOI, [E, I, O], strides, [1, BK, BN], RANK3)
+    stride_e, stride_o, stride_i = w_EOI.stride()
+    return Box(w_EOI, (E, I, O), (stride_e, stride_i, stride_o), (1, BK, BN), RANK3)
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moe_patch.kernels.launcher import Box
 from moe_patch.kernels.tiles import Tile
 
 # How a weight reaches a kernel: pointers; a descriptor with the summed axis last ([.., out, in]);
@@ -188,13 +188,13 @@ def weight_operand(w_EOI: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, int
         return w_EOI, POINTERS
     part = O // halves
     if stride_i == 1 and _aligned(w_EOI, stride_e, stride_o, part * stride_o):
-        shape, box = [E, halves, part, I], [1, halves, tile.n // halves, tile.k]
-        strides = [stride_e, part * stride_o, stride_o, 1]
-        return TensorDescriptor(w_EOI, shape, strides, box), DEPTH_LAST
+        shape, block = (E, halves, part, I), (1, halves, tile.n // halves, tile.k)
+        strides = stride_e, part * stride_o, stride_o, 1
+        return Box(w_EOI, shape, strides, block), DEPTH_LAST
     if stride_o == 1 and _aligned(w_EOI, stride_e, stride_i, part if halves > 1 else 0):
-        shape, box = [E, I, halves, part], [1, tile.k, halves, tile.n // halves]
-        strides = [stride_e, stride_i, part if halves > 1 else stride_i, 1]
-        return TensorDescriptor(w_EOI, shape, strides, box), COLUMNS_LAST
+        shape, block = (E, I, halves, part), (1, tile.k, halves, tile.n // halves)
+        strides = stride_e, stride_i, part if halves > 1 else stride_i, 1
+        return Box(w_EOI, shape, strides, block), COLUMNS_LAST
     return w_EOI, POINTERS
 
 
@@ -206,7 +206,7 @@ def row_operand(rows_NI: Tensor, tile: Tile) -> tuple[Any, bool]:
         or not _aligned(rows_NI, rows_NI.stride(0))
     ):
         return rows_NI, False
-    return TensorDescriptor.from_tensor(rows_NI, [tile.m, tile.k]), True
+    return Box(rows_NI, rows_NI.shape, rows_NI.stride(), (tile.m, tile.k)), True
 
 
 def _aligned(tensor: Tensor, *strides: int) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moe_patch.kernels.device import approximate
 from moe_patch.kernels.glu import glu_constants, glu_forward, rounded
@@ -28,10 +27,9 @@ from moe_patch.kernels.hopper import (
     RANK4_C,
     copies_boxes,
     copies_rows,
-    descriptor,
     programs,
     quarter,
-    ragged_descriptor,
+    ragged_box,
     rank_depth,
     ring,
     store_box,
@@ -40,7 +38,7 @@ from moe_patch.kernels.hopper import (
 )
 from moe_patch.kernels.hopper_gather import gather_steps
 from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.launcher import Constants, Launcher
+from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
@@ -92,7 +90,7 @@ def specialised_up(
     save_h, save_a = h_NH.numel() > 0, a_NF.numel() > 0
     either = a_NF if save_a else h_NH
     sides = (h_NH, h_NH[:, F:]) if save_h else (either, either)
-    outputs = [ragged_descriptor(side, (BM // 2, CHUNK), F) for side in (*sides, either)]
+    outputs = [ragged_box(side, (BM // 2, CHUNK), F) for side in (*sides, either)]
     _launch(
         (programs(rows.bound * columns, x_TD),),
         (x_TD, u_NR, weight, factor, *outputs, bias, rows.plan.row_of_N, rows.plan.offsets_S,
@@ -116,12 +114,12 @@ def _constants(
     )  # fmt: skip
 
 
-def _halves(w_EHI: Tensor) -> TensorDescriptor:
+def _halves(w_EHI: Tensor) -> Box:
     """Boxes with as many columns of gate as of up."""
     E, H, I = w_EHI.shape
     stride_e, stride_h, stride_i = w_EHI.stride()
-    strides = [stride_e, H // 2 * stride_h, stride_h, stride_i]
-    return descriptor(w_EHI, [E, 2, H // 2, I], strides, [1, 2, BN // 2, BK], RANK4)
+    strides = (stride_e, H // 2 * stride_h, stride_h, stride_i)
+    return Box(w_EHI, (E, 2, H // 2, I), strides, (1, 2, BN // 2, BK), RANK4)
 
 
 @gluon.jit
