@@ -150,11 +150,20 @@ class Launcher:
                     None, None, *handles, *varying, *fixed, *tail,
                 )  # fmt: skip
             return
-        constants = constants if made is None else made
-        compiled = self._kernel[grid](*_described(operands), *varying, *fixed, **constants)
+        self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
+
+    def _first(
+        self,
+        key: Hashable,
+        grid: tuple[int, ...],
+        operands: Sequence[Any],
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+    ) -> None:
+        """Compile, launch, and keep how it is launched again."""
+        compiled = self._kernel[grid](*_described(operands), *numbers, **constants)
         if compiled is not None and len(self._compiled) < _MOST:
-            count = len(operands) + len(varying) + len(fixed)
-            names = self._kernel.arg_names[count:]
+            names = self._kernel.arg_names[len(operands) + len(numbers) :]
             tail = tuple(constants[name] for name in names)
             self._compiled[key] = _Compiled(compiled, tail, *_launch_in_c(compiled, operands))
 
