@@ -177,12 +177,13 @@ def _launch_in_c(
     run = compiled.run
     if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
         return None, (), ()
-    launch = run.launch
+    launch, kinds = run.launch, compiled.metadata.tensordesc_meta or ()
     places = [at for at, operand in enumerate(operands) if isinstance(operand, Box)]
+    if len(places) != len(kinds):  # a device without them takes a descriptor apart
+        return None, (), ()
     if places:
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
-    kinds = compiled.metadata.tensordesc_meta
-    described = tuple((at, kind, {}) for at, kind in zip(places, kinds or (), strict=True))
+    described = tuple((at, kind, {}) for at, kind in zip(places, kinds, strict=True))
     settings = run.launch_cooperative_grid, run.launch_pdl, None, None
     return launch, settings, described[::-1]
 
