@@ -54,12 +54,12 @@ PRESETS = {
         Segment(
             "lora_large", "lora", _LORA, ("mixtral", "glm45_air"), (16384,), left_out=_SLOW_TO_TUNE
         ),
-        Segment("axolotl", "lora", ("axolotl_lora",), ("qwen3_30b",), (16384, 4096), ranks=(16,)),
+        Segment("axolotl", "lora", ("axolotl_lora",), _SMALL, (16384, 4096), ranks=(16,)),
         Segment(
-            "axolotl_others",
+            "axolotl_large",
             "lora",
             ("axolotl_lora",),
-            ("olmoe", "mixtral", "glm45_air"),
+            ("mixtral", "glm45_air"),
             (16384,),
             ranks=(16,),
         ),
