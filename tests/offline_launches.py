@@ -150,7 +150,9 @@ def main() -> None:
         hooked = all(args[HOOKS.start] is not None for _, _, args in step(*cases[0]))
         hooks.remove(print)
     direct = sum(bool(each._compiled) for each in launchers)
-    descriptors = [d for each in launchers for found in each._compiled.values() for d in found[4]]
+    descriptors = [
+        d for each in launchers for found in each._compiled.values() for d in found.described
+    ]
     said = {
         "direct": direct,
         "different": different,

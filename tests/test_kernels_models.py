@@ -122,7 +122,7 @@ def check_composed_adapters(model_type: str, targets: list[str], device: str) ->
 def check_doge(device: str) -> None:
     ran = (product_key, "product_key_forward"), (product_key, "product_key_backward")
     with on_triton(*ran):
-        test_routing_doge.test_doge_with_certain_ties_is_transformers_with_ties_broken(16, device)
+        test_routing_doge.test_doge_with_certain_ties_is_transformers_with_ties_broken(64, device)
 
 
 def check_router_losses(device: str) -> None:

@@ -28,6 +28,7 @@ from moe_patch.kernels.hopper import (
     RANK3_C,
     RANK4_C,
     claim,
+    constants,
     copies_boxes,
     copies_rows,
     load_box,
@@ -40,15 +41,13 @@ from moe_patch.kernels.hopper import (
     whole_box,
     with_factors,
 )
-from moe_patch.kernels.hopper_gather import gather_steps
+from moe_patch.kernels.hopper_gather import gather_steps, halves
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
 from moe_patch.types import Glu
-
-STAGES = 4
 
 
 def supported(
@@ -116,10 +115,7 @@ def specialised_hidden_gradients(
 
 @functools.cache
 def _constants(glu: Glu, fast: bool, low_rank: int, wa: bool, group: int) -> Constants:
-    return Constants(
-        **glu_constants(glu, fast=fast), LOW_RANK=low_rank, WA=wa, GROUP=group, BM=BM, BN=BN,
-        BK=BK, STAGES=STAGES, CHUNK=CHUNK, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+    return constants(group, **glu_constants(glu, fast=fast), LOW_RANK=low_rank, WA=wa)
 
 
 def _boxes(w_EIO: Tensor) -> Box:
@@ -144,7 +140,6 @@ def _produce(
     BK: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = BM // 2
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
@@ -152,8 +147,7 @@ def _produce(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         column = column_tile * BN
-        n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, copy))
-        low, high = gl.minimum(n, end - 1), gl.minimum(n + HALF, end - 1)
+        low, high = halves(start, end, HALF)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
         step = gather_steps(
             dout_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8,

@@ -21,11 +21,13 @@ from moe_patch.kernels.hopper import (
     BM,
     BN,
     CHUNK,
+    OUTS,
     RAGGED_ROWS_C,
     RANK3,
     RANK3_C,
     RANK4_C,
     claim,
+    constants,
     copies_boxes,
     copies_rows,
     load_box,
@@ -37,14 +39,12 @@ from moe_patch.kernels.hopper import (
     sum_steps,
     whole_box,
 )
-from moe_patch.kernels.hopper_gather import rows_at
+from moe_patch.kernels.hopper_gather import COPY, rows_at
 from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import locate_tile
 from moe_patch.types import Plan
-
-STAGES, OUTS = 4, 2
 
 
 def supported(
@@ -100,10 +100,7 @@ def specialised_outer_sum(
 
 @functools.cache
 def _constants(top_k: int, gather_left: bool, transposed: bool, group: int) -> Constants:
-    return Constants(
-        K=top_k, GATHER_LEFT=gather_left, TRANSPOSED=transposed, GROUP=group, BM=BM, BN=BN, BK=BK,
-        CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+    return constants(group, K=top_k, GATHER_LEFT=gather_left, TRANSPOSED=transposed, OUTS=OUTS)
 
 
 def _covered(rows: int, columns: int) -> int:
@@ -120,15 +117,13 @@ def _tile(tile, row_tiles, columns, GROUP: gl.constexpr):
 
 @gluon.jit
 def _rows(row_ptr, n0, end, BK: gl.constexpr):
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, copy))
+    n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, COPY))
     return gl.load(row_ptr + n, mask=n < end, other=0)
 
 
 @gluon.jit
 def _gather(source, bufs, index, n, end, column, width, WIDE: gl.constexpr):
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    column += gl.arange(0, WIDE, layout=gl.SliceLayout(0, copy))
+    column += gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     # Rows past the expert's end become zero: zero times a neighbour's Inf would be NaN.
     mask = (n < end)[:, None] & (column < width)[None, :]
     async_copy.async_copy_global_to_shared(bufs.index(index), source + column[None, :], mask=mask)
@@ -143,11 +138,10 @@ def _step(
 ):  # fmt: skip
     """Bring one step, if the expert has that many rows; returns the next step."""
     HALF: gl.constexpr = BM // 2
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if n0 < end:
         stage = claim(ready, empty, step, BK * (BN if GATHER_LEFT else BM) * 2, STAGES)
         bar = ready.index(stage)
-        n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, copy))
+        n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, COPY))
         source = rows_at(gathered_ptr, row // K, stride)
         clip = RAGGED_ROWS_C - (end - n0)
         if GATHER_LEFT:

@@ -25,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import depth_block
-from moe_patch.kernels.launcher import Box
+from moe_patch.kernels.launcher import Box, Constants
 
-BM, BN, BK = 128, 256, 64
-# Columns that leave the accumulator at a time.
-CHUNK = 64
+BM, BN, BK, STAGES = 128, 256, 64, 4
+# Columns that leave the accumulator at a time, and the buffers of a consumer that they leave by.
+CHUNK, OUTS = 64, 2
 # A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end,
 # with 64-bit wrap-around in the first one's stride.
 RAGGED_ROWS = 1 << 30
@@ -91,6 +91,14 @@ def ragged_box(rows: Tensor, block: tuple[int, int], width: int | None = None) -
     shape = (RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1] if width is None else width)
     strides = (RAGGED_WRAP - stride, stride, stride, 1)
     return Box(rows, shape, strides, (1, 1, *block), RANK4)
+
+
+def constants(group: int, **own: Any) -> Constants:
+    """A kernel's compile-time arguments: what all of them have, and its own."""
+    return Constants(
+        **own, GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, num_warps=4,
+        maxnreg=168,
+    )  # fmt: skip
 
 
 def programs(tiles: int, tensor: Tensor) -> int:

@@ -8,6 +8,16 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from moe_patch.kernels.hopper import claim, load_box
 
+# How the threads of a producer share a block of rows, 16 bytes a copy.
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit
+def halves(start, end, HALF: gl.constexpr):
+    """Plan positions of a tile's halves; past the expert's end its last one, which has a row."""
+    n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY))
+    return gl.minimum(n, end - 1), gl.minimum(n + HALF, end - 1)
+
 
 @gluon.jit
 def rows_at(base, index, stride):
@@ -36,8 +46,7 @@ def gather_steps(
         the next step.
     """
     HALF: gl.constexpr = left_bufs.shape[1]
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, copy))
+    n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY))
     low_at, high_at = rows_at(source, low_row, stride), rows_at(source, high_row, stride)
     low_in, high_in = (n < end)[:, None], (n + HALF < end)[:, None]
     if start + 2 * HALF <= end:
@@ -62,7 +71,6 @@ def _gather_step(
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     WHOLE: gl.constexpr,
 ):  # fmt: skip
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * (SHAPE[3] if len(SHAPE) == 4 else 1) * 2
     stage = claim(ready, empty, step, BYTES, STAGES)
     right = right_bufs.index(stage)
@@ -70,7 +78,7 @@ def _gather_step(
         load_box(descriptor, [e, 0, column, k0], ready.index(stage), right, SHAPE, LAYOUT)
     else:
         load_box(descriptor, [e, k0, column], ready.index(stage), right, SHAPE, LAYOUT)
-    k = k0 + gl.arange(0, BK, layout=gl.SliceLayout(0, copy))
+    k = k0 + gl.arange(0, BK, layout=gl.SliceLayout(0, COPY))
     within = (k < width)[None, :]
     async_copy.async_copy_global_to_shared(
         left_bufs.index(2 * stage), low_at + k[None, :], mask=within if WHOLE else within & low_in

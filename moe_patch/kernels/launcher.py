@@ -135,14 +135,9 @@ class Launcher:
             compiled, tail, launch, settings, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
             runtime = triton.knobs.runtime
-            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            if launch is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
-            elif launch is None:  # the same, without what only hooks read
-                compiled.run(
-                    *sizes, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                    *_described(operands), *varying, *fixed, *tail,
-                )  # fmt: skip
-            else:
+            else:  # the same, without what only hooks read
                 for at, kind, encoded in described:
                     handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
                 launch(

@@ -18,11 +18,13 @@ from moe_patch.kernels.hopper import (
     BM,
     BN,
     CHUNK,
+    OUTS,
     RAGGED_ROWS_C,
     RANK2,
     RANK3,
     RANK4_C,
     claim,
+    constants,
     copies_boxes,
     copies_rows,
     load_box,
@@ -41,8 +43,6 @@ from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
-
-STAGES, OUTS = 4, 2
 
 
 def supported(
@@ -96,10 +96,7 @@ def specialised_grouped_linear(
 
 @functools.cache
 def _constants(depth_last: bool, low_rank: int, biased: bool, group: int) -> Constants:
-    return Constants(
-        DEPTH_LAST=depth_last, LOW_RANK=low_rank, BIASED=biased, GROUP=group, BM=BM, BN=BN, BK=BK,
-        CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS, num_warps=4, maxnreg=168,
-    )  # fmt: skip
+    return constants(group, DEPTH_LAST=depth_last, LOW_RANK=low_rank, BIASED=biased, OUTS=OUTS)
 
 
 def _sides(rows: Tensor) -> Box:

@@ -21,10 +21,12 @@ from moe_patch.kernels.hopper import (
     BM,
     BN,
     CHUNK,
+    OUTS,
     RAGGED_ROWS,
     RAGGED_ROWS_C,
     RANK4,
     RANK4_C,
+    constants,
     copies_boxes,
     copies_rows,
     programs,
@@ -36,15 +38,13 @@ from moe_patch.kernels.hopper import (
     sum_both,
     with_factors,
 )
-from moe_patch.kernels.hopper_gather import gather_steps
+from moe_patch.kernels.hopper_gather import gather_steps, halves
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.kernels.specialised import available
 from moe_patch.kernels.tiling import rows_of_tile
 from moe_patch.types import Glu
-
-STAGES, OUTS = 4, 2
 
 
 def supported(
@@ -107,10 +107,9 @@ def specialised_up(
 def _constants(
     glu: Glu, fast: bool, low_rank: int, biased: bool, save_h: bool, save_a: bool, group: int
 ) -> Constants:
-    return Constants(
-        **glu_constants(glu, fast=fast), LOW_RANK=low_rank, BIASED=biased, SAVE_H=save_h,
-        SAVE_A=save_a, GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, OUTS=OUTS,
-        num_warps=4, maxnreg=168,
+    return constants(
+        group, **glu_constants(glu, fast=fast), LOW_RANK=low_rank, BIASED=biased, SAVE_H=save_h,
+        SAVE_A=save_a, OUTS=OUTS,
     )  # fmt: skip
 
 
@@ -129,7 +128,6 @@ def _produce(
     LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row_tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
@@ -137,8 +135,7 @@ def _produce(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         f = column_tile * (BN // 2)
-        n = start + gl.arange(0, BM // 2, layout=gl.SliceLayout(1, copy))
-        low, high = gl.minimum(n, end - 1), gl.minimum(n + BM // 2, end - 1)
+        low, high = halves(start, end, BM // 2)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
         step = gather_steps(
             x_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8, start,
