@@ -190,7 +190,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="write the table, run nothing")
     parser.add_argument("--on", choices=("cpu", "card"), help="only proofs that compute there")
     parser.add_argument("--world", type=int, help="only proofs with this many processes or cards")
-    parser.add_argument("--match", default="", help="only proofs whose tests contain this text")
+    parser.add_argument("--match", default="", help="only proofs whose selection contains this")
     parser.add_argument("--together", action="store_true", help="all in this process, untimed")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each proof")
     parser.add_argument("--out", type=Path, default=ROWS, help="append the rows to this file")
@@ -199,6 +199,8 @@ def arguments() -> argparse.Namespace:
     options.commit = options.commit or commit_of(ROOT)
     if options.commit is None and not options.table:
         parser.error(f"{ROOT} is not a git checkout; rows name the commit: pass --commit")
+    if not any(options.match in proof.test for proof in PROOFS):
+        parser.error(f"no proof's selection contains {options.match!r}; see compat_proofs.py")
     return options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import torch
@@ -59,11 +58,8 @@ def test_a_missing_device_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_passes_in_under_a_minute() -> None:
-    start = time.perf_counter()
+def test_gpu_passes() -> None:
     result = selftest("cuda", progress=False)
-    seconds = time.perf_counter() - start
     assert result.passed, [check for check in result.checks if not check.passed]
     assert (result.backend, result.note) == ("triton", "")
     assert result.checks[0].name == "plan"
-    assert seconds < 60.0
