@@ -1,6 +1,7 @@
 """What this library set out to reach, beside what the newest rows say: met, missed or not measured.
 
-Aims are on one H100. Each ratio is taken within one run.
+Aims are on one H100; where another card of its kind was measured too, it has lines of its own. Each
+ratio is taken within one run.
 """
 
 from __future__ import annotations
@@ -207,8 +208,9 @@ def all_aims() -> list[Aim]:
 
 
 def table(results: Path, aims: Sequence[Aim]) -> Iterator[list[str]]:
-    """The rows: op, quantity, where, wanted, measured, verdict. What has no row is left out."""
-    lines = {op: lines_of(op, results) for op in dict.fromkeys(aim.op for aim in aims)}
+    """Rows of op, quantity, where, card, bound, measured and verdict, where there is a row."""
+    ops = dict.fromkeys(aim.op for aim in aims)
+    lines = {op: lines_of(op, results, each_card=True) for op in ops}
     for aim in aims:
         for line in lines[aim.op]:
             value = aim.measure(line, lines[aim.op]) if aim.at(line) else None
@@ -217,4 +219,4 @@ def table(results: Path, aims: Sequence[Aim]) -> Iterator[list[str]]:
                 where += "" if line.dtype in ("bf16", "fp32") else f", {line.dtype}"
                 bound = f"{'≥' if aim.at_least else '≤'} {aim.wanted:g}"
                 verdict = "met" if aim.met(value) else "**missed**"
-                yield [aim.op, aim.what, where, bound, f"{value:.2f}", verdict]
+                yield [aim.op, aim.what, where, line.card, bound, f"{value:.2f}", verdict]

@@ -59,6 +59,7 @@ def _impls(lines: Sequence[Line], op_name: str) -> list[str]:
 def _point(line: Line, names: Sequence[str]) -> list[str]:
     values = {
         "shape": line.shape, "T": line.T, "R": line.R, "dtype": line.dtype, "pass": line.passes,
+        "card": line.card,
     }  # fmt: skip
     return ["–" if values[name] is None else str(values[name]) for name in names]
 
@@ -73,7 +74,7 @@ def _skips(lines: Sequence[Line]) -> str:
     for line in lines:
         for impl, row in line.by_impl.items():
             if "skipped" in row:
-                where = f"{line.shape} T={line.T} {line.passes}"
+                where = f"{line.shape} T={line.T} {line.passes} ({line.card})"
                 reasons.setdefault((impl, row["skipped"]), []).append(where)
     listed = "".join(
         f"- {impl} skipped at {', '.join(places)}: {reason}\n"
@@ -87,17 +88,18 @@ def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = F
     scale = {"ms": 1.0, "µs": 1e3}[unit]
 
     def block(results: Path) -> str:
-        lines = lines_of(op_name, results)
+        lines = lines_of(op_name, results, each_card=True)
         if not lines:
             return NOTHING
         impls = _impls(lines, op_name)
         rate = any(line.ours["tflops"] is not None for line in lines)
-        header = [*point, *(f"{impl}, {unit}" for impl in impls)]
+        names = (*point, "card")
+        header = [*names, *(f"{impl}, {unit}" for impl in impls)]
         header += ["TFLOP/s (of bmm)"] if rate else []
         header += ["copy floors"] if floors else []
         body = [
             [
-                *_point(line, point),
+                *_point(line, names),
                 *(_time(line, impl, scale) for impl in impls),
                 *([_share(line)] if rate else []),
                 *([_floors(line)] if floors else []),
@@ -132,25 +134,34 @@ def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
 
 def model(results: Path) -> str:
     """Step time, tokens per second, time in MoE blocks and peak, unpatched and patched."""
-    lines = lines_of("model", results)
+    lines = lines_of("model", results, each_card=True)
     if not lines:
         return NOTHING
     body = []
     for line in lines:
         for impl, row in sorted(line.by_impl.items(), reverse=True):
             if "skipped" in row:
-                body.append([line.shape, impl, "skipped", "", "", "", ""])
+                body.append([line.shape, line.card, impl, "skipped", "", "", "", ""])
                 continue
             faster = line.faster("peft") if impl == OURS else None
             body.append(
                 [
-                    line.shape, impl, _number(row["median_ms"]),
+                    line.shape, line.card, impl, _number(row["median_ms"]),
                     "" if faster is None else f"{faster:.2f}x", f"{row['tokens_per_s']:.0f}",
                     f"{_number(row['moe_ms'])} ({row['moe_ms'] / row['median_ms']:.0%})",
                     "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f}",
                 ]
             )  # fmt: skip
-    header = ["shape", "impl", "step, ms", "faster", "tokens/s", "in MoE blocks, ms", "peak, GiB"]
+    header = [
+        "shape",
+        "card",
+        "impl",
+        "step, ms",
+        "faster",
+        "tokens/s",
+        "in MoE blocks, ms",
+        "peak, GiB",
+    ]
     return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
 
 
@@ -171,18 +182,18 @@ def headline(results: Path) -> str:
         for line in one_per_shape(lines):
             peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
             cells = ", ".join(f"{line.faster(impl):.2f}x {impl}" for impl in peers)
-            body.append([what, line.shape, str(line.T), _time(line, OURS, 1.0), cells])
+            body.append([what, line.shape, str(line.T), line.card, _time(line, OURS, 1.0), cells])
             used.append(line)
     if not body:
         return NOTHING
-    header = ["forward + backward", "shape", "tokens", "ms", "times faster than"]
+    header = ["forward + backward", "shape", "tokens", "card", "ms", "times faster than"]
     return f"{_markdown(header, body)}\n{provenance(used)}\n"
 
 
 def aims_table(results: Path) -> str:
     """Every aim that there is a row for."""
     body = list(aims.table(results, aims.all_aims()))
-    header = ["op", "quantity", "at", "aim", "measured", ""]
+    header = ["op", "quantity", "at", "card", "aim", "measured", ""]
     return _markdown(header, body) if body else NOTHING
 
 

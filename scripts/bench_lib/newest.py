@@ -35,6 +35,11 @@ class Line:
     def ours(self) -> Row:
         return self.by_impl[OURS]
 
+    @property
+    def card(self) -> str:
+        """As tables name it."""
+        return self.ours["card"].removeprefix("NVIDIA ").partition(" ")[0]
+
     def time(self, impl: str) -> float | None:
         """Median milliseconds, or None where there is none."""
         row = self.by_impl.get(impl)
@@ -49,36 +54,42 @@ class Line:
 def _order(op: Op, line: Line) -> tuple:
     shapes = list(op.shapes)
     place = shapes.index(line.shape) if line.shape in shapes else len(shapes)
-    return place, line.shape, line.T, line.R or 0, line.dtype, line.passes
+    return place, line.shape, line.T, line.R or 0, line.dtype, line.passes, line.card
 
 
-def newest_lines(rows: Sequence[Row], op: Op) -> list[Line]:
+def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[Line]:
     """A line per point that ours was measured at on a GPU, in the order of the op's grid.
 
     A run without a row of every required peer that covers the point counts only where there is no
     other.
+
+    Args:
+        rows: of the op.
+        op: the op.
+        each_card: a line per kind of card that the point was measured on, not one of the newest.
     """
     found: dict[tuple, dict[str, dict[str, Row]]] = {}
     for row in rows:
         if row["card"].startswith("CPU"):
             continue
         point = tuple(row[name] for name in ("shape", "T", "R", "dtype", "pass"))
-        found.setdefault(point, {}).setdefault(row["run"], {})[row["impl"]] = row
+        key = (*point, row["card"]) if each_card else point
+        found.setdefault(key, {}).setdefault(row["run"], {})[row["impl"]] = row
     lines = []
-    for point, runs in found.items():
+    for key, runs in found.items():
         with_ours = [run for run in runs.values() if OURS in run]
         if not with_ours:
             continue
         known = {name for run in with_ours for name in op.required if name in run}
         best = max(with_ours, key=lambda run: (known <= run.keys(), run[OURS]["date"]))
-        lines.append(Line(*point, best))
+        lines.append(Line(*key[:5], best))
     return sorted(lines, key=lambda line: _order(op, line))
 
 
-def lines_of(op_name: str, results: Path) -> list[Line]:
-    """The lines of an op's file; none without the file."""
+def lines_of(op_name: str, results: Path, each_card: bool = False) -> list[Line]:
+    """The lines of an op's file; none without the file. Arguments as of :func:`newest_lines`."""
     path = results / f"{op_name}.jsonl"
-    return newest_lines(read_rows(path), OPS[op_name]) if path.exists() else []
+    return newest_lines(read_rows(path), OPS[op_name], each_card) if path.exists() else []
 
 
 def one_per_shape(lines: Sequence[Line]) -> list[Line]:
