@@ -12,7 +12,8 @@ import contextlib
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,14 +26,20 @@ import triton  # noqa: E402
 from compile_only import CompileOnly, compiling_for  # noqa: E402
 
 import moe_patch.kernels.experts  # noqa: E402, F401
+from moe_patch.kernels import dequant, routing  # noqa: E402
+from moe_patch.kernels.call import Call  # noqa: E402
 from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
-from moe_patch.ops import experts_mlp  # noqa: E402
+from moe_patch.ops import Signals, experts_mlp  # noqa: E402
+from moe_patch.quant import mxfp4  # noqa: E402
+from moe_patch.quant.packed import READABLE, PackedWeight, pack  # noqa: E402
+from moe_patch.routing import RouteSpec  # noqa: E402
 from moe_patch.types import ExpertWeights, Glu, Lora  # noqa: E402
 
 D, F, E, K, R = 256, 128, 8, 2, 16
+Launch = tuple[object, str, tuple]
 KNOWN = triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
 HOOKS = slice(10, 13) if KNOWN else slice(6, 9)  # the metadata for hooks, and the hooks
-launched: list[tuple[object, str, tuple]] = []
+launched: list[Launch] = []
 
 
 class Recorder:
@@ -66,22 +73,70 @@ def encoded(*args: Any) -> tuple:
     return ("encoded", *args)
 
 
-def step(T: int, misaligned: bool, lora: bool) -> list[tuple[object, str, tuple]]:
-    """The launches of one forward and backward."""
+def trained(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def step(T: int, misaligned: bool, lora: bool, stored: str = "", norms: bool = False) -> None:
+    """One forward and backward of the experts, the weights stored in bf16 or packed."""
     torch.manual_seed(T)
-    q = lambda *shape: torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
     x_TD = torch.zeros(T * D + 1, dtype=torch.bfloat16)[int(misaligned) :][: T * D].view(T, D)
     x_TD.requires_grad_()
     ids_TK = torch.rand(T, E).argsort(1)[:, :K].contiguous()
-    w = ExpertWeights(q(E, 2 * F, D), q(E, D, F), q(E, 2 * F), q(E, D))
+    w13, w2 = trained(E, 2 * F, D), trained(E, D, F)
+    if stored:
+        w13, w2 = (pack(each.detach(), stored, each.device, "a weight") for each in (w13, w2))
     loras = {}
     if lora:
-        loras["lora13"] = Lora(q(E, R, D), q(E, 2 * F, R), 2.0)
-        loras["lora2"] = Lora(q(E, R, F), q(E, D, R), 2.0)
-    launched.clear()
+        loras["lora13"] = Lora(trained(E, R, D), trained(E, 2 * F, R), 2.0)
+        loras["lora2"] = Lora(trained(E, R, F), trained(E, D, R), 2.0)
+    w = ExpertWeights(w13, w2, trained(E, 2 * F), trained(E, D))
     weights_TK = torch.rand(T, K, requires_grad=True)
-    out_TD = experts_mlp(x_TD, ids_TK, weights_TK, w, Glu("silu"), backend="triton", **loras)
+    signals = Signals(torch.empty(3, T, K)) if norms else None
+    out_TD = experts_mlp(
+        x_TD, ids_TK, weights_TK, w, Glu("silu"), backend="triton", signals=signals, **loras
+    )
     out_TD.backward(torch.ones_like(out_TD))
+
+
+def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
+    """One forward and backward of the router."""
+    spec = RouteSpec(K, score="sigmoid" if bias else "softmax", renormalize=True, eps=1e-20)
+    logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
+    made = routing.route_forward(logits_TE, spec, bias_E, count_tokens=bias, with_lse=bias)
+    routing.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+
+
+def dequantised(stored: str) -> None:
+    """Experts into a buffer."""
+    if stored == "mxfp4":
+        packed = torch.zeros(E, D, F // 2, dtype=torch.uint8)
+        scales = torch.zeros(E, D, F // mxfp4.BLOCK, dtype=torch.uint8)
+        weight = PackedWeight(stored, packed, (scales,), torch.bfloat16)
+    else:
+        weight = pack(trained(E, D, F).detach(), stored, torch.device("cpu"), "a weight")
+    offsets_S = torch.zeros(E + 1, dtype=torch.int32)
+    dequant.dequantize_into(torch.empty(2, D, F, dtype=torch.bfloat16), weight, offsets_S, 4)
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """What is launched in both ways, by name."""
+    found: dict[str, Callable[[], None]] = {}
+    for T in (1, 600):
+        for misaligned in (False, True):
+            found[f"{T} tokens{', misaligned' * misaligned}"] = partial(step, T, misaligned, T == 1)
+        for stored in ("nf4", "fp8"):
+            found[f"{T} tokens over {stored}"] = partial(step, T, False, True, stored)
+        found[f"{T} tokens routed by softmax"] = partial(routed, T, torch.bfloat16, False)
+        found[f"{T} tokens routed by sigmoid"] = partial(routed, T, torch.float32, True)
+    found["600 tokens, adapters"] = partial(step, 600, False, True)
+    found["600 tokens, norms"] = partial(step, 600, False, True, norms=True)
+    return found | {f"{stored} alone": partial(dequantised, stored) for stored in READABLE}
+
+
+def launches_of(run: Callable[[], None]) -> list[Launch]:
+    launched.clear()
+    run()
     return list(launched)
 
 
@@ -114,11 +169,11 @@ def launching_twice(pairs: list[tuple]) -> Iterator[None]:
         yield
 
 
-def differences(case: tuple[int, bool, bool]) -> list[str]:
-    step(*case)  # compiles
+def differences(case: str, run: Callable[[], None]) -> list[str]:
+    run()  # compiles
     pairs: list[tuple] = []
     with launching_twice(pairs):
-        step(*case)
+        run()
     found = [] if pairs else [f"{case}: no launch"]
     for (kernel, name, args), (other, _, others) in pairs:
         if kernel is not other:
@@ -133,21 +188,23 @@ def differences(case: tuple[int, bool, bool]) -> list[str]:
 
 
 def main() -> None:
-    cases = [(T, misaligned, T == 1) for T in (1, 600) for misaligned in (False, True)]
-    cases.append((600, False, True))
+    runs = cases()
     launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
     with (
         mock.patch("moe_patch.backend.triton_obstacle", return_value=None),
         mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
         mock.patch.object(CompileOnly.utils, "fill_tma_descriptor", encoded, create=True),
+        # By a plan that no kernel has written.
+        mock.patch.object(Call, "_gathered", lambda call, t: t.new_zeros(call.tiles.count, D)),
         compiling_for((9, 0), 227 * 1024),
     ):
-        different = [said for case in cases for said in differences(case)]
+        different = [said for case, run in runs.items() for said in differences(case, run)]
         hooks = triton.knobs.runtime.launch_enter_hook
-        steps = [launch for case in cases for launch in step(*case)]
+        steps = [launch for run in runs.values() for launch in launches_of(run)]
         by_triton = {name for _, name, args in steps if args[HOOKS] != (None,) * 3}
         hooks.add(print)
-        hooked = all(args[HOOKS.start] is not None for _, _, args in step(*cases[0]))
+        first = launches_of(next(iter(runs.values())))
+        hooked = all(args[HOOKS.start] is not None for _, _, args in first)
         hooks.remove(print)
     direct = sum(bool(each._compiled) for each in launchers)
     descriptors = [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.device import approximate
 from moe_patch.kernels.glu import glu_constants, glu_forward
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.types import Glu
 
@@ -19,10 +22,13 @@ def activation(h_NH: Tensor, glu: Glu) -> Tensor:
     N, H = h_NH.shape
     F = H // 2 if glu.gated else H
     a_NF = h_NH.new_empty(N, F)
-    _activation_kernel[(N, cdiv(F, _COLUMNS))](
-        h_NH, a_NF, F, **glu_constants(glu, fast=approximate(h_NH)), COLUMNS=_COLUMNS
-    )
+    _launch((N, cdiv(F, _COLUMNS)), (h_NH, a_NF), (), (F,), _constants(glu, approximate(h_NH)))
     return a_NF
+
+
+@functools.cache
+def _constants(glu: Glu, fast: bool) -> Constants:
+    return Constants(**glu_constants(glu, fast=fast), COLUMNS=_COLUMNS)
 
 
 @triton.jit
@@ -43,3 +49,6 @@ def _activation_kernel(
         up = tl.load(h_ptr + n * H + at_up, mask=f < F, other=0.0).to(tl.float32)
     a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
     tl.store(a_ptr + n * F + f, a.to(a_ptr.dtype.element_ty), mask=f < F)
+
+
+_launch = Launcher(_activation_kernel)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.e4m3 import e4m3_value
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.quant import fp8, mxfp4, nf4
 from moe_patch.quant.packed import PackedWeight
 
@@ -43,9 +44,10 @@ def _launch_nf4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) 
     count, rows, columns = buffer.shape
     absmax, nested_absmax, code, offset, levels = w.scales
     blocks = rows * columns // nf4.BLOCK
-    _nf4_kernel[(count, triton.cdiv(blocks, _BLOCKS))](
-        w.packed, absmax, nested_absmax, code, offset, levels, buffer,
-        offsets_S, first, blocks,
+    _nf4(
+        (count, triton.cdiv(blocks, _BLOCKS)),
+        (w.packed, absmax, nested_absmax, code, offset, levels, buffer, offsets_S),
+        (first,), (blocks,),
         NESTED=nf4.NESTED_BLOCK, BLOCKS=_BLOCKS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -53,9 +55,11 @@ def _launch_nf4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) 
 def _launch_mxfp4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
     count, rows, columns = buffer.shape
     blocks = rows * columns // mxfp4.BLOCK
-    _mxfp4_kernel[(count, triton.cdiv(blocks, _MX_BLOCKS))](
-        w.packed, w.scales[0], buffer, offsets_S, first, blocks, BLOCKS=_MX_BLOCKS, num_warps=4
-    )
+    _mxfp4(
+        (count, triton.cdiv(blocks, _MX_BLOCKS)),
+        (w.packed, w.scales[0], buffer, offsets_S),
+        (first,), (blocks,), BLOCKS=_MX_BLOCKS, num_warps=4,
+    )  # fmt: skip
 
 
 def _launch_fp8(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
@@ -63,8 +67,10 @@ def _launch_fp8(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) 
     (scales,) = w.scales
     in_bytes = device_of(buffer).capability < _E4M3
     values = w.packed.view(torch.uint8) if in_bytes else w.packed
-    _fp8_kernel[(count, triton.cdiv(rows, _ROWS), triton.cdiv(columns, fp8.BLOCK))](
-        values, scales, buffer, offsets_S, first, rows, columns, scales.shape[1], scales.shape[2],
+    _fp8(
+        (count, triton.cdiv(rows, _ROWS), triton.cdiv(columns, fp8.BLOCK)),
+        (values, scales, buffer, offsets_S),
+        (first,), (rows, columns, scales.shape[1], scales.shape[2]),
         BLOCK=fp8.BLOCK, ROWS=_ROWS, IN_BYTES=in_bytes, num_warps=8,
     )  # fmt: skip
 
@@ -87,8 +93,10 @@ def decoded_scales(w: PackedWeight, offsets_S: Tensor) -> Tensor:
     absmax, nested_absmax, code, offset, _ = w.scales
     scale = nested_absmax.new_empty(E, rows, columns // nf4.BLOCK)
     blocks = rows * columns // nf4.BLOCK
-    _scales_kernel[(E, triton.cdiv(blocks, _SCALES))](
-        absmax, nested_absmax, code, offset, scale, offsets_S, blocks,
+    _scales(
+        (E, triton.cdiv(blocks, _SCALES)),
+        (absmax, nested_absmax, code, offset, scale, offsets_S),
+        (), (blocks,),
         NESTED=nf4.NESTED_BLOCK, SCALES=_SCALES, enable_fp_fusion=False,
     )  # fmt: skip
     return scale
@@ -202,3 +210,7 @@ def _fp8_kernel(
         out = (value.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
         into = out_ptr + tl.program_id(0).to(tl.int64) * rows * columns
         tl.store(into + at, out, mask=exists)
+
+
+_nf4, _mxfp4, _fp8 = Launcher(_nf4_kernel), Launcher(_mxfp4_kernel), Launcher(_fp8_kernel)
+_scales = Launcher(_scales_kernel)

@@ -5,6 +5,8 @@ The formulas and the device functions are those of :mod:`moe_patch.kernels.dh`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from moe_patch.kernels.device import approximate
 from moe_patch.kernels.dh import HiddenGradients, emit, load_h
 from moe_patch.kernels.glu import glu_constants
 from moe_patch.kernels.launch import Rows
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.sizes import cdiv
 from moe_patch.types import Glu
 
@@ -47,12 +50,20 @@ def hidden_gradients_from(
         h_NH.new_empty((N, columns) if partial else 0, dtype=torch.float32),
     )
     plan = rows.plan
-    _dh_epilogue_kernel[(cdiv(N, _ROWS), columns)](
-        da_NF, weights_TK, h_NH, *found, plan.row_of_N, plan.offsets_S,
-        plan.offsets_S.shape[0] - 1, columns, F, **glu_constants(glu, fast=approximate(h_NH)),
-        DH=dh, WA=wa, PARTIAL=partial, BM=_ROWS, BC=_COLUMNS,
+    _launch(
+        (cdiv(N, _ROWS), columns),
+        (da_NF, weights_TK, h_NH, *found, plan.row_of_N, plan.offsets_S),
+        (), (plan.offsets_S.shape[0] - 1, columns, F),
+        _constants(glu, approximate(h_NH), dh, wa, partial),
     )  # fmt: skip
     return found
+
+
+@functools.cache
+def _constants(glu: Glu, fast: bool, dh: bool, wa: bool, partial: bool) -> Constants:
+    return Constants(
+        **glu_constants(glu, fast=fast), DH=dh, WA=wa, PARTIAL=partial, BM=_ROWS, BC=_COLUMNS
+    )
 
 
 @triton.jit
@@ -81,3 +92,6 @@ def _dh_epilogue_kernel(
     )  # fmt: skip
     if PARTIAL:
         tl.store(partial_ptr + n.to(tl.int64) * columns + column_tile, partial, mask=n < end)
+
+
+_launch = Launcher(_dh_epilogue_kernel)

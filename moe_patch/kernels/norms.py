@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_patch.kernels.call import Call
 from moe_patch.kernels.dh import HiddenGradients
+from moe_patch.kernels.launcher import Launcher
 from moe_patch.types import Plan
 
 
@@ -46,8 +47,8 @@ def combine_with_norms(rows_ND: Tensor, plan: Plan, weights_TK: Tensor) -> tuple
     out_TD = rows_ND.new_empty(T, D)
     norm_TK = torch.empty((T, K), dtype=torch.float32, device=rows_ND.device)
     block = min(triton.next_power_of_2(D), 2048)
-    _combine_norms_kernel[(T,)](
-        rows_ND, plan.slot_of_TK, weights_TK, out_TD, norm_TK, D,
+    _launch_combine(
+        (T,), (rows_ND, plan.slot_of_TK, weights_TK, out_TD, norm_TK), (), (D,),
         K=K, K_P2=triton.next_power_of_2(K), BLOCK=block, BD=min(block, 256),
         num_warps=8 if block >= 2048 else 4,
     )  # fmt: skip
@@ -66,11 +67,13 @@ def gradient_norms(
     low13, low2 = mid.p_NR is not None, mid.q_NR is not None
     p_NR, u13_NR = (mid.p_NR, mid.u13_NR) if low13 else (dh_NH, dh_NH)
     q_NR, wu2_NR = (mid.q_NR, mid.wu2_NR) if low2 else (dh_NH, dh_NH)
-    _gradient_norms_kernel[(T,)](
-        call.x_TD, dout_TD, dh_NH, wa_NF, p_NR, u13_NR, q_NR, wu2_NR,
-        weights_TK, call.plan.slot_of_TK, out_TK, params_TK, lora_TK,
-        call.x_TD.shape[1], dh_NH.shape[1], wa_NF.shape[1], p_NR.shape[1], q_NR.shape[1],
-        call.x_TD.stride(0), dout_TD.stride(0),
+    _launch_gradients(
+        (T,),
+        (call.x_TD, dout_TD, dh_NH, wa_NF, p_NR, u13_NR, q_NR, wu2_NR, weights_TK,
+         call.plan.slot_of_TK, out_TK, params_TK, lora_TK),
+        (),
+        (call.x_TD.shape[1], dh_NH.shape[1], wa_NF.shape[1], p_NR.shape[1], q_NR.shape[1],
+         call.x_TD.stride(0), dout_TD.stride(0)),
         K=K, K_P2=triton.next_power_of_2(K), LOW13=low13, LOW2=low2,
         BIAS13=call.w.b13_EH is not None, BIAS2=call.w.b2_ED is not None, BD=256, num_warps=4,
     )  # fmt: skip
@@ -156,3 +159,7 @@ def _gradient_norms_kernel(
             lora += _squares(q_ptr, slot * R2, ok, R2, 16) * wa
             lora += _squares(wu2_ptr, slot * R2, ok, R2, 16) * dout
         tl.store(lora_ptr + at, tl.sqrt(lora), mask=k < K)
+
+
+_launch_combine = Launcher(_combine_norms_kernel)
+_launch_gradients = Launcher(_gradient_norms_kernel)

@@ -6,6 +6,7 @@ owns whole rows: nothing is accumulated across programs except, on request, inte
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import triton
 from torch import Tensor
 
 from moe_patch.kernels.device import on_device_of
+from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.routing_kernels import backward_kernel, forward_kernel
 from moe_patch.kernels.routing_math import TRITON_DTYPE
 from moe_patch.kernels.routing_select import Tile, tile_of
@@ -101,25 +103,23 @@ def route_forward(
         with_lse: also return log(sum(exp(logits))) per row.
     """
     T, E = logits_TE.shape
-    columns, itemsize = columns_of(E, spec), logits_TE.dtype.itemsize
     bias_dtype = None if bias_E is None else bias_E.dtype
-    constants = _forward_constants(spec, columns, logits_TE.dtype, bias_dtype)
-    per_thread, registers = _per_thread(constants["PACKING"] == "monotone", E, itemsize)
-    tile = _tile(columns.groups_p2 * columns.size_p2, T, itemsize, per_thread, spec)
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
     tokens_E = logits_TE.new_zeros(E if count_tokens else 0, dtype=torch.int32)
     lse_T = new(T if with_lse else 0, dtype=torch.float32)
     if T > 0:
+        made = _forward_constants(
+            spec, E, _rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda, count_tokens,
+            with_lse,
+        )  # fmt: skip
         with on_device_of(logits_TE):
-            forward_kernel[(triton.cdiv(T, tile.rows),)](
-                logits_TE, logits_TE if bias_E is None else bias_E.contiguous(),
-                ids_TK, weights_TK, tokens_E, lse_T,
-                T, *logits_TE.stride(), spec.eps, spec.scale, spec.group_fill,
-                E=E, B=tile.rows, W=tile.chunks, L=tile.chunk, COUNT=count_tokens, LSE=with_lse,
-                POSITIVE_NAN=logits_TE.is_cuda and torch.version.hip is None,
-                **constants, num_warps=1, enable_fp_fusion=False, **_register_limit(registers),
+            _launch_forward(
+                (triton.cdiv(T, made["B"]),),
+                (logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), ids_TK,
+                 weights_TK, tokens_E, lse_T),
+                (T,), (*logits_TE.stride(), spec.eps, spec.scale, spec.group_fill), made,
             )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
@@ -143,47 +143,75 @@ def route_backward(
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     if T == 0:
         return dlogits_TE
-    itemsize = logits_TE.dtype.itemsize
-    tile = _tile(triton.next_power_of_2(E), T, itemsize, BACKWARD_COLUMNS, spec)
-    # With one row the compiler sends the whole tile through shared memory for each of the K terms.
-    tile = tile._replace(rows=max(2, tile.rows))
+    made = _backward_constants(spec, E, _rounded_up(T), logits_TE.dtype)
+    with on_device_of(logits_TE):
+        _launch_backward(
+            (triton.cdiv(T, made["B"]),),
+            (dweights_TK, logits_TE, ids_TK, dlogits_TE),
+            (T,),
+            (*dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), spec.eps, spec.scale),
+            made,
+        )  # fmt: skip
+    return dlogits_TE
+
+
+def _rounded_up(tokens: int) -> int:
+    """A tile depends on no more than this: so few values are worth a cache."""
+    return min(triton.next_power_of_2(tokens), MANY)
+
+
+@functools.cache
+def _backward_constants(spec: RouteSpec, E: int, tokens: int, logits: torch.dtype) -> Constants:
+    tile = _tile(triton.next_power_of_2(E), tokens, logits.itemsize, BACKWARD_COLUMNS, spec)
     # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
     # logits cancel, in the gradient too (and so does a NaN among them).
     topk_first, renormalize = spec.order == "topk_score", spec.renormalize
     if spec.score == "softmax" and spec.renormalize and spec.eps == 0.0:
         topk_first, renormalize = True, False
-    with on_device_of(logits_TE):
-        backward_kernel[(triton.cdiv(T, tile.rows),)](
-            dweights_TK, logits_TE, ids_TK, dlogits_TE,
-            T, *dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), spec.eps, spec.scale,
-            E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
-            B=tile.rows, W=tile.chunks, L=tile.chunk,
-            SCORE=spec.score, TOPK_FIRST=topk_first,
-            RENORMALIZE=renormalize, CLAMP=spec.clamp_eps, num_warps=1,
-        )  # fmt: skip
-    return dlogits_TE
+    return Constants(
+        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        # With one row the compiler sends the whole tile through shared memory for each of K terms.
+        B=max(2, tile.rows), W=tile.chunks, L=tile.chunk,
+        SCORE=spec.score, TOPK_FIRST=topk_first, RENORMALIZE=renormalize, CLAMP=spec.clamp_eps,
+        num_warps=1,
+    )  # fmt: skip
 
 
+@functools.cache
 def _forward_constants(
-    spec: RouteSpec, columns: Columns, logits: torch.dtype, bias: torch.dtype | None
-) -> dict[str, object]:
+    spec: RouteSpec,
+    E: int,
+    tokens: int,
+    logits: torch.dtype,
+    bias: torch.dtype | None,
+    on_cuda: bool,
+    count_tokens: bool,
+    with_lse: bool,
+) -> Constants:
+    columns = columns_of(E, spec)
     scores = score_dtype(logits, spec)
     choice = scores if bias is None else torch.promote_types(scores, bias)
     by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
     packing = _packing(logits, choice, bias is not None or columns.groups > 1)
     # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
     sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
-    return {
-        "K": spec.top_k, "KP": triton.next_power_of_2(spec.top_k),
-        "GROUPS": columns.groups, "SIZE": columns.size,
-        "GROUPS_P2": columns.groups_p2, "SIZE_P2": columns.size_p2,
-        "TOP_GROUPS": spec.top_groups, "TOP2": spec.group_score == "top2",
-        "SCORE": spec.score, "TOPK_FIRST": spec.order == "topk_score", "BY_LOGITS": by_logits,
-        "HAS_BIAS": bias is not None, "PACKING": packing,
-        "SCORE_DTYPE": TRITON_DTYPE[scores], "CHOICE_DTYPE": TRITON_DTYPE[choice],
-        "SUM": spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen,
-        "RENORMALIZE": spec.renormalize, "CLAMP": spec.clamp_eps,
-    }  # fmt: skip
+    per_thread, registers = _per_thread(packing == "monotone", E, logits.itemsize)
+    width = columns.groups_p2 * columns.size_p2
+    tile = _tile(width, tokens, logits.itemsize, per_thread, spec)
+    return Constants(
+        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        B=tile.rows, W=tile.chunks, L=tile.chunk,
+        GROUPS=columns.groups, SIZE=columns.size,
+        GROUPS_P2=columns.groups_p2, SIZE_P2=columns.size_p2,
+        TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
+        SCORE=spec.score, TOPK_FIRST=spec.order == "topk_score", BY_LOGITS=by_logits,
+        HAS_BIAS=bias is not None, PACKING=packing,
+        SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
+        SUM=spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen,
+        RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps, COUNT=count_tokens, LSE=with_lse,
+        POSITIVE_NAN=on_cuda and torch.version.hip is None,
+        num_warps=1, enable_fp_fusion=False, **_register_limit(registers),
+    )  # fmt: skip
 
 
 def _per_thread(packed: bool, num_experts: int, itemsize: int) -> tuple[int, int]:
@@ -203,3 +231,6 @@ def _packing(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:
     if choice.itemsize == 2:
         return "short"
     return "monotone" if logits.itemsize == 2 and not reordered else "truncated"
+
+
+_launch_forward, _launch_backward = Launcher(forward_kernel), Launcher(backward_kernel)

@@ -8,18 +8,18 @@ better way while an expert has few of them.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_patch.kernels.dequant import decoded_scales
 from moe_patch.kernels.device import INTERPRETER, Device, device_of
 from moe_patch.kernels.e4m3 import e4m3_pair
 from moe_patch.kernels.launch import Rows, depth_block
+from moe_patch.kernels.launcher import Box, Constants, Launcher
 from moe_patch.kernels.nf4_levels import nf4_levels
 from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
@@ -84,28 +84,38 @@ def packed_linear(
     columns = triton.cdiv(O, tile.n)
     nf4_stored = w.storage == "nf4"
     scales = decoded_scales(w, rows.plan.offsets_S) if nf4_stored else w.scales[0]
-    levels = w.scales[-1]
     device = device_of(inputs)
-    _packed_rows_kernel[(min(rows.bound * columns, device.multiprocessors),)](
-        TensorDescriptor.from_tensor(inputs, [tile.m, tile.k]),
-        TensorDescriptor.from_tensor(inputs, [tile.m // 2, tile.k]),
-        _weight_descriptor(w, tile), scales, levels, bias, u_NR, l_EOR, out_NO,
-        rows.plan.offsets_S, rows.table,
-        rows.bound, columns, O, I, R, *scales.stride()[:2], bias.stride(0), bias.stride(1),
-        *l_EOR.stride(),
-        NF4=nf4_stored, ALONG_DEPTH=not w.transposed, FAST=device != INTERPRETER,
-        BIASED=b_EO is not None, LOW_RANK=low_rank is not None, BLOCK=fp8.BLOCK,
-        BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(R), GROUP=tile.group,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    boxes = (
+        Box(inputs, inputs.shape, inputs.stride(), (height, tile.k))
+        for height in (tile.m, tile.m // 2)
+    )
+    _launch(
+        (min(rows.bound * columns, device.multiprocessors),),
+        (*boxes, _weight_box(w, tile), scales, w.scales[-1], bias, u_NR, l_EOR, out_NO,
+         rows.plan.offsets_S, rows.table),
+        (rows.bound,),
+        (columns, O, I, R, *scales.stride()[:2], bias.stride(0), bias.stride(1), *l_EOR.stride()),
+        _constants(tile, nf4_stored, w.transposed, device != INTERPRETER, b_EO is not None, R),
     )  # fmt: skip
     return out_NO
 
 
-def _weight_descriptor(w: PackedWeight, tile: Tile) -> Any:
+@functools.cache
+def _constants(
+    tile: Tile, nf4_stored: bool, transposed: bool, fast: bool, biased: bool, rank: int
+) -> Constants:
+    return Constants(
+        NF4=nf4_stored, ALONG_DEPTH=not transposed, FAST=fast, BIASED=biased, LOW_RANK=rank > 0,
+        BLOCK=fp8.BLOCK, BM=tile.m, BN=tile.n, BK=tile.k, BR=depth_block(rank), GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _weight_box(w: PackedWeight, tile: Tile) -> Box:
     """Of two values each: NF4 has them in a byte, FP8 in two."""
     pairs = w.packed if w.storage == "nf4" else w.packed.view(torch.int16)
-    box = [1, tile.k, tile.n // 2] if w.transposed else [1, tile.n, tile.k // 2]
-    return TensorDescriptor.from_tensor(pairs, box)
+    block = (1, tile.k, tile.n // 2) if w.transposed else (1, tile.n, tile.k // 2)
+    return Box(pairs, pairs.shape, pairs.stride(), block)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -215,3 +225,6 @@ def _weight(
     scale = tl.reshape(scale, (ROWS, COLUMNS // 2))
     weight = tl.reshape(tl.join(left * scale, right * scale), (ROWS, COLUMNS))
     return weight if ALONG_DEPTH else weight.T
+
+
+_launch = Launcher(_packed_rows_kernel)
