@@ -1,5 +1,7 @@
 """The Triton-backed :func:`route`: one custom op forward, one backward, under autograd and compile.
 
+In plain eager work what the ops run is called without torch's dispatcher (op_direct.py).
+
 Same name, signature and meaning as ``moe_patch.routing.route``, which stays the definition and the
 default on a CPU. Triton is imported by the first call, not by this module.
 """
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
+from moe_patch.op_direct import unwatched
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
@@ -95,8 +98,12 @@ def _call(
         )
     refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
+    run: Any = torch.ops.moe_patch.route_forward
+    if unwatched((logits_TE, bias_E)):
+        graph = torch.is_grad_enabled() and logits_TE.requires_grad
+        run = _Route.apply if graph else _forward
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.moe_patch.route_forward(
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = run(
         logits_TE, bias_E, ids_dtype, stats, *fields
     )
     return result
@@ -152,6 +159,7 @@ def _route_on(
     return torch_route(logits_TE, spec, bias_E)
 
 
+@functools.cache
 def _spec(fields: tuple[Any, ...]) -> RouteSpec:
     return RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
 
@@ -212,8 +220,23 @@ def _autograd(
     logits_TE, ids_TK = ctx.saved_tensors
     if dweights_TK is None:
         return (None, None, None, None, *[None] * len(_SPEC_FIELDS))
-    dlogits_TE = torch.ops.moe_patch.route_backward(dweights_TK, logits_TE, ids_TK, *ctx.fields)
+    run: Any = torch.ops.moe_patch.route_backward
+    if not torch.is_grad_enabled() and unwatched((dweights_TK, logits_TE)):
+        run = _backward
+    dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *ctx.fields)
     return (dlogits_TE, None, None, None, *[None] * len(_SPEC_FIELDS))
+
+
+class _Route(torch.autograd.Function):
+    """What ``register_autograd`` makes of the same functions; it looks up arguments' defaults."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        output = _forward(*args)
+        _setup_context(ctx, args, output)
+        return output
+
+    backward = staticmethod(_autograd)
 
 
 def _define() -> None:

@@ -1,30 +1,20 @@
-"""Where the experts run without torch's dispatcher, and that nothing else tells it."""
+"""Where the experts run without torch's dispatcher, and that nothing else tells it.
+
+Of the router the same is in test_kernels_routing.py, where its kernels run.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch import op_library
 from moe_patch.op_direct import unwatched
 from moe_patch.ops import Signals
 from tests.experts_cases import Case, gradients, make_inputs, ours
 from tests.numerics import assert_bits
-
-
-class Watching(TorchDispatchMode):
-    """The operators of this library that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "moe_patch":
-            self.called.append(func.name())
-        return func(*args, **(kwargs or {}))
+from tests.watching import Watching
 
 
 class Labelled(torch.Tensor):
@@ -68,8 +58,7 @@ def test_the_same_bits_by_the_operators_and_without_them(full: bool, recompute: 
     direct = step()
     with Watching() as watching:
         watched = step()
-    names = [name.removeprefix("moe_patch::") for name in watching.called]
-    assert names == ["experts", "experts_bwd.over_h", "experts.inference"]
+    assert watching.called == ["experts", "experts_bwd.over_h", "experts.inference"]
     for name, value in watched.items():
         assert_bits(direct[name], value, name)
 
