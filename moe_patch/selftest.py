@@ -1,4 +1,4 @@
-"""A self-test for the user's own machine: the operators against fp64, in under a minute.
+"""A self-test for the user's own machine: the operators against fp64.
 
 Compilers and GPUs differ: a kernel that is right on one card may be miscompiled for another while
 losses look healthy. So what the tests of this library hold on the cards they had, this holds on the
@@ -7,33 +7,20 @@ card at hand: every result against the plain reference in fp64, and its bits aga
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from moe_patch import definition as reference
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError
-from moe_patch.ops import experts_mlp
-from moe_patch.product_key import product_key_reference, product_key_topk
-from moe_patch.route_op import route_impl
-from moe_patch.routing import RouteSpec, route
-from moe_patch.types import ExpertWeights, Glu, Lora
-
-# Largest relative error in fp32, and in lower precision: this many times that of the same formulas
-# evaluated by torch in the same dtype, plus what never leaves fp32.
-FP32_LIMIT = 1e-5
-EAGER_FACTOR = 1.5
-FP32_INSIDE = 1e-6
-REPEATS = 10
-
-SILU = Glu("silu")
-GPT_OSS = Glu("swiglu_oai", interleaved=True, alpha=1.702, limit=7.0)
+from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.selftest_checks import Failed, groups_of
 
 
 class Check(NamedTuple):
@@ -86,19 +73,21 @@ class SelfTest:
         }  # fmt: skip
 
 
-class Failed(Exception):
-    """A check does not hold; the message says what."""
-
-
-def selftest(device: str | torch.device | None = None, *, progress: bool = True) -> SelfTest:
+def selftest(
+    device: str | torch.device | None = None, *, progress: bool = True, jobs: int = 1
+) -> SelfTest:
     """Run plan, routing, experts and adapters on a device, forward and backward, against fp64.
 
     Args:
         device: default: cuda where there is one, else cpu, where the torch backend runs.
         progress: show a progress bar on stderr.
+        jobs: processes that share the checks, most of whose time is the compiler's. Several are
+            started as :mod:`multiprocessing` spawns them: the program has to be one whose main
+            module can be imported.
 
     Raises:
         UnsupportedOptionError: there is no such device.
+        MoePatchError: a process died.
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
@@ -111,12 +100,41 @@ def selftest(device: str | torch.device | None = None, *, progress: bool = True)
     result = SelfTest(name, choice.name, note)
     from tqdm import tqdm
 
-    cuda = [where] if where.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda):
-        for title, check in tqdm(list(_checks(where)), desc="self-test", disable=not progress):
-            torch.manual_seed(0)
-            result.checks.append(_run(title, check))
+    count = len(list(groups_of(where)))
+    with tqdm(total=count, desc="self-test", disable=not progress) as bar:
+        for found in _results(where, count, jobs):
+            result.checks += found
+            bar.update()
     return result
+
+
+def _results(device: torch.device, count: int, jobs: int) -> Iterator[list[Check]]:
+    """What each group of checks found, in order."""
+    run = partial(_run_group, device)
+    if jobs <= 1:
+        yield from map(run, range(count))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(
+        min(jobs, count), spawn, torch.set_num_threads, (threads,)
+    ) as processes:
+        try:
+            yield from processes.map(run, range(count))
+        except BrokenProcessPool as error:
+            raise MoePatchError(
+                "selftest: a process that ran checks died; jobs=1 (--jobs 1) shows at which"
+            ) from error
+
+
+def _run_group(device: torch.device, index: int) -> list[Check]:
+    group = list(groups_of(device))[index]
+    found = []
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for title, check in group:
+            torch.manual_seed(0)
+            found.append(_run(title, check))
+    return found
 
 
 def _run(name: str, check: Callable[[], float]) -> Check:
@@ -130,164 +148,3 @@ def _run(name: str, check: Callable[[], float]) -> Check:
     if not passed and not detail:
         detail = f"{error:.1f} times the limit"
     return Check(name, passed, round(error, 4), round(time.perf_counter() - start, 3), detail)
-
-
-def _checks(device: torch.device) -> Iterator[tuple[str, Callable[[], float]]]:
-    if choose_backend("auto", device, torch.bfloat16).name == "triton":
-        yield "plan", partial(_plan, device)
-    for score in ("softmax", "sigmoid"):
-        for dtype in (torch.float32, torch.bfloat16):
-            name = f"routing {score} {_short(dtype)}"
-            yield name, partial(_routing, device, score, dtype)
-    yield "product key fp32", partial(_product_key, device)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        layer = Layer(device, dtype, 200)
-        yield f"experts {_short(dtype)}", layer.check
-        yield f"experts {_short(dtype)} bit-identical", layer.repeats
-    for T, rows in ((2, "decode"), (60, "short")):
-        yield f"experts bf16 {rows}", Layer(device, torch.bfloat16, T).check
-    yield "experts bf16 lora", Layer(device, torch.bfloat16, 200, rank=16).check
-    yield "experts fp32 lora", Layer(device, torch.float32, 60, rank=5).check
-    yield "experts bf16 transposed bias", Layer(device, torch.bfloat16, 200, GPT_OSS).check
-    ungated = Glu("relu2", gated=False)
-    yield "experts bf16 ungated", Layer(device, torch.bfloat16, 200, ungated).check
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-
-
-def _distance(ours: Tensor, exact: Tensor) -> float:
-    """Relative error in norm; infinite where either holds NaN or exact is zero and ours is not."""
-    distance, size = (ours.double() - exact).norm().item(), exact.norm().item()
-    if size == 0.0:
-        return 0.0 if distance == 0.0 else float("inf")
-    return distance / size if distance == distance else float("inf")
-
-
-def _plan(device: torch.device) -> float:
-    from moe_patch.kernels.plan import build_plan
-
-    for T, K, E in ((700, 8, 128), (1, 1, 1), (37, 3, 5), (0, 2, 4)):
-        ids_TK = torch.randint(-1, E + 2, (T, K), device=device)
-        for mine, exact in zip(build_plan(ids_TK, E), reference.build_plan(ids_TK, E), strict=True):
-            if not torch.equal(mine, exact):
-                raise Failed(f"differs from a stable sort at T={T}, K={K}, E={E}")
-    return 0.0
-
-
-def _routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
-    """Small integers as logits, so that ties are certain; ids exactly."""
-    spec = RouteSpec(8, score=score, renormalize=True)
-    logits_TE = torch.randint(-4, 5, (300, 128), device=device).to(dtype).requires_grad_()
-    wide_TE = logits_TE.detach().double().requires_grad_()
-    ours, exact = route_impl("auto")(logits_TE, spec, None), route(wide_TE, spec)
-    if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other experts than the definition chooses, or in another order")
-    grad_TK = torch.randn_like(ours.weights_TK)
-    (mine,) = torch.autograd.grad(ours.weights_TK, logits_TE, grad_TK)
-    (theirs,) = torch.autograd.grad(exact.weights_TK, wide_TE, grad_TK.to(exact.weights_TK.dtype))
-    limit = 4e-3 if dtype == torch.bfloat16 else FP32_LIMIT
-    errors = _distance(ours.weights_TK, exact.weights_TK.detach()), _distance(mine, theirs)
-    return max(errors) / limit
-
-
-def _product_key(device: torch.device) -> float:
-    x_TP, y_TP = (torch.randn(65, 32, device=device).requires_grad_() for _ in range(2))
-    ours = product_key_topk(x_TP, y_TP, 8)
-    wide = x_TP.detach().double().requires_grad_(), y_TP.detach().double().requires_grad_()
-    exact = product_key_reference(*wide, 8)
-    if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other pairs of keys than the definition chooses")
-    grad_TK = torch.randn(65, 8, device=device)
-    mine = torch.autograd.grad(ours.weights_TK, (x_TP, y_TP), grad_TK)
-    theirs = torch.autograd.grad(exact.weights_TK, wide, grad_TK.double())
-    pairs = [(ours.weights_TK, exact.weights_TK), *zip(mine, theirs, strict=True)]
-    return max(_distance(a.detach(), b.detach()) for a, b in pairs) / FP32_LIMIT
-
-
-class Layer:
-    """One experts call over random tensors, some slots of it empty, made when it is needed."""
-
-    E, K = 8, 4
-
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        tokens: int,
-        glu: Glu = SILU,
-        rank: int = 0,
-    ) -> None:
-        self.device, self.dtype, self.tokens, self.glu, self.rank = device, dtype, tokens, glu, rank
-        # More than one tile wide where there are tiles.
-        self.D, self.F = (272, 136) if device.type == "cuda" else (64, 40)
-
-    def check(self) -> float:
-        """The largest error of the output and every gradient, over its limit."""
-        tensors, ids_TK, grad_TD = self._inputs()
-        ours = self._results(experts_mlp, tensors, ids_TK, grad_TD)
-        exact = self._results(reference.experts, _cast(tensors, torch.float64), ids_TK, grad_TD)
-        eager = self._results(reference.experts, _cast(tensors, self.dtype), ids_TK, grad_TD)
-        errors = {}
-        for name, mine in ours.items():
-            limit = FP32_LIMIT
-            if self.dtype != torch.float32:
-                theirs = eager[name].to(mine.dtype)
-                limit = EAGER_FACTOR * _distance(theirs, exact[name]) + FP32_INSIDE
-            errors[name] = _distance(mine, exact[name]) / limit
-        worst = max(errors, key=lambda name: errors[name])
-        if errors[worst] > 1.0:
-            raise Failed(f"{worst} is {errors[worst]:.2f} times as far from fp64 as allowed")
-        return errors[worst]
-
-    def repeats(self) -> float:
-        """The same bits every time."""
-        tensors, ids_TK, grad_TD = self._inputs()
-        first = self._results(experts_mlp, tensors, ids_TK, grad_TD)
-        for _ in range(REPEATS):
-            again = self._results(experts_mlp, tensors, ids_TK, grad_TD)
-            for name, value in first.items():
-                if not torch.equal(again[name], value):
-                    raise Failed(f"{name} differs between two runs")
-        return 0.0
-
-    def _inputs(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        E, K, D, F, R, T = self.E, self.K, self.D, self.F, self.rank, self.tokens
-        H = 2 * F if self.glu.gated else F
-
-        def random(*shape: int) -> Tensor:
-            scale = shape[-1] ** -0.5 if len(shape) == 3 else 1.0
-            values = torch.randn(shape, device=self.device) * scale
-            return values.to(self.dtype).requires_grad_()
-
-        tensors = {"x": random(T, D), "weights": torch.rand(T, K, device=self.device)}
-        tensors["weights"].requires_grad_()
-        if self.glu.interleaved:  # as gpt_oss stores them
-            tensors |= {"w13": random(E, D, H), "w2": random(E, F, D)}
-            tensors |= {"b13": random(E, H), "b2": random(E, D)}
-        else:
-            tensors |= {"w13": random(E, H, D), "w2": random(E, D, F)}
-        if R:
-            tensors |= {"a13": random(E, R, D), "lb13": random(E, H, R)}
-            tensors |= {"a2": random(E, R, F), "lb2": random(E, D, R)}
-        ids_TK = torch.rand(T, E, device=self.device).argsort(1)[:, :K]
-        hole_TK = torch.rand(T, K, device=self.device)
-        ids_TK = torch.where(hole_TK < 0.05, -1, torch.where(hole_TK > 0.95, E, ids_TK))
-        return tensors, ids_TK, torch.randn(T, D, device=self.device).to(self.dtype)
-
-    def _results(
-        self, function: Any, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
-    ) -> dict[str, Tensor]:
-        t = tensors
-        w13, w2 = (t["w13"].mT, t["w2"].mT) if self.glu.interleaved else (t["w13"], t["w2"])
-        lora13 = Lora(t["a13"], t["lb13"], 0.5) if self.rank else None
-        lora2 = Lora(t["a2"], t["lb2"], 2.0) if self.rank else None
-        w = ExpertWeights(w13, w2, t.get("b13"), t.get("b2"))
-        out = function(t["x"], ids_TK, t["weights"], w, self.glu, lora13=lora13, lora2=lora2)
-        grads = torch.autograd.grad(out, list(t.values()), grad_TD.to(out.dtype))
-        return {"out": out.detach()} | dict(zip(t, grads, strict=True))
-
-
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: t.detach().to(dtype).requires_grad_() for name, t in tensors.items()}

@@ -115,7 +115,7 @@ def test_selftest_passes_on_the_cpu(capsys):
 def test_selftest_that_fails_is_status_1(capsys, monkeypatch):
     check = selftest.Check("experts bf16", False, 3.0, 0.1, "3.0 times the limit")
     result = selftest.SelfTest("a card", "triton", "", [check])
-    monkeypatch.setattr(selftest, "selftest", lambda device, progress: result)
+    monkeypatch.setattr(selftest, "selftest", lambda device, **_: result)
     assert main(["selftest", "--device", "cpu"]) == CHECK_FAILED
     out = capsys.readouterr().out
     assert "FAILED" in out

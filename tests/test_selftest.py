@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
 
 import moe_patch.selftest
+import moe_patch.selftest_checks
 from moe_patch import UnsupportedOptionError
+from moe_patch.errors import MoePatchError
 from moe_patch.selftest import selftest
 
 
@@ -23,8 +26,23 @@ def test_passes_on_a_cpu_and_says_what_that_does_not_cover() -> None:
     assert "plan" not in names
 
 
+def test_processes_share_the_checks() -> None:
+    alone, shared = (selftest("cpu", progress=False, jobs=jobs).checks for jobs in (1, 2))
+    assert [check[:3] for check in shared] == [check[:3] for check in alone]
+
+
+def _die(device: torch.device, index: int) -> None:
+    os._exit(3)
+
+
+def test_a_process_that_dies_is_a_named_error(monkeypatch) -> None:
+    monkeypatch.setattr(moe_patch.selftest, "_run_group", _die)
+    with pytest.raises(MoePatchError, match="a process that ran checks died; jobs=1"):
+        selftest("cpu", progress=False, jobs=2)
+
+
 def test_a_wrong_gradient_fails_by_name(monkeypatch) -> None:
-    original = moe_patch.selftest.experts_mlp
+    original = moe_patch.selftest_checks.experts_mlp
 
     class Bent(torch.autograd.Function):
         @staticmethod
@@ -38,7 +56,7 @@ def test_a_wrong_gradient_fails_by_name(monkeypatch) -> None:
     def bent(x, ids, weights, w, glu, **options):
         return original(x, ids, weights, w._replace(w2_EDF=Bent.apply(w.w2_EDF)), glu, **options)
 
-    monkeypatch.setattr(moe_patch.selftest, "experts_mlp", bent)
+    monkeypatch.setattr(moe_patch.selftest_checks, "experts_mlp", bent)
     result = selftest("cpu", progress=False)
     failed = {check.name: check.detail for check in result.checks if not check.passed}
     assert not result.passed
