@@ -135,8 +135,8 @@ def test_blocks_are_made_from_rows_alone(tmp_path):
     rows.append_rows(tmp_path / "experts.jsonl", [*timed, skipped])
     text = "before\n<!-- bench: experts -->\nold\n<!-- end of bench -->\nafter\n"
     new = blocks.rewrite(text, tmp_path)
-    assert "| olmoe | 4096 | fwd | 2 | 5 (2.50x) | skipped | 300 (0.50) |" in new
-    assert "- sonicmoe skipped at olmoe T=4096 fwd: needs another card" in new
+    assert "| olmoe | 4096 | fwd | card | 2 | 5 (2.50x) | skipped | 300 (0.50) |" in new
+    assert "- sonicmoe skipped at olmoe T=4096 fwd (card): needs another card" in new
     assert "Run r1 (2026-11-27 23:00 UTC, commit 0123456789)." in new
     assert "old" not in new
     assert blocks.rewrite(new, tmp_path) == new
@@ -154,12 +154,28 @@ def test_aims_are_judged_within_one_run(tmp_path):
     adapted = [row(R=16, median_ms=6.0), row(R=16, impl="peft", median_ms=18.0)]
     rows.append_rows(tmp_path / "lora.jsonl", [*adapted, bases[0]])
     found = {line[1]: line[3:] for line in aims.table(tmp_path, aims.all_aims())}
-    assert found["over the fastest peer"] == ["≥ 2.5", "3.00", "met"]
-    assert found["times the frozen base"] == ["≤ 1.35", "1.20", "met"]
-    assert found["share of bmm"] == ["≥ 0.65", "0.67", "met"]
+    assert found["over the fastest peer"] == ["card", "≥ 2.5", "3.00", "met"]
+    assert found["times the frozen base"] == ["card", "≤ 1.35", "1.20", "met"]
+    assert found["share of bmm"] == ["card", "≥ 0.65", "0.67", "met"]
     other = tmp_path / "other"
     rows.append_rows(other / "lora.jsonl", [*adapted, bases[1]])
     assert "times the frozen base" not in {line[1] for line in aims.table(other, aims.all_aims())}
+
+
+def test_each_card_has_a_line_of_its_own(tmp_path):
+    def rows_of(card, day, ms):
+        when = {"run": card, "date": f"2026-11-{day}T00:00:00Z", "card": card}
+        ours = good_row(**when, impl="moe_patch", median_ms=ms)
+        return [ours, good_row(**when, impl="hf_grouped_mm", median_ms=6.0)]
+
+    found = [*rows_of("NVIDIA H100 80GB HBM3", 20, 2.0), *rows_of("NVIDIA H200", 22, 1.5)]
+    rows.append_rows(tmp_path / "experts.jsonl", found)
+    text = blocks.BLOCKS["experts"](tmp_path)
+    assert "| olmoe | 4096 | fwd | H100 | 2 | 6 (3.00x) |" in text
+    assert "| olmoe | 4096 | fwd | H200 | 1.5 | 6 (4.00x) |" in text
+    both = newest.newest_lines(found, OPS["experts"], each_card=True)
+    assert [line.card for line in both] == ["H100", "H200"]
+    assert [line.card for line in newest.newest_lines(found, OPS["experts"])] == ["H200"]
 
 
 def test_documents_are_not_older_than_their_rows():
