@@ -13,15 +13,35 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+def _keys(*names: str) -> int:
+    """Dispatch keys as the bits of a set."""
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)).raw_repr()
+    return bits
+
+
+# What a thread adds to every call where nothing is traced, transformed, batched or intercepted.
+_PLAIN_THREADS = {_keys("BackendSelect"), _keys("BackendSelect", "ADInplaceOrView")}
+# What the dispatcher does for a tensor before a kernel may read its memory.
+_NOT_AS_STORED = _keys("Negative", "Conjugate", "ZeroTensor")
+
+
 def unwatched(tensors: Iterable[Tensor | None]) -> bool:
     """Whether the call is plain eager work on plain tensors.
 
-    Not under ``torch.compile``, a dispatch mode (selective checkpointing, fake tensors, counters),
-    a transform of ``torch.func`` or the profiler, nor with subclasses such as DTensor.
+    Not under ``torch.compile``, tracing, a dispatch mode (selective checkpointing, fake tensors,
+    counters), a transform of ``torch.func``, batched gradients or the profiler; nor with subclasses
+    such as DTensor, and views whose values are not what is stored (``_neg_view``).
     """
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._autograd._profiler_enabled()
-    ) and all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors)
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._dispatch_tls_local_include_set().raw_repr() in _PLAIN_THREADS
+        and not torch._C._autograd._profiler_enabled()
+        and all(t is None or _as_stored(t) for t in tensors)
+    )
+
+
+def _as_stored(tensor: Tensor) -> bool:
+    plain = type(tensor) is Tensor or type(tensor) is Parameter
+    return plain and not torch._C._dispatch_keys(tensor).raw_repr() & _NOT_AS_STORED

@@ -32,6 +32,11 @@ _SPEC_ARGUMENTS = (
     "ScalarType? weights_dtype, bool batch_invariant"
 )
 _SPEC_FIELDS = tuple(part.split()[-1] for part in _SPEC_ARGUMENTS.split(","))
+_NUMBERS = tuple(
+    (at, {"int": int, "float": float}[part.split()[0]])
+    for at, part in enumerate(_SPEC_ARGUMENTS.split(","))
+    if part.split()[0] in ("int", "float")
+)
 
 
 class RouteStats(NamedTuple):
@@ -99,10 +104,12 @@ def _call(
     refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
     run: Any = torch.ops.moe_patch.route_forward
+    fields = [getattr(spec, name) for name in _SPEC_FIELDS]
     if unwatched((logits_TE, bias_E)):
         graph = torch.is_grad_enabled() and logits_TE.requires_grad
         run = _Route.apply if graph else _forward
-    fields = [getattr(spec, name) for name in _SPEC_FIELDS]
+        for at, kind in _NUMBERS:  # as the operator's schema does
+            fields[at] = kind(fields[at])
     result: tuple[Tensor, Tensor, Tensor, Tensor] = run(
         logits_TE, bias_E, ids_dtype, stats, *fields
     )

@@ -92,6 +92,8 @@ def selftest(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedOptionError("selftest: no CUDA device here; accepted: cpu")
+    if where.type == "cuda" and where.index is None:  # the current one, in other processes too
+        where = torch.device("cuda", torch.cuda.current_device())
     choice = choose_backend("auto", where, torch.bfloat16)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
     note = ""

@@ -169,6 +169,12 @@ def launching_twice(pairs: list[tuple]) -> Iterator[None]:
         yield
 
 
+def told(hook: Any, run: Callable[[], None]) -> list[bool]:
+    """Of each launch whether a launch hook is told of it."""
+    with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", hook):
+        return [args[HOOKS.start] is not None for *_, args in launches_of(run)]
+
+
 def differences(case: str, run: Callable[[], None]) -> list[str]:
     run()  # compiles
     pairs: list[tuple] = []
@@ -199,13 +205,12 @@ def main() -> None:
         compiling_for((9, 0), 227 * 1024),
     ):
         different = [said for case, run in runs.items() for said in differences(case, run)]
-        hooks = triton.knobs.runtime.launch_enter_hook
         steps = [launch for run in runs.values() for launch in launches_of(run)]
         by_triton = {name for _, name, args in steps if args[HOOKS] != (None,) * 3}
-        hooks.add(print)
-        first = launches_of(next(iter(runs.values())))
-        hooked = all(args[HOOKS.start] is not None for _, _, args in first)
-        hooks.remove(print)
+        first = next(iter(runs.values()))
+        chain = triton.knobs.HookChain()
+        chain.add(print)
+        hooked = [told(hook, first) for hook in (chain, print, None)]
     direct = sum(bool(each._compiled) for each in launchers)
     descriptors = [
         d for each in launchers for found in each._compiled.values() for d in found.described

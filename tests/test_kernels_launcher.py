@@ -89,7 +89,12 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 
 
 def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:
-    assert launches["hooked"]
+    """A chain or any other function; None is no hook."""
+    by_chain, by_function, by_none = launches["hooked"]
+    assert len(by_chain) == len(by_function) == len(by_none) > 0
+    assert all(by_chain)
+    assert all(by_function)
+    assert not any(by_none)
 
 
 @pytest.mark.gpu

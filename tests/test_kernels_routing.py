@@ -8,7 +8,6 @@ Triton's interpreter, which is right for fp32 and fp16 only.
 from __future__ import annotations
 
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from moe_patch.routing import RouteSpec, route
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close
 from tests.routing_cases import BF16, F16, F32, INF, LIMITS, SPECS, in_fp64, inputs, strided
-from tests.watching import Watching
+from tests.routing_checks import check_not_as_stored, check_without_dispatcher
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
@@ -209,32 +208,6 @@ def check_bias_gradient(device: str) -> None:
     assert not torch.equal(routing.ids_TK, unbiased.ids_TK)
 
 
-def _trained_and_not(
-    logits_TE: torch.Tensor, spec: RouteSpec, bias_E: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    routing, tokens_E, lse_T = route_with_stats(logits_TE, spec, bias_E)
-    (grad,) = torch.autograd.grad(routing.weights_TK.square().sum(), logits_TE)
-    with torch.no_grad():
-        again = triton_route(logits_TE, spec, bias_E)
-    chosen = (routing.ids_TK, routing.weights_TK, again.ids_TK, again.weights_TK)
-    return *chosen, tokens_E, lse_T, grad
-
-
-def check_without_dispatcher(device: str) -> None:
-    """The same bits by the operators and without them, which is how plain eager work runs."""
-    for name in ("deepseek_v3", "qwen3"):
-        logits_TE, spec, bias_E = inputs(name, 5, F32, device)
-        step = partial(_trained_and_not, logits_TE.requires_grad_(), spec, bias_E)
-        operators = torch.ops.moe_patch
-        with mock.patch.multiple(operators, route_forward=None, route_backward=None):
-            direct = step()
-        with Watching() as watching:
-            watched = step()
-        assert watching.called == ["route_forward", "route_backward", "route_forward"]
-        for a, b in zip(direct, watched, strict=True):
-            assert_bits(a, b, name)
-
-
 CASES = {
     **{
         f"{name}-{str(dtype)[6:]}": partial(check_spec, name, dtype)
@@ -264,6 +237,7 @@ CASES = {
     "invalid_ids": check_invalid_ids,
     "bias_gradient": check_bias_gradient,
     "without_dispatcher": check_without_dispatcher,
+    "not_as_stored": check_not_as_stored,
 }
 
 

@@ -5,9 +5,12 @@ Of the router the same is in test_kernels_routing.py, where its kernels run.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from moe_patch import op_library
 from moe_patch.op_direct import unwatched
@@ -21,10 +24,35 @@ class Labelled(torch.Tensor):
     """A subclass, as DTensor is one."""
 
 
+class Asked(torch.autograd.Function):
+    """What is found in backward."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Asked.seen.append(unwatched((grad,)))
+        return grad * 2
+
+
 def test_plain_tensors_in_plain_eager_work_are_not_watched() -> None:
     plain, weight = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
     assert unwatched((plain, weight, None))
     assert not unwatched((plain, plain.as_subclass(Labelled)))
+    for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with context:
+            assert unwatched((plain, weight, torch.zeros(2)))
+
+
+def test_tensors_whose_values_are_not_what_is_stored_go_through_the_dispatcher() -> None:
+    plain = torch.zeros(2)
+    assert not unwatched((plain, torch._neg_view(plain)))
+    assert not unwatched((torch.zeros(2, dtype=torch.cfloat).conj().imag,))
+    assert not unwatched((torch._efficientzerotensor(2),))
 
 
 def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +64,14 @@ def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) ->
         assert not unwatched((plain,))
     seen = []
     torch.func.grad(lambda x: seen.append(unwatched((x,))) or x.sum())(plain)
-    assert seen == [False]
+    leaf = plain.clone().requires_grad_()
+    torch.autograd.functional.jacobian(Asked.apply, leaf, vectorize=True)
+    assert [seen.pop(), Asked.seen.pop()] == [False, False]
+    noting = lambda x: seen.append(unwatched((x,))) or x + 1  # noqa: E731
+    torch.jit.trace(noting, (plain,), check_trace=False)
+    make_fx(noting, tracing_mode="real", pre_dispatch=True)(plain)
+    make_fx(noting)(plain)
+    assert seen == [False] * 3
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not unwatched((plain,))
 

@@ -135,7 +135,11 @@ class Launcher:
             compiled, tail, launch, settings, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
             runtime = triton.knobs.runtime
-            if launch is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            if (
+                launch is None
+                or _calls_somebody(runtime.launch_enter_hook)
+                or _calls_somebody(runtime.launch_exit_hook)
+            ):
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
             else:  # the same, without what only hooks read
                 for at, kind, encoded in described:
@@ -157,7 +161,10 @@ class Launcher:
     ) -> None:
         """Compile, launch, and keep how it is launched again."""
         compiled = self._kernel[grid](*_described(operands), *numbers, **constants)
-        if compiled is not None and len(self._compiled) < _MOST:
+        device = operands[-1].get_device()
+        # Triton takes some tensors of the host (pinned, empty): another of them it might refuse.
+        here = all(o.get_device() == device for o in operands if isinstance(o, Tensor))
+        if compiled is not None and here and len(self._compiled) < _MOST:
             names = self._kernel.arg_names[len(operands) + len(numbers) :]
             tail = tuple(constants[name] for name in names)
             self._compiled[key] = _Compiled(compiled, tail, *_launch_in_c(compiled, operands))
@@ -183,6 +190,11 @@ def _launch_in_c(
     return launch, settings, described[::-1]
 
 
+def _calls_somebody(hook: Any) -> bool:
+    """Of a launch hook: Triton takes a chain, any function, or None."""
+    return bool(hook.calls) if isinstance(hook, triton.knobs.HookChain) else hook is not None
+
+
 def _described(operands: Sequence[Any]) -> list[Any]:
     """The operands as Triton takes them."""
     return [each.descriptor() if isinstance(each, Box) else each for each in operands]
@@ -205,7 +217,7 @@ def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[An
 
     Of a box it takes what its descriptor is known by. Of a tensor Triton asks its address once
     more, and the driver about the address. A tensor that is elsewhere has a kind of its own, which
-    is never compiled: Triton refuses it.
+    is never kept: Triton is asked each time, and refuses most.
     """
     kinds: list[Hashable] = []
     handles: list[Any] = []

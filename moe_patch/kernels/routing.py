@@ -119,7 +119,9 @@ def route_forward(
                 (triton.cdiv(T, made["B"]),),
                 (logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), ids_TK,
                  weights_TK, tokens_E, lse_T),
-                (T,), (*logits_TE.stride(), spec.eps, spec.scale, spec.group_fill), made,
+                (T,),
+                (*logits_TE.stride(), float(spec.eps), float(spec.scale), float(spec.group_fill)),
+                made,
             )  # fmt: skip
     return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
 
@@ -149,7 +151,8 @@ def route_backward(
             (triton.cdiv(T, made["B"]),),
             (dweights_TK, logits_TE, ids_TK, dlogits_TE),
             (T,),
-            (*dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), spec.eps, spec.scale),
+            (*dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), float(spec.eps),
+             float(spec.scale)),
             made,
         )  # fmt: skip
     return dlogits_TE
