@@ -15,6 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import moe_patch
 from moe_patch import selftest
 from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, bench, main
+from moe_patch.cli.status import UNUSABLE
 from moe_patch.cli.output import bytes_text
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
@@ -110,6 +111,11 @@ def test_selftest_passes_on_the_cpu(capsys):
     assert found["passed"]
     assert found["backend"] == "torch"
     assert all(check["passed"] for check in found["checks"])
+
+
+def test_selftest_wants_a_process(capsys):
+    assert main(["selftest", "--device", "cpu", "--jobs", "0"]) == UNUSABLE
+    assert "--jobs 0: at least 1" in capsys.readouterr().err
 
 
 def test_selftest_that_fails_is_status_1(capsys, monkeypatch):

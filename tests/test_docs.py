@@ -134,7 +134,7 @@ def test_yaml_blocks_are_accepted(block: Block):
     node = yaml.safe_load(block.text)
     assert isinstance(node, dict), f"{block}: a mapping"
     if {"model", "data"} <= set(node):
-        make_config({"output_dir": "outputs/docs", **node}, str(block))
+        make_config(node, str(block))
     elif "moe_patch" in node:
         PatchConfig.parse(node["moe_patch"])
 

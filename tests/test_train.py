@@ -164,6 +164,26 @@ def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file, lora):
         assert loss == pytest.approx(whole.trained["patched"].losses[step], rel=1e-6)
 
 
+def test_a_run_in_which_nothing_is_patched_does_not_say_so(tmp_path, text_file, capsys):
+    options = {"exclude": "*", "strict": False}
+    result = run.run(small(tmp_path, text_file, moe_patch=options, compare_unpatched=True))
+    assert "moe_patch: 0 MoE blocks patched, 1 refused (" in capsys.readouterr().out
+    assert list(result.trained) == ["unpatched"]
+
+
+def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):
+    """PEFT is content with one of them."""
+    lora = node()["lora"]
+    for changed, said in (
+        ({"target_modules": ["q_proj", "qq_proj"]}, "target_modules: 'qq_proj' is nowhere; did"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.dwn_proj"]},
+         "target_parameters: 'mlp.experts.dwn_proj' is nowhere; did you mean 'down_proj'?"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedOptionError, match=re.escape(said)):
+            run.run(small(tmp_path, text_file, lora=lora | changed))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_two_processes(tmp_path, text_file):
     """Data parallel on the CPU: one of the processes prints and writes, once."""
@@ -199,6 +219,7 @@ def test_checks_catch_a_wrong_patch(tmp_path, text_file, monkeypatch):
     """Negative control: a patch that scales the experts' output by 1% fails the comparison."""
 
     def wrong(model, config):
+        moe_patch.patch_model(model, config)
         for name, module in model.named_modules():
             if name.endswith("mlp.experts"):
                 module.register_forward_hook(lambda m, args, out: out * 1.01)

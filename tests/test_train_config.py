@@ -38,6 +38,7 @@ WRONG = [
     ({"model": {"path": "x", "dtype": "int8"}}, "model.dtype is 'int8'; accepted: float32"),
     ({"model": 3}, "model is 3; expected a path, hub id or mapping"),
     ({"model": None}, "the key 'model' is missing"),
+    ({"output_dir": None}, "the key 'output_dir' is missing (or --output-dir)"),
     ({"tokenizer": None}, "has no tokenizer; add `tokenizer: train`"),
     ({"data": {"block_size": 8}}, "data: the key 'source' is missing"),
     ({"data": {"source": "x", "block_size": 1}}, "data.block_size is 1; at least 2"),
@@ -79,6 +80,16 @@ def test_load_config_reads_exponents_and_overrides(tmp_path):
     assert config.training == {"learning_rate": 1e-3, "max_steps": 7}
     assert config.seed == 5
     assert config.tokenizer.source == "a/b"
+
+
+def test_an_option_over_a_flag_that_is_on(tmp_path):
+    """`true` stands for all of its options at their defaults."""
+    path = tmp_path / "c.yaml"
+    path.write_text("model: a/b\ndata: x.txt\noutput_dir: o\nmoe_patch: true\n")
+    assert load_config(path, {"moe_patch.recompute": True}).moe_patch == {"recompute": True}
+    path.write_text("model: a/b\ndata: x.txt\noutput_dir: o\nmoe_patch: false\n")
+    with pytest.raises(UnsupportedOptionError, match="moe_patch is False; expected a mapping"):
+        load_config(path, {"moe_patch.recompute": True})
 
 
 BROKEN_FILES = [

@@ -139,6 +139,13 @@ def test_output_never_replaces_what_is_not_a_run(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+def test_output_does_not_replace_what_the_run_begins_with(tmp_path):
+    output = OutputFolder(tmp_path / "out", overwrite=True)
+    output.check(reads=tmp_path / "outside" / "checkpoint-2")
+    with pytest.raises(UnsupportedOptionError, match="checkpoint-2 lies in it, and would be del"):
+        output.check(reads=str(tmp_path / "out" / "checkpoints" / "checkpoint-2"))
+
+
 def test_unwritable_output(tmp_path):
     """A path below a file: permission bits would not stop root, which tests may run as."""
     (tmp_path / "file").touch()

@@ -9,6 +9,7 @@ from typing import Any
 
 from moe_patch.cli.output import add_json, print_json, print_table
 from moe_patch.cli.status import CHECK_FAILED
+from moe_patch.errors import UnsupportedOptionError
 
 # Processes on a GPU: each has imports and a context to pay for before it compiles anything.
 _JOBS = 4
@@ -38,6 +39,8 @@ def command(args: argparse.Namespace) -> int:
 
     device = device_of(args)
     jobs = args.jobs
+    if jobs is not None and jobs < 1:
+        raise UnsupportedOptionError(f"--jobs {jobs}: at least 1")
     if jobs is None:
         jobs = min(_JOBS, os.cpu_count() or 1) if device.type == "cuda" else 1
     result = selftest(device, progress=sys.stderr.isatty(), jobs=jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -201,12 +202,28 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
     """``base`` itself without ``lora``, else a PeftModel around it.
 
     Raises:
-        UnsupportedOptionError: PEFT refuses the arguments or finds none of the targets.
+        UnsupportedOptionError: PEFT refuses the arguments, or one of the targets is nowhere.
     """
     if lora is None:
         return base
     set_seed(seed)
+    modules = {name.rpartition(".")[2] for name, _ in base.named_modules()} - {""}
+    parameters = {name.rpartition(".")[2] for name, _ in base.named_parameters()}
     try:
-        return get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
+    tuner = model.base_model
+    _check_targets("modules", lora, tuner.targeted_module_names, modules)
+    _check_targets("parameters", lora, tuner.targeted_parameter_names, parameters)
+    return model
+
+
+def _check_targets(kind: str, lora: dict[str, Any], found: list[str], names: set[str]) -> None:
+    """PEFT asks for one target of a list only; the others would be left out without a word."""
+    targets = lora.get(f"target_{kind}")
+    for target in targets if isinstance(targets, (list, tuple)) else ():
+        if not any(name == target or name.endswith(f".{target}") for name in found):
+            near = difflib.get_close_matches(target.rpartition(".")[2], names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near and near[0] != target else ""
+            raise UnsupportedOptionError(f"lora.target_{kind}: {target!r} is nowhere{hint}")

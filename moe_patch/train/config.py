@@ -11,7 +11,7 @@
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
     compare_unpatched: true | false | number of steps                      default: false
     seed: 0
-    output_dir: FOLDER
+    output_dir: FOLDER                                                     required
     tiny: true | false                                                     default: false
     tiny_values: with ``tiny``, each key takes the place of the file's own; `training` is merged
 
@@ -169,7 +169,8 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     check_mapping(where, shape, TrainConfig)
     for key in ("model", "data", "output_dir"):
         if node.get(key) is None:
-            raise UnsupportedOptionError(f"{where}: the key {key!r} is missing")
+            also = " (or --output-dir)" if key == "output_dir" else ""
+            raise UnsupportedOptionError(f"{where}: the key {key!r} is missing{also}")
     model = _model(node["model"], f"{where}: model")
     if node.get("tokenizer") is not None:
         tokenizer = _named(node["tokenizer"], TokenizerConfig, f"{where}: tokenizer")
@@ -260,6 +261,8 @@ def _put(node: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for key in parents:
         child = node.setdefault(key, {})
+        if child is True:  # all of its options at their defaults
+            child = node[key] = {}
         check_type(f"{dotted}: {key}", child, dict)
         node = child
     node[last] = value

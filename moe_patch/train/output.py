@@ -35,9 +35,18 @@ class OutputFolder:
         self.partial = self.path.with_name(f".{self.path.name}.partial")
         self.overwrite = overwrite
 
-    def check(self) -> None:
-        """Raises UnsupportedOptionError when the path is taken or cannot be written."""
+    def check(self, reads: str | Path | None = None) -> None:
+        """Raises UnsupportedOptionError when the path is taken or cannot be written.
+
+        Args:
+            reads: what the run begins with; it must not lie in what it replaces.
+        """
         where = f"output_dir {self.path}"
+        if reads is not None and Path(reads).resolve().is_relative_to(self.path.resolve()):
+            raise UnsupportedOptionError(
+                f"{where}: {reads} lies in it, and would be deleted when this run ends; move it "
+                "out first, or name another folder"
+            )
         try:
             taken = self.path.exists() and any(self.path.iterdir())
             if taken and not self.overwrite:

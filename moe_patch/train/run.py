@@ -88,8 +88,9 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     output = OutputFolder(config.output_dir, overwrite)
     inputs = _prepare(config, output)
     model = _build(inputs)
-    inputs.say(_describe(model), _patch(model, config))
-    name = "unpatched" if config.moe_patch is False else "patched"
+    said, served = _patch(model, config)
+    inputs.say(_describe(model), said)
+    name = "patched" if served else "unpatched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
         trained = {
             name: train_once(
@@ -122,7 +123,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     build.check_options(config)
     args = build.training_arguments(config, output.partial / "checkpoints")
     if args.process_index == 0:
-        output.check()
+        output.check(reads=args.resume_from_checkpoint)
     texts = read_texts(config.data)
     tokenizer = build.build_tokenizer(config.tokenizer, texts)
     blocks = make_blocks(texts, tokenizer, config.data.block_size)
@@ -153,14 +154,20 @@ def _describe(model: Any) -> str:
     return f"model: {total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M of them trained"
 
 
-def _patch(model: Any, config: TrainConfig) -> str:
-    """Patch in place unless the file says not to; returns one line about it."""
+def _patch(model: Any, config: TrainConfig) -> tuple[str, int]:
+    """Patch in place unless the file says not to; one line about it, and how many blocks it is."""
     if config.moe_patch is False:
-        return "moe_patch: off, as the configuration says"
+        return "moe_patch: off, as the configuration says", 0
     patch_model(model, config.moe_patch)
     if config.quantize_experts is not None:
         ignore_in_ddp(model)
-    return f"moe_patch: {len(patch_report(model))} MoE blocks patched"
+    rows = patch_report(model)
+    refused = [row for row in rows if row.tier == "refused"]
+    served = len(rows) - len(refused)
+    said = f"moe_patch: {served} MoE blocks patched"
+    if refused:
+        said += f", {len(refused)} refused ({refused[0].path}: {refused[0].reason})"
+    return said, served
 
 
 def _router_losses(config: TrainConfig) -> RouterLossConfig | None:
