@@ -219,4 +219,12 @@ def table(results: Path, aims: Sequence[Aim]) -> Iterator[list[str]]:
                 where += "" if line.dtype in ("bf16", "fp32") else f", {line.dtype}"
                 bound = f"{'≥' if aim.at_least else '≤'} {aim.wanted:g}"
                 verdict = "met" if aim.met(value) else "**missed**"
-                yield [aim.op, aim.what, where, line.card, bound, f"{value:.2f}", verdict]
+                yield [aim.op, aim.what, where, line.card, bound, _shown(aim, value), verdict]
+
+
+def _shown(aim: Aim, value: float) -> str:
+    """Two decimals, or as many as tell a value from the bound that it misses."""
+    digits = 2
+    while not aim.met(value) and float(f"{value:.{digits}f}") == aim.wanted:
+        digits += 1
+    return f"{value:.{digits}f}"
