@@ -15,6 +15,10 @@ from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.lora import EXPERT_PARAMETERS
 
+# The class of what chooses the keys of sparse attention. Nothing of it is in the output but the
+# choice: its adapters would get no gradient, which DistributedDataParallel takes for an error.
+UNTRAINED = "Indexer"
+
 
 def lora_targets(
     model: nn.Module,
@@ -30,7 +34,7 @@ def lora_targets(
         experts: both projections of every expert.
         router: the router's weight.
         shared: the Linear modules of shared experts and of their gate.
-        attention: the Linear modules of attention.
+        attention: the Linear modules of attention, but not those of sparse attention's indexer.
 
     Returns:
         ``{"target_modules": [...], "target_parameters": [...]}``, name suffixes as PEFT matches
@@ -174,6 +178,8 @@ def _add_router(block: FoundBlock, modules: set[str], parameters: set[str]) -> N
         weight = router._parameters.get("weight")
         if weight is not None and weight.dim() == 2:
             parameters.add(f"{_suffix(path)}.weight")
+        if block.spec_of(router).router_reads_weight:
+            continue
         modules |= {
             f"{_suffix(path, 1)}.{name}"
             for name, child in router.named_children()
@@ -191,11 +197,17 @@ def _shared_linears(block: FoundBlock) -> set[str]:
 
 
 def _attention_linears(model: nn.Module) -> set[str]:
+    untrained = {
+        part
+        for module in model.modules()
+        if UNTRAINED in type(module).__name__
+        for part in module.modules()
+    }
     found = set()
     for path, module in model.named_modules():
         if "Attention" not in type(module).__name__:
             continue
         for name, child in module.named_modules():
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child not in untrained:
                 found.add(_suffix(f"{path}.{name}"))
     return found

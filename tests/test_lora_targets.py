@@ -62,6 +62,49 @@ def test_peft_takes_the_targets_of_every_family(model_type):
         assert any(n.endswith(f".{name}") for n in names), name
 
 
+# Layers of every kind of attention, and windows that a short sequence fills.
+ATTENTION = {
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
+    },
+    "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+}
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
+@pytest.mark.parametrize("model_type", tiny_models.patchable())
+def test_every_adapter_gets_a_gradient(model_type, patched):
+    """Without one it never trains, and DistributedDataParallel stops at the second step."""
+    model = tiny_models.build(model_type, **ATTENTION.get(model_type, {}))
+    batch = tiny_models.inputs(model)
+    peft_model = get_peft_model(model, LoraConfig(r=3, **lora_targets(model)))
+    if patched:
+        patch_model(peft_model)
+    tiny_models.loss(peft_model(**batch)).backward()
+    factors = {n: p for n, p in peft_model.named_parameters() if p.requires_grad}
+    assert factors
+    assert [name for name, p in factors.items() if p.grad is None] == []
+
+
+@pytest.mark.families("longcat_flash")
+def test_what_can_never_train_is_no_target():
+    """LongCat's router reads the weight of a Linear that it never calls."""
+    longcat = lora_targets(tiny_models.build("longcat_flash"))
+    names = [*longcat["target_modules"], *longcat["target_parameters"]]
+    assert not any("classifier" in name for name in names)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4", "minimax_m3_vl"])
+def test_indexers_are_no_targets(model_type):
+    model = tiny_models.build(model_type, **ATTENTION.get(model_type, {}))
+    assert any(".indexer." in name for name, _ in model.named_modules())
+    targets = lora_targets(model)
+    assert not any("indexer." in name or "scorer." in name for name in targets["target_modules"])
+    if model_type == "deepseek_v4":
+        assert "compressor.kv_proj" in targets["target_modules"]
+
+
 def test_parts_can_be_left_out():
     model = tiny_models.build("qwen2_moe")
     targets = lora_targets(model, experts=False, router=False, shared=False)

@@ -49,6 +49,7 @@ LONGCAT_FLASH = FamilySpec(
     bias="e_score_correction_bias",
     router_attr="router",
     router_input_3d=True,
+    router_reads_weight=True,
     layout=Layout(),
     experts_forward=experts_with_identity,
 )

@@ -106,6 +106,8 @@ class FamilySpec:
             more than add (a norm, a scale), or does so outside the block. For the report only.
         router_attr: the router's attribute name on the block.
         router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
+        router_reads_weight: the router reads the weight of its Linear and never calls the module,
+            so that an adapter on the module would have no effect and no gradient.
         glu: set when the experts class overrides ``_apply_gate``.
         experts_fp32: the experts compute in fp32 whatever their weights' dtype, autocast apart.
         layout: set when the experts class is not decorated by transformers and so does not say how
@@ -142,6 +144,7 @@ class FamilySpec:
     shared_by_block: str | None = None
     router_attr: str = "gate"
     router_input_3d: bool = False
+    router_reads_weight: bool = False
     glu: GluRule | None = None
     experts_fp32: bool = False
     layout: Layout | None = None
