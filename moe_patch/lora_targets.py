@@ -18,6 +18,8 @@ from moe_patch.lora import EXPERT_PARAMETERS
 # The class of what chooses the keys of sparse attention. Nothing of it is in the output but the
 # choice: its adapters would get no gradient, which DistributedDataParallel takes for an error.
 UNTRAINED = "Indexer"
+# What experts were called while each was a module of its own: most MLPs; Mixtral, DBRX; Granite.
+EXPERT_MODULES = ("gate_proj", "w1", "w2", "w3", "v1", "input_linear", "output_linear")
 
 
 def lora_targets(
@@ -143,8 +145,10 @@ def _names_every_linear(tuner: nn.Module) -> bool:
 
 
 def _names_experts(target: str, experts_attributes: set[str]) -> bool:
-    *holder, name = target.split(".")
-    return name in EXPERT_PARAMETERS and (not holder or holder[-1] in experts_attributes)
+    *path, name = target.split(".")
+    holder = [part for part in path if not part.isdecimal()]  # experts.0.w1
+    known = name in EXPERT_PARAMETERS or name in EXPERT_MODULES
+    return known and (not holder or holder[-1] in experts_attributes)
 
 
 def _asked(config: Any) -> set[str]:

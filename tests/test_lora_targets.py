@@ -132,6 +132,23 @@ def test_warning_when_experts_were_asked_for_and_missed():
         patch_model(reached)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("qwen2_moe", ["gate_proj"]),  # attaches to the shared expert
+        ("gpt_oss", ["gate_proj"]),
+        ("gpt_oss", ["w1", "w2", "w3"]),
+        ("gpt_oss", ["experts.0.gate_proj", "experts.1.gate_proj"]),
+        ("granitemoe", ["input_linear", "output_linear"]),
+    ],
+)
+def test_warning_when_experts_were_named_as_modules(model_type, names):
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj", *names])
+    model = get_peft_model(tiny_models.build(model_type), config)
+    with pytest.warns(UserWarning, match=rf"names {', '.join(names)} but no expert of 2 MoE"):
+        patch_model(model)
+
+
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
 def test_warning_when_all_linear_reaches_no_expert(model_type, order):
@@ -151,6 +168,9 @@ def test_warning_when_all_linear_reaches_no_expert(model_type, order):
         ("qwen3_moe", "all-linear"),  # PEFT rewrites it to reach the experts
         ("gpt_oss", ["q_proj", "k_proj", "v_proj", "o_proj"]),  # all that is Linear, but by name
         ("gpt_oss", "model.layers.0.self_attn.q_proj"),
+        ("qwen2_moe", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("qwen2_moe", ["q_proj", "shared_expert.gate_proj"]),  # by name, and not an expert's
+        ("deepseek_v4", ["compressor.kv_proj", "compressor.gate_proj"]),
     ],
 )
 def test_no_warning_where_experts_were_reached_or_not_asked_for(model_type, targets):
