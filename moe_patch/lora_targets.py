@@ -43,8 +43,10 @@ def lora_targets(
         them: ``LoraConfig(r=16, **lora_targets(model))``.
 
     Raises:
-        UnsupportedModelError: the model has no MoE block, or none of what was asked for.
+        UnsupportedModelError: the model has no MoE block, or none of what was asked for, or it
+            carries adapters already.
     """
+    _refuse_adapters(model)
     blocks = discover(model)
     if not blocks:
         raise UnsupportedModelError(
@@ -69,6 +71,23 @@ def lora_targets(
             f"{type(model).__name__}: none of the parts asked for can carry an adapter"
         )
     return {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """The paths of a model with adapters lead to PEFT's layers, which are no targets."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, kinds)]
+    if found:
+        path, layer = found[0]
+        raise UnsupportedModelError(
+            f"{type(model).__module__}.{type(model).__name__}: lora_targets found {len(found)} "
+            f"layers of PEFT, the first a {type(layer).__name__} at {path}; accepted: a model "
+            "without adapters; call it before get_peft_model or add_adapter, or after "
+            "unload() or merge_and_unload()"
+        )
 
 
 def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:

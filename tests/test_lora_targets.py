@@ -4,7 +4,7 @@ import copy
 import warnings
 
 import pytest
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from moe_patch import UnsupportedModelError, lora_targets, patch_model
@@ -118,6 +118,27 @@ def test_parts_can_be_left_out():
 def test_a_dense_model_is_refused_by_name():
     with pytest.raises(UnsupportedModelError, match="Sequential.*no MoE block"):
         lora_targets(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("how", ["get_peft_model", "injected", "modules_to_save"])
+def test_a_model_with_adapters_is_refused_by_name(how):
+    """And accepted again without them."""
+    model = tiny_models.build("qwen2_moe")
+    targets = lora_targets(model)
+    if how == "injected":
+        adapted_model = inject_adapter_in_model(LoraConfig(r=2, **targets), model)
+        at = "Linear at model.layers.0.self_attn.q_proj"
+    elif how == "modules_to_save":
+        config = LoraConfig(r=2, target_modules=["lm_head"], modules_to_save=["gate"])
+        adapted_model = get_peft_model(model, config)
+        at = "ModulesToSaveWrapper at base_model.model.model.layers.0.mlp.gate"
+    else:
+        adapted_model = get_peft_model(model, LoraConfig(r=2, **targets))
+        at = "Linear at base_model.model.model.layers.0.self_attn.q_proj"
+    with pytest.raises(UnsupportedModelError, match=rf"\.{type(adapted_model).__name__}: .*{at};"):
+        lora_targets(adapted_model)
+    if how != "injected":
+        assert lora_targets(adapted_model.unload()) == targets
 
 
 def test_warning_when_experts_were_asked_for_and_missed():
