@@ -43,7 +43,8 @@ class PatchConfig:
             ``python -m moe_patch replay`` runs. Waits for the device once per block and forward.
         debug_dir: the folder of that file.
         include, exclude: glob pattern or patterns on block paths, kept as a tuple; an empty
-            ``include`` means every block.
+            ``include`` means every block. What PEFT, DDP or torch.compile puts into a path may be
+            left out. A pattern that matches no block is an error, with ``strict`` off a warning.
     """
 
     backend: str = "auto"

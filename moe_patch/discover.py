@@ -17,6 +17,18 @@ Named = tuple[str, Any]
 WHOLE_MODEL = "(whole model)"
 # What transformers' use_experts_implementation sets on every instance of a class it decorates.
 DECORATED = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
+# What wraps a model or a part of it, by class name, and the child that holds what is wrapped. By
+# class, since `model` and `module` are names of a model's own children too.
+WRAPPERS = {
+    "BaseTuner": "model",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DeepSpeedEngine": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "PeftMixedModel": "base_model",
+    "PeftModel": "base_model",
+}
 
 
 @dataclass
@@ -25,6 +37,7 @@ class FoundBlock:
 
     ``path`` is the block's module path; where a family has no block class, that of the module that
     holds the experts. ``routers`` may be several (PEFT's modules_to_save keeps a second one).
+    ``plain_path`` is the path without what wrappers (PEFT, DDP, a compiled module) add to it.
     """
 
     path: str
@@ -34,6 +47,7 @@ class FoundBlock:
     experts: list[Named] = field(default_factory=list)
     wrappers: list[Named] = field(default_factory=list)
     reason: str = ""
+    plain_path: str = ""
 
     def spec_of(self, router: nn.Module) -> FamilySpec:
         """The entry that serves a router: the block's, or its own where a family has two kinds."""
@@ -90,6 +104,9 @@ def discover(model: nn.Module) -> list[FoundBlock]:
             base = module.get_base_layer()
             if any(base is experts for _, experts in blocks[owner].experts):
                 blocks[owner].wrappers.append((path, module))
+    added = {f"{path}.{child}".lstrip(".") for path, m in named if (child := _wrapped_child(m))}
+    for block in blocks.values():
+        block.plain_path = _without(added, block.path)
     return [blocks[path] for path in order]
 
 
@@ -99,10 +116,46 @@ def refused_block(path: str, module: nn.Module, reason: str) -> FoundBlock:
     return FoundBlock(path, spec, block=module, reason=reason)
 
 
-def selected(path: str, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
-    """Whether glob patterns select a block path (no include pattern means every block)."""
-    chosen = not include or any(fnmatch.fnmatchcase(path, pattern) for pattern in include)
-    return chosen and not any(fnmatch.fnmatchcase(path, pattern) for pattern in exclude)
+def selected(block: FoundBlock, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
+    """Whether glob patterns select a block (no include pattern means every block)."""
+    chosen = not include or any(_matches(block, pattern) for pattern in include)
+    return chosen and not any(_matches(block, pattern) for pattern in exclude)
+
+
+def unmatched(blocks: list[FoundBlock], **options: tuple[str, ...]) -> str:
+    """What is wrong with the first pattern that matches no block, by option; else empty."""
+    for option, patterns in options.items():
+        for pattern in patterns:
+            if not any(_matches(block, pattern) for block in blocks):
+                return (
+                    f"{option} pattern {pattern!r} matches no MoE block; there are "
+                    f"{some_paths(blocks)}; correct the pattern or leave it out"
+                )
+    return ""
+
+
+def some_paths(blocks: list[FoundBlock]) -> str:
+    """The number of blocks and the paths of the first, for messages about patterns."""
+    paths = ", ".join(repr(block.plain_path) for block in blocks[:3])
+    return f"{len(blocks)}: {paths}{', ...' if len(blocks) > 3 else ''}"
+
+
+def _matches(block: FoundBlock, pattern: str) -> bool:
+    # A pattern outlives wrapping: one for the bare model holds inside PEFT, DDP and torch.compile.
+    return any(fnmatch.fnmatchcase(path, pattern) for path in (block.path, block.plain_path))
+
+
+def _wrapped_child(module: nn.Module) -> str | None:
+    """The name of the child that a wrapper wraps; None where the module is no wrapper."""
+    return next(
+        (WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None
+    )
+
+
+def _without(added: set[str], path: str) -> str:
+    """A path without the segments at which the paths in ``added`` end."""
+    parts = path.split(".")
+    return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in added)
 
 
 def _inside(path: str, owners: list[str]) -> str | None:

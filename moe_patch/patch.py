@@ -20,11 +20,11 @@ from moe_patch.bindings import bindings_of
 from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
-from moe_patch.discover import FoundBlock, discover, selected
+from moe_patch.discover import FoundBlock
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.lora_targets import missed_experts
 from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
-from moe_patch.resolve import nothing_found, refusals, warn_of
+from moe_patch.resolve import chosen_blocks, refusals, warn_of
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,9 +52,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         logger.info("moe_patch: false, the model is left as it is")
         return model
     again = _check_state(model, parsed)
-    blocks = [b for b in discover(model) if selected(b.path, parsed.include, parsed.exclude)]
-    if not blocks:
-        blocks = [nothing_found(model, parsed)]
+    blocks = chosen_blocks(model, parsed)
     refused = refusals(model, blocks, parsed)
     checks = _self_checks(blocks, parsed, refused) if parsed.self_check else {}
     warn_of(refused, blocks)

@@ -9,13 +9,39 @@ from torch import nn
 from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
 from moe_patch.config import PatchConfig
-from moe_patch.discover import DECORATED, WHOLE_MODEL, FoundBlock, refused_block
+from moe_patch.discover import (
+    DECORATED,
+    WHOLE_MODEL,
+    FoundBlock,
+    discover,
+    refused_block,
+    selected,
+    unmatched,
+)
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import record_of
+
+
+def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
+    """The MoE blocks that a config's patterns select, or what stands for there being none.
+
+    Raises:
+        UnsupportedModelError: under ``strict``, none.
+        UnsupportedOptionError: under ``strict``, a pattern that matches none of the model's.
+    """
+    blocks = discover(model)
+    chosen = [block for block in blocks if selected(block, config.include, config.exclude)]
+    wrong = unmatched(blocks, include=config.include, exclude=config.exclude)
+    if blocks and wrong:
+        if config.strict:
+            raise UnsupportedOptionError(f"{type(model).__name__}: {wrong}")
+        if chosen:  # else that there are none is the one warning
+            warnings.warn(f"moe_patch: {wrong}", stacklevel=3)
+    return chosen or [nothing_found(model, config)]
 
 
 def nothing_found(model: nn.Module, config: PatchConfig) -> FoundBlock:

@@ -19,6 +19,7 @@ from moe_patch import (
     unpatch_model,
 )
 from tests import tiny_models
+from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, logits, snapshot
 
@@ -128,9 +129,70 @@ def test_include_and_exclude(model, options, patched_layers):
     assert_unchanged(before, snapshot(model))
 
 
+PATHS = r"2: 'model\.layers\.0\.mlp', 'model\.layers\.1\.mlp'"
+SELECTS_NOTHING = "no MoE block found among the selected paths"
+
+
 def test_patterns_that_select_nothing_are_an_error(model):
-    with pytest.raises(UnsupportedModelError, match="no MoE block found among the selected paths"):
-        patch_model(model, include="*.layers.7.*")
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=SELECTS_NOTHING):
+        patch_model(model, include="*.0.*", exclude="*")
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_no_block_is_an_error(model, option):
+    before = snapshot(model)
+    wrong = rf"{option} pattern '\*\.7\.\*' matches no MoE block; there are {PATHS}; correct"
+    with pytest.raises(UnsupportedOptionError, match=wrong):
+        patch_model(model, **{option: ["*.layers.0.*", "*.7.*"]})
+    assert_unchanged(before, snapshot(model))
+
+
+def test_the_error_about_a_pattern_quotes_three_paths_at_most():
+    model = tiny_models.build("qwen2_moe", num_hidden_layers=4)
+    with pytest.raises(UnsupportedOptionError, match=r"4: [^;]*'model\.layers\.2\.mlp', \.\.\.;"):
+        patch_model(model, exclude="layers.0.mlp")
+
+
+@pytest.mark.parametrize(
+    ("options", "warning", "tiers"),
+    [
+        ({"exclude": "*.7.*"}, "exclude pattern .* matches no MoE block", ["full", "full"]),
+        ({"include": ["*.0.*", "*.7.*"]}, "include pattern .* matches no MoE block", ["full"]),
+        ({"include": "*.0.*", "exclude": "*"}, SELECTS_NOTHING, ["refused"]),
+        ({"include": "*.7.*"}, "among the selected paths", ["refused"]),
+    ],
+    ids=str,
+)
+def test_not_strict_a_pattern_that_matches_no_block_is_one_warning(model, options, warning, tiers):
+    with pytest.warns(UserWarning, match=warning) as caught:
+        patch_model(model, strict=False, **options)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert [row.tier for row in patch_report(model)] == tiers
+
+
+def test_a_pattern_holds_after_adapters_were_added(model):
+    options = {"exclude": "model.layers.0.*"}
+    wrapped = adapt(patch_model(model, **options), lora_config(EXPERTS))
+    patch_model(wrapped, **options)
+    (row,) = patch_report(wrapped)
+    assert (row.path, row.lora) == (
+        "base_model.model.model.layers.1.mlp",
+        "fused (down_proj, gate_up_proj)",
+    )
+
+
+def test_no_part_of_a_path_is_left_out_for_its_name_alone(model):
+    """A model's own children may be called as a wrapper's are."""
+    own = nn.ModuleDict({"module": nn.ModuleDict({"base_model": model})})
+    with pytest.raises(
+        UnsupportedOptionError, match=r"'module\.base_model\.model\.layers\.0\.mlp'"
+    ):
+        patch_model(own, exclude="model.layers.0.*")
+    patch_model(own, exclude="module.base_model.model.layers.0.*")
+    assert len(patch_report(own)) == 1
 
 
 @pytest.mark.parametrize(

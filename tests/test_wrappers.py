@@ -7,7 +7,7 @@ import socket
 import accelerate
 import pytest
 import torch
-from peft import inject_adapter_in_model
+from peft import PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -96,6 +96,47 @@ def test_inside_a_compiled_wrapper(model):
         assert_close(found, wanted, FP32)
     unpatch_model(wrapped)
     assert patch_report(model) == []
+
+
+def compiled_layers(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager")
+    return model
+
+
+def with_lora(model):
+    return adapt(model, lora_config(EXPERTS))
+
+
+def with_prompt(model):
+    """PEFT puts one level around the model here, not two."""
+    return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+
+
+def compiled_ddp(model):
+    ddp = DistributedDataParallel(with_lora(model), find_unused_parameters=True)
+    return torch.compile(ddp, backend="eager")
+
+
+@pytest.mark.parametrize("pattern", ["as on the bare model", "as it is"])
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (with_lora, "base_model.model.model.layers.{}.mlp"),
+        (with_prompt, "base_model.model.layers.{}.mlp"),
+        (torch.compile, "_orig_mod.model.layers.{}.mlp"),
+        (compiled_layers, "model.layers.{}._orig_mod.mlp"),
+        (compiled_ddp, "_orig_mod.module.base_model.model.model.layers.{}.mlp"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_patterns_hold_inside_wrappers(model, process_group, wrap, path, pattern):
+    wrapped = wrap(model)
+    own = path if pattern == "as it is" else "model.layers.{}.mlp"
+    for options in ({"exclude": own.format(0)}, {"include": own.format(1)}):
+        patch_model(wrapped, **options)
+        assert [row.path for row in patch_report(wrapped)] == [path.format(1)]
+        unpatch_model(wrapped)
 
 
 def test_inside_a_peft_model(model):

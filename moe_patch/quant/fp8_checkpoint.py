@@ -35,7 +35,7 @@ def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, .
         (block, block.block, found)
         for block in discover(model)
         if block.block is not None
-        and selected(block.path, include, exclude)
+        and selected(block, include, exclude)
         and type(found := block.block._modules.get("experts")) is FP8Experts
     ]
     made = [_own_experts(*one) for one in todo]

@@ -141,7 +141,7 @@ def expert_projections(
     Raises:
         UnsupportedModelError: no MoE block among the selected, or one whose experts cannot be.
     """
-    blocks = [b for b in discover(model) if selected(b.path, include, exclude)]
+    blocks = [b for b in discover(model) if selected(b, include, exclude)]
     if not blocks:
         raise UnsupportedModelError(
             f"{type(model).__module__}.{type(model).__name__}: no MoE block to quantise; "
