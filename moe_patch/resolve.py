@@ -16,11 +16,11 @@ from moe_patch.discover import (
     discover,
     refused_block,
     selected,
+    some_paths,
     unmatched,
 )
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import read_glu, require_float, stored_weight
-from moe_patch.families import families
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import record_of
@@ -41,21 +41,23 @@ def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
             raise UnsupportedOptionError(f"{type(model).__name__}: {wrong}")
         if chosen:  # else that there are none is the one warning
             warnings.warn(f"moe_patch: {wrong}", stacklevel=3)
-    return chosen or [nothing_found(model, config)]
+    return chosen or [nothing_found(model, blocks, config)]
 
 
-def nothing_found(model: nn.Module, config: PatchConfig) -> FoundBlock:
-    """What stands for a model without an MoE block in warnings and in the report.
+def nothing_found(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> FoundBlock:
+    """What stands for a model without a selected MoE block in warnings and in the report.
 
     Raises:
         UnsupportedModelError: under ``strict``.
     """
-    known = ", ".join(sorted({t for spec in families() for t in spec.model_types}))
-    where = " among the selected paths" if config.include or config.exclude else ""
-    reason = (
-        f"{type(model).__module__}.{type(model).__name__}: no MoE block found{where}; "
-        f"accepted model types: {known}"
-    )
+    reason = f"{type(model).__module__}.{type(model).__name__}: no MoE block found"
+    if blocks:
+        reason += (
+            f" among the selected paths (include {list(config.include)}, exclude "
+            f"{list(config.exclude)}); there are {some_paths(blocks)}; change the patterns"
+        )
+    else:
+        reason += "; accepted: the model types that `moe-patch families` lists"
     if config.strict:
         raise UnsupportedModelError(reason)
     return refused_block(WHOLE_MODEL, model, reason)

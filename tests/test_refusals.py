@@ -160,10 +160,11 @@ def test_dense_model_is_refused_by_name():
     }
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, intermediate_size=16))
     before = snapshot(model)
-    with pytest.raises(
-        UnsupportedModelError, match=r"LlamaForCausalLM: no MoE block found.*qwen3_moe"
-    ):
-        patch_model(model)
+    accepted = "accepted: the model types that `moe-patch families` lists$"
+    wanted = rf"LlamaForCausalLM: no MoE block found; {accepted}"
+    for options in ({}, {"exclude": "model.layers.0.*"}):  # the model is wrong, not the pattern
+        with pytest.raises(UnsupportedModelError, match=wanted):
+            patch_model(model, **options)
     assert_unchanged(before, snapshot(model))
 
 
