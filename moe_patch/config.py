@@ -121,6 +121,14 @@ class PatchConfig:
             )
         return cls(**_normalise({**value, **options}))
 
+    def unlike(self, other: PatchConfig) -> str:
+        """The options of this config that another has otherwise, as arguments of patch_model."""
+        return ", ".join(
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != getattr(other, field.name)
+        )
+
 
 def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
     known = [field.name for field in dataclasses.fields(PatchConfig)]

@@ -117,7 +117,8 @@ def refuse_merged(experts: Any, name: str) -> None:
     ):
         raise UnsupportedOptionError(
             f"{type(experts).__name__}.{name}: fuse_lora='require' cannot hold: an adapter was "
-            "added after patching; call patch_model again, or use fuse_lora='auto'"
+            "added after patching; call patch_model again with the same options, or use "
+            "fuse_lora='auto'"
         )
 
 

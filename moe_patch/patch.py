@@ -128,10 +128,11 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
             "as from_pretrained returns it"
         )
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
-    if configs - {config}:
+    for carried in configs - {config}:
         raise PatchStateError(
-            f"{type(model).__name__} is already patched with {next(iter(configs - {config}))}; "
-            f"asked for {config}; call unpatch_model first"
+            f"{type(model).__name__} is already patched with {carried.unlike(config)}; asked for "
+            f"{config.unlike(carried)}; call patch_model with the same options as before (it binds "
+            "what is new), or unpatch_model first"
         )
     return bool(configs)
 

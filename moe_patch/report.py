@@ -233,7 +233,7 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
     for path, wrapper in found.wrappers:
         obstacle = fusion_obstacle(wrapper) or paused(wrapper)
         if obstacle is None and record_of(wrapper) is None:
-            obstacle = "call patch_model again to fuse"
+            obstacle = "call patch_model again with the same options to fuse"
         name = wrapper.parameter_name
         if name == "weight":  # says nothing without the module it belongs to
             name = f"{path.rpartition('.')[2]}.{name}"

@@ -65,6 +65,21 @@ def test_patching_differently_is_an_error(model):
     assert_unchanged(before, snapshot(model))
 
 
+def test_the_error_names_the_options_that_differ_and_both_ways_on(model):
+    options = {"recompute": True, "exclude": "*.0.*", "ties": "torch"}
+    wrapped = adapt(patch_model(model, **options), lora_config(EXPERTS))
+    with pytest.raises(PatchStateError) as raised:
+        patch_model(wrapped, ties="torch")
+    assert str(raised.value) == (
+        "PeftModel is already patched with recompute=True, exclude=('*.0.*',); asked for "
+        "recompute=False, exclude=(); call patch_model with the same options as before (it binds "
+        "what is new), or unpatch_model first"
+    )
+    (row,) = patch_report(patch_model(wrapped, **options))
+    assert row.lora == "fused (down_proj, gate_up_proj)"
+    assert len(patch_report(patch_model(unpatch_model(wrapped), ties="torch"))) == 2
+
+
 def test_unpatching_an_unpatched_model_is_an_error(model):
     with pytest.raises(PatchStateError, match="not patched; call patch_model first"):
         unpatch_model(model)

@@ -116,8 +116,8 @@ def test_lora_column_follows_the_model():
     assert lora_column(model) == "none"
     wrapped = adapt(model, lora_config(EXPERTS))
     waiting = lora_column(wrapped)
-    assert "peft (gate_up_proj: call patch_model again to fuse)" in waiting
-    assert "peft (down_proj: call patch_model again to fuse)" in waiting
+    assert "peft (gate_up_proj: call patch_model again with the same options to fuse)" in waiting
+    assert "peft (down_proj: call patch_model again with the same options to fuse)" in waiting
     patch_model(wrapped)
     assert lora_column(wrapped) == "fused (down_proj, gate_up_proj)"
     assert lora_column(wrapped.merge_and_unload()) == "none"
