@@ -15,9 +15,10 @@ from peft import AutoPeftModelForCausalLM
 import moe_patch
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.train import checks, data, run
-from moe_patch.train.build import build_base
+from moe_patch.train.build import add_adapters, build_base
 from moe_patch.train.config import load_config, make_config
 from moe_patch.train.output import MARKER
+from tests import tiny_models
 from tests.numerics import assert_close, rel_err
 from tests.train_nodes import TEXT, node, small
 
@@ -182,6 +183,13 @@ def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):
         with pytest.raises(UnsupportedOptionError, match=re.escape(said)):
             run.run(small(tmp_path, text_file, lora=lora | changed))
     assert not (tmp_path / "out").exists()
+
+
+def test_old_names_of_experts_are_targets_as_peft_reads_them():
+    """Modules of one expert each, in releases of transformers before the experts were stacked."""
+    names = ["q_proj", "gate_proj", "up_proj", "down_proj"]
+    model = add_adapters(tiny_models.build("qwen3_moe"), {"r": 2, "target_modules": names}, seed=0)
+    assert model.peft_config["default"].target_parameters == {"gate_up_proj", "down_proj"}
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,7 +29,7 @@ from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
 from moe_patch.train.router_losses import RouterLossConfig
-from moe_patch.train.schema import check_known, check_mapping
+from moe_patch.train.schema import check_known, check_mapping, nearest
 from moe_patch.train.smk import SmkConfig
 
 # Set from the top level of the file; a second value here would contradict it.
@@ -213,17 +212,19 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
         model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
-    tuner = model.base_model
-    _check_targets("modules", lora, tuner.targeted_module_names, modules)
-    _check_targets("parameters", lora, tuner.targeted_parameter_names, parameters)
+    # As PEFT has them in the end: names of experts' old modules have become parameters.
+    config, tuner = model.peft_config["default"], model.base_model
+    _check_targets("modules", config.target_modules, tuner.targeted_module_names, modules)
+    _check_targets(
+        "parameters", config.target_parameters, tuner.targeted_parameter_names, parameters
+    )
     return model
 
 
-def _check_targets(kind: str, lora: dict[str, Any], found: list[str], names: set[str]) -> None:
+def _check_targets(kind: str, targets: Any, found: list[str], names: set[str]) -> None:
     """PEFT asks for one target of a list only; the others would be left out without a word."""
-    targets = lora.get(f"target_{kind}")
-    for target in targets if isinstance(targets, (list, tuple)) else ():
+    for target in sorted(targets) if isinstance(targets, (list, set)) else ():
         if not any(name == target or name.endswith(f".{target}") for name in found):
-            near = difflib.get_close_matches(target.rpartition(".")[2], names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near and near[0] != target else ""
+            near = nearest(target.rpartition(".")[2], names)
+            hint = f"; did you mean {near!r}?" if near not in (None, target) else ""
             raise UnsupportedOptionError(f"lora.target_{kind}: {target!r} is nowhere{hint}")

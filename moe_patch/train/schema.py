@@ -15,6 +15,11 @@ from moe_patch.errors import UnsupportedOptionError
 CHECKED = {bool: "a bool", int: "an int", float: "a number", str: "a string", dict: "a mapping"}
 
 
+def nearest(value: Any, accepted: Iterable[str]) -> str | None:
+    """The accepted name that a value may have been meant for."""
+    return next(iter(difflib.get_close_matches(str(value), accepted, n=1)), None)
+
+
 def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
     """Refuse a name that is not among the accepted ones.
 
@@ -23,8 +28,8 @@ def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
     """
     known = sorted(accepted)
     if value not in known:
-        near = difflib.get_close_matches(str(value), known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"accepted: {', '.join(known)}"
+        near = nearest(value, known)
+        hint = f"accepted: {', '.join(known)}" if near is None else f"did you mean {near!r}?"
         raise UnsupportedOptionError(f"{what} {value!r}; {hint}")
 
 

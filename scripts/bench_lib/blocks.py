@@ -153,15 +153,8 @@ def model(results: Path) -> str:
                 ]
             )  # fmt: skip
     header = [
-        "shape",
-        "card",
-        "impl",
-        "step, ms",
-        "faster",
-        "tokens/s",
-        "in MoE blocks, ms",
-        "peak, GiB",
-    ]
+        "shape", "card", "impl", "step, ms", "faster", "tokens/s", "in MoE blocks, ms", "peak, GiB",
+    ]  # fmt: skip
     return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
 
 
