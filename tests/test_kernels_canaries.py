@@ -1,10 +1,7 @@
 """No kernel reads or writes outside its tensors: every operand and allocation between guard bands.
 
 Natively on a GPU (``-m gpu``) and, on a CPU, under Triton's interpreter. On a GPU the memory
-checker sees the same calls, one allocation per tensor:
-
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
-        python -m pytest -m gpu tests/test_kernels_canaries.py
+checker sees the same calls, one allocation per tensor: ``bash scripts/memcheck.sh``.
 """
 
 from __future__ import annotations

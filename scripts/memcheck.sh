@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# CUDA's memory checker over the kernels. First over a kernel that reads, and one that writes, past
+# its tensor: a checker that misses those would prove nothing.
+# Usage: bash scripts/memcheck.sh [tests...]     (tests/test_kernels_canaries.py)
+# Not for tests that count what torch's cache holds: there is none here. Options of pytest go into
+# PYTEST_ADDOPTS.
+# SANITIZER names compute-sanitizer where it is not on the PATH; PYTHON the interpreter (python3);
+# TOOL one of its tools (memcheck). Status 1 if the checker finds anything or a test fails.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly python="${PYTHON:-python3}" tool="${TOOL:-memcheck}" found=99
+sanitizer="${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}"
+[[ -x "$sanitizer" ]] || { echo "memcheck: no compute-sanitizer at $sanitizer: name it in SANITIZER"; exit 2; }
+# Without torch's cache each tensor is an allocation, so that its end is one that the checker knows.
+export PYTORCH_NO_CUDA_MEMORY_CACHING=1 HF_HUB_OFFLINE=1 PYTHONPATH="${PYTHONPATH:-.}"
+
+check() { "$sanitizer" --tool "$tool" --error-exitcode "$found" --print-limit 20 "$python" "$@"; }
+
+if [[ "$tool" == memcheck ]]; then
+  for stray in read write; do
+    status=0
+    said="$(check tests/memcheck_control.py "$stray" 2>&1)" || status=$?
+    if ! ((status == found)) || ! grep -q "Invalid __global__ $stray" <<<"$said"; then
+      echo "memcheck: the checker missed a stray $stray (status $status):"
+      echo "$said"
+      exit 1
+    fi
+  done
+  echo "memcheck: a stray read and a stray write are found"
+fi
+(($#)) || set -- tests/test_kernels_canaries.py
+check -m pytest -q -m gpu -p no:cacheprovider "$@" || { echo "memcheck: FAILED"; exit 1; }
