@@ -7,6 +7,7 @@ never touches an expert.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -120,17 +121,15 @@ def missed_experts(model: Any) -> str | None:
         model: a model, a PeftModel, or a wrapper around one.
     """
     tuners = [module for module in model.modules() if "peft_config" in module.__dict__]
-    asked = {
-        target
-        for module in tuners
-        for config in module.__dict__["peft_config"].values()
-        for target in _asked(config)
-    }
+    configs = [config for tuner in tuners for config in tuner.__dict__["peft_config"].values()]
+    asked = {target for config in configs for target in _asked(config)}
+    patterns = sorted({pattern for config in configs for pattern in _patterns(config)})
     blocks = discover(model)
     if not blocks or any(block.wrappers for block in blocks):
         return None
     own = {_suffix(p, 1) for block in blocks for p, _ in block.experts}
     wanted = sorted(t for t in asked if _names_experts(t, own))
+    wanted += [repr(pattern) for pattern in patterns if _matches_experts(pattern, blocks)]
     if not wanted and not any(map(_names_every_linear, tuners)):
         return None
     return (
@@ -170,15 +169,35 @@ def _names_experts(target: str, experts_attributes: set[str]) -> bool:
     return known and (not holder or holder[-1] in experts_attributes)
 
 
+def _matches_experts(pattern: str, blocks: list[FoundBlock]) -> bool:
+    """Whether a regular expression would match an expert's weight, as a module or a parameter."""
+    holders = {
+        f"{block.plain_path}{path.removeprefix(block.path)}{index}"
+        for block in blocks
+        for path, _ in block.experts
+        for index in ("", ".0")
+    }
+    names = (*EXPERT_PARAMETERS, *EXPERT_MODULES)
+    return any(re.fullmatch(pattern, f"{path}.{name}") for path in holders for name in names)
+
+
 def _asked(config: Any) -> set[str]:
+    """The names of modules and parameters that a config targets."""
     from peft import LoraConfig
 
-    targets: set[str] = set()
     if not isinstance(config, LoraConfig):
-        return targets
-    for value in (config.target_modules, config.target_parameters):
-        targets |= {value} if isinstance(value, str) else set(value or ())
-    return targets
+        return set()
+    values = (config.target_modules, config.target_parameters)
+    return {name for value in values if not isinstance(value, str) for name in value or ()}
+
+
+def _patterns(config: Any) -> set[str]:
+    """The regular expression over paths of modules that a config may have in place of names."""
+    from peft import LoraConfig
+
+    if isinstance(config, LoraConfig) and isinstance(config.target_modules, str):
+        return {config.target_modules}
+    return set()
 
 
 def _suffix(path: str, parts: int = 2) -> str:

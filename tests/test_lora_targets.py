@@ -1,6 +1,7 @@
 """lora_targets and the warning about adapters that miss the experts."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -173,6 +174,17 @@ def test_warning_when_experts_were_named_as_modules(model_type, names):
         patch_model(model)
 
 
+@pytest.mark.parametrize(
+    "pattern", [r".*\.(q_proj|gate_proj|up_proj|down_proj)", r".*(self_attn|experts).*_proj"]
+)
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
+def test_warning_when_a_pattern_means_experts(model_type, pattern):
+    model = get_peft_model(tiny_models.build(model_type), LoraConfig(r=2, target_modules=pattern))
+    said = re.escape(f"names {pattern!r} but no expert of 2 MoE")
+    with pytest.warns(UserWarning, match=said):
+        patch_model(model)
+
+
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
 def test_warning_when_all_linear_reaches_no_expert(model_type, order):
@@ -195,6 +207,8 @@ def test_warning_when_all_linear_reaches_no_expert(model_type, order):
         ("qwen2_moe", ["q_proj", "k_proj", "v_proj", "o_proj"]),
         ("qwen2_moe", ["q_proj", "shared_expert.gate_proj"]),  # by name, and not an expert's
         ("deepseek_v4", ["compressor.kv_proj", "compressor.gate_proj"]),
+        ("qwen2_moe", r".*(q_proj|shared_expert\.gate_proj)"),
+        ("gpt_oss", r".*layers\.\d+\.self_attn\.(q|v)_proj"),
     ],
 )
 def test_no_warning_where_experts_were_reached_or_not_asked_for(model_type, targets):

@@ -148,7 +148,17 @@ def test_some_blocks_only() -> None:
     packed = [isinstance(layer.mlp.experts.down_proj, QuantTensor) for layer in layers]
     assert packed == [True, False, True]
     with pytest.raises(UnsupportedModelError, match="no MoE block to quantise"):
-        quantize_experts(model, "nf4", include=("nothing",))
+        quantize_experts(model, "nf4", include=("*mlp",), exclude=("*mlp",))
+
+
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_a_pattern_that_matches_no_block_is_refused(option: str) -> None:
+    model = build(num_hidden_layers=2)
+    wrong = {option: ("*mlp", "model.layer.1.*")}
+    there = r"'model.layer.1.\*' matches no MoE block; there are 2: 'model.layers.0.mlp'"
+    with pytest.raises(UnsupportedOptionError, match=f"quantize_experts: {option} pattern {there}"):
+        quantize_experts(model, "nf4", **wrong)
+    assert not quantised(model)
 
 
 def test_what_cannot_be_quantised_leaves_the_model_as_it_was() -> None:

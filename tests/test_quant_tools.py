@@ -165,6 +165,20 @@ def test_one_plain_projection_is_alive_at_a_time(monkeypatch: Any, tmp_path: Pat
     assert loaded == [1] * 6
 
 
+def test_inspect_says_which_storage_the_experts_cannot_have(tmp_path: Path, capsys: Any) -> None:
+    reason = "model.layers.0.mlp.experts.down_proj has rows of 48, no multiple of 64"
+    folder = only_config(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=48)
+    found = answer(capsys, "inspect", folder)
+    assert found["not_quantised"] == {"nf4": reason}
+    assert list(found["expert_bytes_quantised"]) == ["fp8"]
+    main(["inspect", folder])
+    assert f"experts not in nf4: {reason}\n" in capsys.readouterr().out
+    folder = only_config(tmp_path / "other", "dbrx")
+    assert not answer(capsys, "inspect", folder)["expert_bytes_quantised"]
+    main(["inspect", folder])
+    assert "experts not in nf4, fp8: transformer.blocks.0.ffn" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("model_type", SIZES)
 def test_inspect_shows_the_bytes_that_quantising_leaves(
     model_type: str, tmp_path: Path, capsys: Any

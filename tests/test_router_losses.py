@@ -108,5 +108,21 @@ def test_the_yaml_key_is_checked():
     }
     with pytest.raises(UnsupportedOptionError, match="zed"):
         check_options(make_config(node))
+    node["router_losses"] = {"load_balance": -0.01}
+    with pytest.raises(UnsupportedOptionError, match=r"load_balance is -0\.01"):
+        check_options(make_config(node))
     node["router_losses"] = {"load_balance": 0.01, "z": 0.001}
     check_options(make_config(node))
+
+
+@pytest.mark.parametrize(
+    ("factors", "complaint"),
+    [
+        ({"load_balance": -0.01}, r"router_losses\.load_balance is -0\.01"),
+        ({"z": float("nan")}, r"router_losses\.z is nan"),
+        ({"z": float("inf"), "load_balance": 0.1}, r"router_losses\.z is inf"),
+    ],
+)
+def test_a_factor_below_zero_or_not_finite_is_refused(factors, complaint):
+    with pytest.raises(UnsupportedOptionError, match=complaint):
+        RouterLossConfig(**factors)

@@ -97,7 +97,10 @@ def _one_block(model: nn.Module) -> FoundBlock:
     """The last MoE block (the first may be a special kind)."""
     blocks = [b for b in discover(model) if b.block is not None and not b.refused]
     if not blocks:
-        raise UnsupportedModelError(f"{type(model).__name__}: no MoE block with a class of its own")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no MoE block with a class of its own to time; `moe-patch "
+            "families` lists the model types that have one"
+        )
     return blocks[-1]
 
 

@@ -73,12 +73,13 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
 
     Returns:
         Numbers of parameters and bytes (of the experts also by storage, as quantize_experts would
-        leave them), and one entry per MoE block: the report's row, its sizes, and the bytes that
-        the experts keep per token from forward to backward (absent where a family's experts are not
-        the operator's).
+        leave them, or why it would refuse), and one entry per MoE block: the report's row, its
+        sizes, and the bytes that the experts keep per token from forward to backward (absent where
+        a family's experts are not the operator's).
     """
     from moe_patch.patch import patch_model
     from moe_patch.quant.memory import experts_memory
+    from moe_patch.quant.packed import STORAGES
     from moe_patch.report import patch_report
 
     with warnings.catch_warnings():
@@ -91,15 +92,16 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     saved = [row["saved_bytes_per_token"] for row in rows if row.get("saved_bytes_per_token")]
     again = [row["saved_with_recompute"] for row in rows if row.get("saved_with_recompute")]
     try:
-        quantised = experts_memory(model).quantised
-    except UnsupportedModelError:
-        quantised = {}  # a refused block, which its row says, or a layout without 4 or 8 bits
+        _, quantised, unquantised = experts_memory(model)
+    except UnsupportedModelError as error:
+        quantised, unquantised = {}, dict.fromkeys(STORAGES, str(error))
     return {
         "parameters": sum(p.numel() for p in parameters.values()),
         "expert_parameters": sum(p.numel() for p in experts),
         "weight_bytes": sum(p.nbytes for p in parameters.values()),
         "expert_bytes": sum(p.nbytes for p in experts),
         "expert_bytes_quantised": quantised,
+        "not_quantised": unquantised,
         "saved_bytes_per_token": sum(saved),
         "saved_with_recompute": sum(again),
         "blocks": rows,
@@ -151,6 +153,10 @@ def _print(result: dict[str, Any]) -> None:
             f"experts in {storage} ({how}): {bytes_text(count)} in place of "
             f"{bytes_text(result['expert_bytes'])}"
         )
+    if result["expert_parameters"]:
+        for reason in dict.fromkeys(result["not_quantised"].values()):
+            storages = [name for name, why in result["not_quantised"].items() if why == reason]
+            print(f"experts not in {', '.join(storages)}: {reason}")
     print(f"on {result['device']}, kept from forward to backward by all experts, per token:")
     print(
         f"  {bytes_text(result['saved_bytes_per_token'])}, "

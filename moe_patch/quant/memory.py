@@ -19,12 +19,13 @@ class ExpertsMemory(NamedTuple):
 
     Attributes:
         stored: as they are now.
-        quantised: by storage, as they would be; a storage that some expert cannot have is left out,
-            and so is mxfp4 where the checkpoint does not have it.
+        quantised: by storage, as they would be; mxfp4 only where the checkpoint has it.
+        refused: by storage that some expert cannot have, the first such expert and why.
     """
 
     stored: int
     quantised: dict[str, int]
+    refused: dict[str, str]
 
 
 def bits_per_value(storage: str) -> float:
@@ -63,7 +64,7 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
     """
     stored = 0
     storages = READABLE if stored_method(model.config) == "mxfp4" else STORAGES
-    quantised = dict.fromkeys(storages, 0)
+    quantised, refused = dict.fromkeys(storages, 0), dict[str, str]()
     for one in expert_projections(model):
         weight = one.stored
         if isinstance(weight, QuantTensor):
@@ -71,8 +72,8 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
         else:
             stored += weight.numel() * weight.element_size()
         E, rows, columns = weight.shape
-        if columns % nf4.BLOCK:
-            quantised.pop("nf4", None)
+        if columns % nf4.BLOCK and quantised.pop("nf4", None) is not None:
+            refused["nf4"] = f"{one.where} has rows of {columns}, no multiple of {nf4.BLOCK}"
         for storage in quantised:
             quantised[storage] += packed_bytes((E, rows, columns), storage)
-    return ExpertsMemory(stored, quantised)
+    return ExpertsMemory(stored, quantised, refused)

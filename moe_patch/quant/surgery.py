@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_patch.discover import FoundBlock, discover, selected
+from moe_patch.discover import FoundBlock, discover, selected, unmatched
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu
 from moe_patch.families.spec import FamilySpec
@@ -67,7 +67,7 @@ def quantize_experts(
         The same object.
 
     Raises:
-        UnsupportedOptionError: unknown storage.
+        UnsupportedOptionError: unknown storage, or a pattern that matches no block.
         UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name.
     """
     if storage not in STORAGES:
@@ -75,6 +75,9 @@ def quantize_experts(
             f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)} (mxfp4 is "
             "only read, from checkpoints that have it: load_quantized)"
         )
+    blocks = discover(model)
+    if blocks and (wrong := unmatched(blocks, include=include, exclude=exclude)):
+        raise UnsupportedOptionError(f"quantize_experts: {wrong}")
     if storage == "fp8":
         adopt(model, include, exclude)
     todo = []

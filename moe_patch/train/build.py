@@ -87,6 +87,7 @@ def check_options(config: TrainConfig) -> None:
         check_mapping("lora", config.lora, LoraConfig)
     if config.router_losses is not None:
         check_mapping("router_losses", config.router_losses, RouterLossConfig)
+        RouterLossConfig(**config.router_losses)
     if config.smk is not None:
         check_mapping("smk", config.smk, SmkConfig)
         smk = SmkConfig(**config.smk)

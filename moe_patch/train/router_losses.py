@@ -7,6 +7,7 @@ model alike, and for families whose model has no auxiliary loss of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +29,22 @@ class RouterLossConfig:
     Attributes:
         load_balance: E * sum_e f_e p_e over the layers together (transformers' own form).
         z: the mean of logsumexp(logits)^2.
+
+    Raises:
+        UnsupportedOptionError: a factor that is negative or not finite.
     """
 
     load_balance: float = 0.0
     z: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("load_balance", "z"):
+            factor = getattr(self, name)
+            if not 0 <= factor < math.inf:
+                raise UnsupportedOptionError(
+                    f"router_losses.{name} is {factor!r}; accepted: a number from 0 on (a negative "
+                    "one would reward imbalance)"
+                )
 
 
 class RouterLossTrainer(Trainer):
