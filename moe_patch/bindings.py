@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -12,9 +11,12 @@ from torch import nn
 from moe_patch import forward
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, Named
-from moe_patch.patch_record import ModulePatch, is_ours, slot_for
+from moe_patch.families import entry_class
+from moe_patch.patch_record import ModulePatch, is_ours, origin_of, slot_for
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
+# Whose decorators belong to a class as its library defines it.
+DECORATING = ("transformers", "torch")
 
 
 class Binding(NamedTuple):
@@ -109,9 +111,37 @@ def overridden(block: FoundBlock) -> str | None:
     return None
 
 
-def origin_of(function: Any) -> str:
-    """The qualified name of what was found on an instance: a function's own, else its class's."""
-    if isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+def redefined(module: nn.Module, slot: str = "forward") -> Any:
+    """The method that a class puts in place of, or around, the one its family's entry is for.
+
+    A bound forward runs instead of either; what it does in training alone no self-check sees.
+    Generated classes (FSDP2, parametrizations) define none.
+    """
+    name = "forward" if slot == "_old_forward" else slot
+    own = entry_class(module)
+    if own is None:
+        return None
+    owner = next(cls for cls in type(module).__mro__ if cls is own or name in vars(cls))
+    if owner is not own:
+        return vars(owner)[name]
+    found = vars(own).get(name)
+    if not isinstance(found, FunctionType) or found.__closure__ is None:
+        return None
+    written = found.__globals__["__name__"].partition(".")[0]
+    return None if written in (own.__module__.partition(".")[0], *DECORATING) else found
+
+
+def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
+    """Which of the modules whose forwards are ours in a patch has one of the user's, in words."""
+    slots = {path: (b.module, b.slot) for path, b in bindings if b.record.role != "lora"}
+    served = {path: (module, "forward") for path, module in block.experts}
+    for path, (module, slot) in {**served, **slots}.items():
+        if (found := redefined(module, slot)) is not None:
+            name = type(module).__name__
+            return (
+                f"{path} ({name}) runs {origin_of(found)}, which is not what the family's entry "
+                f"was made for; accepted: {entry_class(module).__name__} as its library defines "  # type: ignore[union-attr]
+                "it, or a class with an entry of its own (register_family); hooks do what need "
+                "not be in a forward, exclude leaves the block to transformers"
+            )
+    return None

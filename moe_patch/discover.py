@@ -25,6 +25,7 @@ WRAPPERS = {
     "DeepSpeedEngine": "module",
     "DistributedDataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OffloadWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
     "PeftMixedModel": "base_model",
     "PeftModel": "base_model",

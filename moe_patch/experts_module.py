@@ -17,8 +17,9 @@ from moe_patch.backend import refuse_batch_invariant
 from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.lora import HANDED_DOWN, is_packed, live_factors, refuse_merged, to_lora
+from moe_patch.lora import is_packed, live_factors, refuse_merged, to_lora
 from moe_patch.ops import Signals, experts_mlp
+from moe_patch.patch_record import handed_down, record_of
 from moe_patch.quant.tensor import QuantTensor, packed_weight
 from moe_patch.signals.rows import RowNorms
 from moe_patch.signals.slot import LayerSignals
@@ -92,13 +93,15 @@ def read_projection(
     experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: str
 ) -> tuple[Tensor, Lora | None]:
     """One projection's weight as an [E, out, in] view and its low-rank factors; see above."""
-    handed_down = experts.__dict__.get(HANDED_DOWN, {})
     if fuse_lora == "require":
         refuse_merged(experts, name)
     live = None if fuse_lora == "off" else live_factors(experts, name)
-    weight, factors = (
-        live if live is not None else (getattr(experts, name), handed_down.get(name, []))
-    )
+    if live is not None:
+        weight, factors = live
+    else:
+        weight, factors = getattr(experts, name), handed_down(experts).get(name, [])
+        if factors and (record := record_of(experts)) is not None:
+            record.taken += (name,)
     require_float(weight, f"{type(experts).__name__}.{name}")
     w_EOI: Any = packed_weight(weight) if isinstance(weight, QuantTensor) else weight
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI

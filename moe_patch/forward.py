@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import run_experts
-from moe_patch.lora import HANDED_DOWN, active_factors, fusion_obstacle, paused
-from moe_patch.patch_record import ModulePatch, bound, record_of
+from moe_patch.lora import active_factors, fusion_obstacle, paused
+from moe_patch.patch_record import ModulePatch, bound, origin_of, record_of
 from moe_patch.route_op import route_impl
 
 EXPERTS_NAME = "moe_patch"
@@ -116,27 +116,44 @@ def block_forward(block: Any, record: ModulePatch, hidden_states: Tensor) -> Ten
 def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
 
-    PEFT's own forward runs when adapters are disabled, merged or chosen per sample, and where
-    :func:`fusion_obstacle` says so.
+    PEFT's own forward runs when adapters are disabled, merged or chosen per sample, where
+    :func:`fusion_obstacle` says so, and where the experts below are not ours (any more).
+
+    Raises:
+        UnsupportedModelError: the experts ran other code, which took no factors.
+        UnsupportedOptionError: the experts are not ours, under fuse_lora="require".
     """
     by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
     if by_peft or fusion_obstacle(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
-    wrapper._check_forward_args(x, *args, **kwargs)
     base = wrapper.get_base_layer()
-    previous = base.__dict__.get(HANDED_DOWN)
-    base.__dict__[HANDED_DOWN] = {
-        **(previous or {}),
-        wrapper.parameter_name: active_factors(wrapper),
-    }
+    below, name = record_of(base), wrapper.parameter_name
+    if below is None:
+        if record.config.fuse_lora == "require":
+            raise UnsupportedOptionError(
+                f"{type(base).__name__}.{name}: fuse_lora='require' cannot hold: the experts below "
+                "the adapter are not ours (wrapped or unpatched since); call patch_model again, or "
+                "use fuse_lora='auto'"
+            )
+        return type(wrapper).forward(wrapper, x, *args, **kwargs)
+    wrapper._check_forward_args(x, *args, **kwargs)
+    factors, previous = active_factors(wrapper), below.factors
+    below.factors = {**(previous or {}), name: factors}
+    below.taken = ()
     try:
-        return wrapper.base_layer(x, *args, **kwargs)
+        out_TD: Tensor = wrapper.base_layer(x, *args, **kwargs)
+        left_out = factors and name not in below.taken
     finally:
+        below.factors = previous
         if previous is None:
-            # Not by way of __dict__: Dynamo of torch 2.11 traces no deletion there.
-            delattr(base, HANDED_DOWN)
-        else:
-            base.__dict__[HANDED_DOWN] = previous
+            below.taken = ()
+    if left_out:
+        raise UnsupportedModelError(
+            f"{type(base).__name__}.{name}: the adapter was left out, because the experts ran a "
+            f"forward that is not ours ({origin_of(base.forward)}); accepted: experts as patched; "
+            "take that forward away, or call unpatch_model, or patch with fuse_lora='off'"
+        )
+    return out_TD
 
 
 def register_experts() -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.types import Lora
 
-HANDED_DOWN = "_moe_patch_lora"
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
 
 

@@ -227,8 +227,11 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
                 if record and "config" in record.saved
                 else None
             )
-            if chosen not in (None, "eager", "grouped_mm"):
-                logger.warning(
+            if chosen is not None:
+                # These two may be transformers' own default as well as somebody's wish.
+                usual = chosen in ("eager", "grouped_mm")
+                logger.log(
+                    logging.INFO if usual else logging.WARNING,
                     "moe_patch: experts_implementation=%r was set on the model; the patch wins "
                     "until unpatch_model",
                     chosen,

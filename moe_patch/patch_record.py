@@ -40,6 +40,8 @@ class ModulePatch:
         taps: what records or replays this module just now (signals/slot.py), or None. An attribute
             here, because compiled code notices when it changes.
         probe: what looks at this module's calls (debug/probe.py), or None.
+        factors: of an experts module during a call: adapters' factors by parameter, or None.
+        taken: the parameters whose factors were read in that call. Attributes here, as ``taps`` is.
     """
 
     role: str
@@ -52,12 +54,23 @@ class ModulePatch:
     reason: str = ""
     taps: Any = None
     probe: Any = None
+    factors: dict[str, Any] | None = None
+    taken: tuple[str, ...] = ()
 
 
 def record_of(module: nn.Module) -> ModulePatch | None:
     """The module's active record, or None."""
     record = module.__dict__.get(RECORD)
     return record if record is not None and record.active else None
+
+
+def handed_down(module: nn.Module) -> dict[str, Any]:
+    """Factors by parameter that PEFT's wrappers handed down for the call that is running.
+
+    Also while the patch is switched off for a moment.
+    """
+    record = module.__dict__.get(RECORD)
+    return {} if record is None or record.factors is None else record.factors
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +108,14 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 def is_ours(value: Any) -> bool:
     """Whether a function found on an instance was bound by this library."""
     return isinstance(value, functools.partial) and hasattr(value.func, _MARK)
+
+
+def origin_of(function: Any) -> str:
+    """The qualified name of what was found on an instance: a function's own, else its class's."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def slot_for(module: nn.Module) -> str:

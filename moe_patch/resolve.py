@@ -7,7 +7,7 @@ import warnings
 from torch import nn
 
 from moe_patch.backend import choose_backend, refuse_batch_invariant
-from moe_patch.bindings import bindings_of, foreign_forward, origin_of, overridden
+from moe_patch.bindings import bindings_of, customised, foreign_forward, overridden
 from moe_patch.config import PatchConfig
 from moe_patch.discover import (
     DECORATED,
@@ -23,7 +23,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import read_glu, require_float, stored_weight
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
-from moe_patch.patch_record import record_of
+from moe_patch.patch_record import origin_of, record_of
 
 
 def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
@@ -102,13 +102,14 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         return block.reason
     if not block.experts and block.spec.experts is not None:
         return _no_experts(block)
-    for path, (module, _, _, slot) in bindings_of(block, config):
+    bindings = bindings_of(block, config)
+    for path, (module, _, _, slot) in bindings:
         # A wrapper put around our own forward after patching is no obstacle to patching again.
         foreign = foreign_forward(module, slot) if record_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
             return f"{name} already has a {slot} bound by {origin_of(foreign)}"
-    if (conflict := overridden(block)) is not None:
+    if (conflict := overridden(block) or customised(block, bindings)) is not None:
         return conflict
     try:
         _check_attributes(block)

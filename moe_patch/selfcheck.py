@@ -50,6 +50,8 @@ def obstacle(found: FoundBlock) -> str | None:
                 return "weights were made in inference mode"
             if hasattr(tensor, "ds_id"):
                 return "ZeRO-3 partitioned weights"
+            if isinstance(tensor, nn.Parameter) and not tensor.numel():
+                return "weights without a size: partitioned, and elsewhere just now"
             if type(tensor).__name__ == "DTensor":
                 return "DTensor weights"
             if tensor.is_floating_point() and tensor.numel() and not _finite(tensor.detach()):

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from moe_patch import patch_model
-from moe_patch.lora import HANDED_DOWN
+from moe_patch.patch_record import record_of
 from tests import tiny_models
 from tests.numerics import FP32, assert_close, rel_err
 
@@ -178,4 +178,5 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 def no_factors_left(model: nn.Module) -> bool:
     """Whether no experts module still holds factors that were handed down for a call."""
-    return not any(HANDED_DOWN in experts.__dict__ for experts in expert_modules(model))
+    records = [record_of(experts) for experts in expert_modules(model)]
+    return all(r is None or (r.factors, r.taken) == (None, ()) for r in records)

@@ -238,16 +238,20 @@ def test_dense_layers_are_left_alone(model_type, overrides, sparse):
     assert_close(logits(model, batch), out, FP32)
 
 
-def test_another_experts_implementation_set_before_is_logged(model, caplog):
-    model.set_experts_implementation("batched_mm")
-    with caplog.at_level(logging.WARNING, logger="moe_patch"):
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [("batched_mm", logging.WARNING), ("eager", logging.INFO), ("grouped_mm", logging.INFO)],
+)
+def test_another_experts_implementation_set_before_is_logged(model, caplog, name, level):
+    model.set_experts_implementation(name)
+    with caplog.at_level(logging.INFO, logger="moe_patch"):
         patch_model(model)
-    (line,) = caplog.records
-    assert "batched_mm" in line.message
-    assert "the patch wins" in line.message
+    (line,) = [line for line in caplog.records if "the patch wins" in line.message]
+    assert name in line.message
+    assert line.levelno == level
     unpatch_model(model)
     assert {b.experts.config._experts_implementation for _, b in tiny_models.blocks(model)} == {
-        "batched_mm"
+        name
     }
 
 

@@ -92,6 +92,24 @@ def test_equal_values_have_no_z_score_and_two_experts_only_a_sign() -> None:
         delta_sc(made_up([[1.0]], [[1.0]]))
 
 
+@pytest.mark.parametrize("empty", [None, -1, E])
+def test_two_experts_ranked_alike_tie_exactly(empty: int | None) -> None:
+    """1 - 1 in both slots, whatever the norms round to: the lower id is the target."""
+    generator = torch.Generator().manual_seed(0)
+    act, surprise = torch.rand(2, 200, 2, generator=generator, dtype=torch.float32).sort(-1).values
+    ids = torch.tensor([[5, 2]]).expand(200, 2)
+    if empty is not None:
+        act, surprise = (torch.cat([t, t.new_zeros(200, 1)], 1) for t in (act, surprise))
+        ids = torch.cat([ids, torch.full((200, 1), empty)], 1)
+    recorder = made_up(act.tolist(), surprise.tolist(), ids.tolist())
+    layer = recorder.layers["layer"]
+    layer.signals = Signals(torch.empty(3, *act.shape), act)
+    layer.signals.grads_3TK.copy_(surprise)
+    assert (delta_sc(recorder)["layer"] == 0).all()
+    # The router's first choice is 5, and of equals the target is 2.
+    assert gate_accuracy(recorder)["layer"] == 0.0
+
+
 def test_empty_slots_take_no_part() -> None:
     full = delta_sc(made_up([[1.0, 2.0, 4.0]], [[3.0, 1.0, 1.0]]))["layer"]
     for empty in (-1, E):

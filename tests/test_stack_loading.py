@@ -113,6 +113,22 @@ def test_weights_of_no_size_are_not_read_when_patched(monkeypatch):
     assert_bits(out, logits(patch_model(tiny_models.build("qwen3_moe")), batch))
 
 
+@pytest.mark.parametrize("which", ["gate_up_proj", "down_proj", ""])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen2_moe", "longcat_flash"])
+def test_weights_of_no_size_are_not_read_whoever_partitioned_them(model_type, which):
+    """Without ZeRO-3's marks: all that is known is that they are not here now."""
+    model = tiny_models.build(model_type)
+    held = {n: p.data for n, p in model.named_parameters() if "experts" in n and which in n}
+    for name in held:
+        model.get_parameter(name).data = torch.empty(0)
+    patch_model(model)
+    assert all("weights without a size" in row.self_check for row in patch_report(model))
+    for name, data in held.items():
+        model.get_parameter(name).data = data
+    batch = tiny_models.inputs(model)
+    assert_bits(logits(model, batch), logits(patch_model(tiny_models.build(model_type)), batch))
+
+
 def test_from_pretrained_with_a_device_map(trained, tmp_path):
     trained.save_pretrained(tmp_path)
     loaded = type(trained).from_pretrained(

@@ -8,6 +8,10 @@ import accelerate
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model, inject_adapter_in_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -104,6 +108,18 @@ def compiled_layers(model):
     return model
 
 
+def offloaded_blocks(model):
+    for layer in model.model.layers:
+        layer.mlp = offload_wrapper(layer.mlp)
+    return model
+
+
+def checkpointed_layers(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+    return model
+
+
 def with_lora(model):
     return adapt(model, lora_config(EXPERTS))
 
@@ -126,6 +142,8 @@ def compiled_ddp(model):
         (with_prompt, "base_model.model.layers.{}.mlp"),
         (torch.compile, "_orig_mod.model.layers.{}.mlp"),
         (compiled_layers, "model.layers.{}._orig_mod.mlp"),
+        (checkpointed_layers, "model.layers.{}._checkpoint_wrapped_module.mlp"),
+        (offloaded_blocks, "model.layers.{}.mlp._checkpoint_wrapped_module"),
         (compiled_ddp, "_orig_mod.module.base_model.model.model.layers.{}.mlp"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

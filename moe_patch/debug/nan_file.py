@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.lora import HANDED_DOWN, Factors
-from moe_patch.patch_record import record_of
+from moe_patch.lora import Factors
+from moe_patch.patch_record import handed_down, record_of
 from moe_patch.quant.tensor import plain
 
 FORMAT = "moe_patch nan 1"
@@ -70,7 +70,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
     tensors = dict(zip(ARGUMENTS, (a for a in args if isinstance(a, Tensor)), strict=False))
     tensors |= {f"parameters.{name}": t for name, t in _tensors(module).items()}
     scalings: dict[str, list[float]] = {}
-    for name, given in module.__dict__.get(HANDED_DOWN, {}).items():
+    for name, given in handed_down(module).items():
         scalings[name] = [f.scaling for f in given]
         for i, factors in enumerate(given):
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}

@@ -14,8 +14,8 @@ from moe_patch.debug import nan_file
 from moe_patch.debug.nan_file import NanCall
 from moe_patch.debug.shadow import merged_weight, relative_error
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.lora import HANDED_DOWN
 from moe_patch.patch import patch_model
+from moe_patch.patch_record import record_of
 from moe_patch.report import patch_report
 
 
@@ -88,8 +88,8 @@ def replay_file(
         name: [f._replace(lhs=f.lhs.to(device), rhs=f.rhs.to(device)) for f in given]
         for name, given in call.factors.items()
     }
-    if factors:
-        module.__dict__[HANDED_DOWN] = factors
+    if factors and (record := record_of(module)) is not None:
+        record.factors = factors
     ours = _output(module, args)
     report = patch_report(module)
     bad, ref_bad = _bad(ours), _bad(theirs)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.debug.unpatched import paused, unobserved
-from moe_patch.lora import HANDED_DOWN, Factors
-from moe_patch.patch_record import is_ours, record_of
+from moe_patch.lora import Factors
+from moe_patch.patch_record import RECORD, handed_down, is_ours, record_of
 from moe_patch.quant.tensor import plain
 from moe_patch.selfcheck import LIMITS, Direct
 
@@ -152,7 +152,7 @@ def _run(
     named = {name: _leaf(p, p.requires_grad) for name, p in module.named_parameters()}
     factors = {
         parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
-        for parameter, given in module.__dict__.get(HANDED_DOWN, {}).items()
+        for parameter, given in handed_down(module).items()
     }
     leaves = {f"gradient of {name}": t for name, t in zip(INPUTS, inputs, strict=False)}
     leaves |= {f"gradient of {name}": p for name, p in named.items()}
@@ -183,15 +183,13 @@ def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
 
 @contextmanager
 def _handed_down(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterator[None]:
-    before = module.__dict__.pop(HANDED_DOWN, None)
+    record = module.__dict__[RECORD]
+    before = record.factors
     try:
-        if factors:
-            module.__dict__[HANDED_DOWN] = factors
+        record.factors = factors or None
         yield
     finally:
-        module.__dict__.pop(HANDED_DOWN, None)
-        if before is not None:
-            module.__dict__[HANDED_DOWN] = before
+        record.factors = before
 
 
 @contextmanager

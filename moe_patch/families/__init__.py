@@ -59,10 +59,21 @@ def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
 
     Base classes count too: FSDP and parametrizations give instances a generated subclass.
     """
+    found = _entry(module)
+    return None if found is None else found[1:]
+
+
+def entry_class(module: nn.Module) -> type | None:
+    """The class of a module, or the base of it, that a family's entry names."""
+    found = _entry(module)
+    return None if found is None else found[0]
+
+
+def _entry(module: nn.Module) -> tuple[type, FamilySpec, str] | None:
     for cls in type(module).__mro__:
         for spec, role in _BY_CLASS.get(cls.__name__, ()):
             if spec.module is None or f".{spec.module}." in f".{cls.__module__}.":
-                return spec, role
+                return cls, spec, role
     return None
 
 

@@ -231,11 +231,14 @@ def _z(values_TK: Tensor, valid_TK: Tensor) -> Tensor:
     off_TK = (values_TK - mean_T1).masked_fill(~valid_TK, 0.0)
     # The mean of equal values may round away from them, and squares of small norms to zero.
     low, high = (values_TK.masked_fill(~valid_TK, sign * float("inf")) for sign in (1, -1))
-    spread_T1 = high.amax(-1, keepdim=True) - low.amin(-1, keepdim=True)
-    differs_T1 = spread_T1 > 0
-    off_TK = off_TK / torch.where(differs_T1, spread_T1, 1.0)
+    low_T1, high_T1 = low.amin(-1, keepdim=True), high.amax(-1, keepdim=True)
+    differs_T1 = high_T1 > low_T1
+    off_TK = off_TK / torch.where(differs_T1, high_T1 - low_T1, 1.0)
     std_T1 = (off_TK.square().sum(-1, keepdim=True) / count_T1).sqrt()
-    return torch.where(differs_T1, off_TK / torch.where(differs_T1, std_T1, 1.0), 0.0)
+    z_TK = off_TK / torch.where(differs_T1, std_T1, 1.0)
+    # Of two values exactly 1 and -1: rounded, what ties in two rankings would not.
+    pair_TK = torch.where(values_TK == high_T1, 1.0, -1.0).masked_fill(~valid_TK, 0.0)
+    return torch.where(differs_T1, torch.where(count_T1 == 2, pair_TK, z_TK), 0.0)
 
 
 def _target(row: Row, target: str) -> Tensor:
