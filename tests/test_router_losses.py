@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from moe_patch import UnsupportedModelError, UnsupportedOptionError, patch_model
@@ -96,6 +97,27 @@ def test_reentrant_checkpointing_is_refused_by_name(tmp_path):
 def test_a_router_without_plain_logits_is_refused_by_name(tmp_path):
     with pytest.raises(UnsupportedModelError, match="does not return plain router logits"):
         trainer(tiny_models.build("gemma4"), tmp_path, z=1.0)
+
+
+@pytest.mark.parametrize("where", ["last layer", "nowhere"])
+def test_adapters_behind_the_routers(tmp_path, where):
+    """What has a gradient gets it, as with the model's own loss; where nothing has, that is said."""
+    targets = [f"layers.{i}.mlp.experts.down_proj" for i in ((0,) if where != "nowhere" else (1,))]
+    model = get_peft_model(
+        tiny_models.build("qwen3_moe"), LoraConfig(r=2, target_parameters=targets)
+    )
+    made = trainer(model, tmp_path, load_balance=0.5, z=0.1)
+    batch = tiny_models.inputs(model.get_base_model())
+    if where == "nowhere":
+        with pytest.raises(UnsupportedOptionError, match="no router, and nothing in front of one"):
+            made.compute_loss(model.train(), batch)
+        return
+    made.compute_loss(model.train(), batch).backward()
+    with_losses = [p.grad.clone() for n, p in model.named_parameters() if "lora_" in n]
+    model.zero_grad()
+    model(**batch).loss.backward()
+    plain = [p.grad for n, p in model.named_parameters() if "lora_" in n]
+    assert any(not torch.equal(a, b) for a, b in zip(with_losses, plain, strict=True))
 
 
 def test_the_yaml_key_is_checked():

@@ -261,8 +261,61 @@ def test_interrupted_training_leaves_nothing(tmp_path, text_file, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
 
 
+def test_a_check_that_breaks_does_not_cost_what_was_trained(
+    tmp_path, text_file, monkeypatch, capsys
+):
+    def broken(*args, **kwargs):
+        raise KeyError("of another library")
+
+    monkeypatch.setattr(run.checks, "reload_unpatched", broken)
+    with pytest.raises(KeyError):
+        run.run(small(tmp_path, text_file))
+    kept = tmp_path / ".out.partial" / "adapter"
+    assert f"what was trained is kept in {kept.parent}" in capsys.readouterr().err
+    assert (kept / "adapter_model.safetensors").is_file()
+    with pytest.raises(UnsupportedOptionError, match="weights of an interrupted run; move them"):
+        run.run(small(tmp_path, text_file))
+    assert (kept / "adapter_model.safetensors").is_file()
+
+
+def test_smk_without_a_trained_router_is_refused_in_words(tmp_path, text_file):
+    with pytest.raises(UnsupportedOptionError, match="smk: no router is trained"):
+        run.run(small(tmp_path, text_file, smk={"target": "surprise"}))
+    measured = run.run(small(tmp_path, text_file, smk={"target": "surprise", "weight": 0}))
+    assert len(measured.trained["patched"].losses) == 3
+
+
+Q_PROJ = {"target_modules": ["q_proj"]}
 BAD_BUILDS = [
     ({"lora": {"target_modules": ["nope"]}}, "lora: "),
+    (
+        {"lora": {**Q_PROJ, "modules_to_save": "lm_head"}},
+        "modules_to_save is 'lm_head'; expected a",
+    ),
+    (
+        {"lora": {**Q_PROJ, "modules_to_save": ["lm_haed"]}},
+        "'lm_haed' is nowhere; did you mean",
+    ),
+    ({"lora": {**Q_PROJ, "exclude_modules": ["zzz"]}}, "lora.exclude_modules: 'zzz' is nowhere"),
+    (
+        {"lora": {**Q_PROJ, "bias": False}},
+        "lora.bias is False; expected 'none' or 'all'",
+    ),
+    (
+        {
+            "training": {
+                "per_device_train_batch_size": 9999,
+                "dataloader_drop_last": True,
+                "max_steps": 2,
+                "use_cpu": True,
+                "disable_tqdm": True,
+            }
+        },
+        "training: no step was made",
+    ),
+    ({"smk": {"ce": -1}}, "smk.ce is -1; accepted: a number from 0 on"),
+    ({"smk": {"weight": float("nan")}}, "smk.weight is nan"),
+    ({"smk": {"kl": float("inf")}}, "smk.kl is inf"),
     ({"lora": {"r": 0, "target_modules": ["q_proj"]}}, "lora: "),
     ({"model": {"path": "./no_such_folder"}, "tokenizer": "train"}, "model: cannot make"),
     ({"tokenizer": "./no_such_folder"}, "tokenizer: cannot load"),

@@ -50,6 +50,25 @@ def test_bad_jsonl(tmp_path, rows, message):
         data.read_texts(DataConfig(str(path)))
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("a.txt", {"split": "validation"}),
+        ("a.txt", {"subset": "wiki"}),
+        ("a.txt", {"text_field": "body"}),
+        ("a.jsonl", {"split": "validation"}),
+        (data.DOCSTRINGS, {"text_field": "body"}),
+    ],
+)
+def test_what_a_source_does_not_have_is_not_passed_over(tmp_path, name, given):
+    path = tmp_path / name
+    path.write_text('{"text": "one"}\n')
+    source = name if name == data.DOCSTRINGS else str(path)
+    ((option, value),) = given.items()
+    with pytest.raises(UnsupportedOptionError, match=rf"data\.{option} is '{value}', but .* none"):
+        data.read_texts(DataConfig(source, **given))
+
+
 def test_missing_data_file_and_package(tmp_path, monkeypatch):
     with pytest.raises(UnsupportedOptionError, match="no such file"):
         data.read_texts(DataConfig(str(tmp_path / "none.jsonl")))

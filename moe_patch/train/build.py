@@ -207,7 +207,8 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
     if lora is None:
         return base
     set_seed(seed)
-    modules = {name.rpartition(".")[2] for name, _ in base.named_modules()} - {""}
+    paths = [name for name, _ in base.named_modules()]
+    modules = {name.rpartition(".")[2] for name in paths} - {""}
     parameters = {name.rpartition(".")[2] for name, _ in base.named_parameters()}
     try:
         model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
@@ -215,17 +216,19 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
     # As PEFT has them in the end: names of experts' old modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
-    _check_targets("modules", config.target_modules, tuner.targeted_module_names, modules)
+    _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
     _check_targets(
-        "parameters", config.target_parameters, tuner.targeted_parameter_names, parameters
+        "target_parameters", config.target_parameters, tuner.targeted_parameter_names, parameters
     )
+    for key in ("modules_to_save", "exclude_modules"):
+        _check_targets(key, lora.get(key), paths, modules)
     return model
 
 
-def _check_targets(kind: str, targets: Any, found: list[str], names: set[str]) -> None:
+def _check_targets(key: str, targets: Any, found: list[str], names: set[str]) -> None:
     """PEFT asks for one target of a list only; the others would be left out without a word."""
     for target in sorted(targets) if isinstance(targets, (list, set)) else ():
         if not any(name == target or name.endswith(f".{target}") for name in found):
             near = nearest(target.rpartition(".")[2], names)
             hint = f"; did you mean {near!r}?" if near not in (None, target) else ""
-            raise UnsupportedOptionError(f"lora.target_{kind}: {target!r} is nowhere{hint}")
+            raise UnsupportedOptionError(f"lora.{key}: {target!r} is nowhere{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import sysconfig
 import warnings
@@ -46,9 +47,11 @@ def read_texts(data: DataConfig) -> list[str]:
     """The documents that a DataConfig names, in a fixed order, without empty ones.
 
     Raises:
-        UnsupportedOptionError: a missing or unreadable file, a missing field, no text at all.
+        UnsupportedOptionError: a missing or unreadable file, a missing field, no text at all, or a
+            field, subset or split of a source that has none.
     """
     path = Path(data.source)
+    _check_unused(data, path)
     if data.source == DOCSTRINGS:
         texts = list(stdlib_docstrings())
     elif path.is_file():
@@ -61,6 +64,21 @@ def read_texts(data: DataConfig) -> list[str]:
     if not texts:
         raise UnsupportedOptionError(f"data: {data.source} holds no text")
     return texts
+
+
+def _check_unused(data: DataConfig, path: Path) -> None:
+    """What says which rows of a dataset means nothing for a text, and is not passed over."""
+    if data.source != DOCSTRINGS and not path.is_file():
+        return
+    given = {"subset": data.subset, "split": data.split}
+    if path.suffix not in (".json", ".jsonl"):
+        given["text_field"] = data.text_field
+    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)}
+    for name, value in given.items():
+        if value != defaults[name]:
+            raise UnsupportedOptionError(
+                f"data.{name} is {value!r}, but {data.source} has none; leave it out"
+            )
 
 
 def stdlib_docstrings() -> Iterator[str]:

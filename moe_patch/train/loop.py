@@ -101,7 +101,7 @@ def train_once(
         smk: the options of smk_loss; None records nothing. Needs a patched model.
 
     Raises:
-        UnsupportedOptionError: the Trainer refuses its arguments.
+        UnsupportedOptionError: the Trainer refuses its arguments, or finds nothing to do.
     """
     kept = _Recorder(name, last_step, show=not args.disable_tqdm)
     with recorded_for(model, smk) as recorder:
@@ -124,6 +124,12 @@ def train_once(
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         seconds = time.perf_counter() - start
+        if trainer.state.global_step == 0:
+            raise UnsupportedOptionError(
+                f"training: no step was made: {len(blocks)} examples, batches of "
+                f"{args.per_device_train_batch_size} a device, {args.num_train_epochs} epochs, "
+                f"max_steps {args.max_steps}; take smaller batches, more data or more steps"
+            )
     return Trained(kept.losses, seconds, kept.metrics, gather(trainer))
 
 

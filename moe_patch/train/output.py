@@ -57,10 +57,11 @@ class OutputFolder:
                 raise UnsupportedOptionError(
                     f"{where} holds no {MARKER}, so it is no run of this command and is left alone"
                 )
-            if self._has_checkpoints():
+            if self._has_work():
                 raise UnsupportedOptionError(
-                    f"{where}: {self.partial} holds checkpoints of an interrupted run; move them "
-                    "(to go on from one: training.resume_from_checkpoint) or delete them"
+                    f"{where}: {self.partial} holds checkpoints or weights of an interrupted run; "
+                    "move them (to go on from a checkpoint: training.resume_from_checkpoint) or "
+                    "delete them"
                 )
             if self.partial.exists() and not self.overwrite:
                 raise UnsupportedOptionError(
@@ -77,7 +78,8 @@ class OutputFolder:
     def open(self, main: bool = True, barrier: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """A folder to write to. It becomes ``path`` when the block ends without an error.
 
-        After an error it is deleted, unless it holds checkpoints: hours of work are kept.
+        After an error it is deleted, unless it holds checkpoints or saved weights: hours of work
+        are kept.
 
         Args:
             main: whether this is the one process, of all that share the folder, that manages it.
@@ -98,12 +100,14 @@ class OutputFolder:
         if main:
             self._publish()
 
-    def _has_checkpoints(self) -> bool:
-        return any(self.partial.glob("checkpoints/checkpoint-*"))
+    def _has_work(self) -> bool:
+        return any(self.partial.glob("checkpoints/checkpoint-*")) or any(
+            self.partial.glob("*/*.safetensors")
+        )
 
     def _discard(self) -> None:
-        if self._has_checkpoints():
-            print(f"moe_patch: checkpoints kept in {self.partial}", file=sys.stderr)
+        if self._has_work():
+            print(f"moe_patch: what was trained is kept in {self.partial}", file=sys.stderr)
         else:
             shutil.rmtree(self.partial)
 

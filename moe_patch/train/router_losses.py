@@ -7,7 +7,6 @@ model alike, and for families whose model has no auxiliary loss of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from moe_patch.balance_loss import router_losses
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
+from moe_patch.train.schema import check_factor
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,7 @@ class RouterLossConfig:
 
     def __post_init__(self) -> None:
         for name in ("load_balance", "z"):
-            factor = getattr(self, name)
-            if not 0 <= factor < math.inf:
-                raise UnsupportedOptionError(
-                    f"router_losses.{name} is {factor!r}; accepted: a number from 0 on (a negative "
-                    "one would reward imbalance)"
-                )
+            check_factor(f"router_losses.{name}", getattr(self, name))
 
 
 class RouterLossTrainer(Trainer):
@@ -72,10 +67,12 @@ class RouterLossTrainer(Trainer):
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
-        if model.training and not all(layer.requires_grad for layer in logits):
+        # Some may: in front of the first router of a frozen model nothing is trained.
+        if model.training and not any(layer.requires_grad for layer in logits):
             raise UnsupportedOptionError(
-                "router_losses: the router logits carry no gradient; reentrant checkpointing cuts "
-                "it off, set gradient_checkpointing_kwargs: {use_reentrant: false}"
+                "router_losses: no router's logits carry a gradient: no router, and nothing in "
+                "front of one, is trained, or reentrant checkpointing cuts it off; train the "
+                "routers, or set gradient_checkpointing_kwargs: {use_reentrant: false}"
             )
         balance, z = router_losses(logits, self.top_k, inputs.get("attention_mask"))
         added = self.router_losses.load_balance * balance + self.router_losses.z * z

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,10 @@ from typing import Any
 from moe_patch.errors import UnsupportedOptionError
 
 # Other hints (enums, nested dataclasses, protocols) are left to the class that owns them.
-CHECKED = {bool: "a bool", int: "an int", float: "a number", str: "a string", dict: "a mapping"}
+CHECKED = {
+    bool: "a bool", int: "an int", float: "a number", str: "a string", dict: "a mapping",
+    list: "a list",
+}  # fmt: skip
 
 
 def nearest(value: Any, accepted: Iterable[str]) -> str | None:
@@ -42,15 +46,36 @@ def check_type(where: str, value: Any, hint: Any) -> None:
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     members = [typing.get_origin(m) or m for m in (typing.get_args(hint) if union else (hint,))]
     plain = [m for m in members if m in CHECKED]
+    words = [word for m in (typing.get_args(hint) if union else (hint,)) for word in _words(m)]
     if value is None and type(None) in members:
         return
-    if not plain or any(m not in CHECKED and m is not type(None) for m in members):
+    known = {*CHECKED, type(None), typing.Literal}
+    if not (plain or words) or any(m not in known for m in members):
         return
     # bool is a subclass of int, and a whole number is a fine float.
     if any(type(value) is m or (m is float and type(value) is int) for m in plain):
         return
-    wanted = " or ".join(CHECKED[m] for m in plain)
+    if any(type(value) is type(word) and value == word for word in words):
+        return
+    wanted = " or ".join([*(CHECKED[m] for m in plain), *map(repr, words)])
     raise UnsupportedOptionError(f"{where} is {value!r}; expected {wanted}")
+
+
+def _words(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+
+
+def check_factor(where: str, value: float) -> None:
+    """Refuse a factor of a loss that no training can mean.
+
+    Raises:
+        UnsupportedOptionError: it is negative or not finite.
+    """
+    if not 0 <= value < math.inf:
+        raise UnsupportedOptionError(
+            f"{where} is {value!r}; accepted: a number from 0 on (a negative factor would reward "
+            "what the loss is to lower)"
+        )
 
 
 def check_mapping(where: str, given: Any, cls: type, exclude: Iterable[str] = ()) -> None:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from moe_patch.errors import UnsupportedOptionError
 from moe_patch.signals.balance import balance_metrics
 from moe_patch.signals.losses import gate_accuracy, router_logits, smk_loss
 from moe_patch.signals.recorder import Recorder, record
 from moe_patch.train.router_losses import RouterLossTrainer
+from moe_patch.train.schema import check_factor
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class SmkConfig:
         gradient: which norm is the surprise: "params", "output" or "expert".
         ce, kl: factors of the two terms.
         weight: factor of the whole; 0 measures and trains nothing.
+
+    Raises:
+        UnsupportedOptionError: a factor that is negative or not finite.
     """
 
     target: str = "delta_sc"
@@ -42,13 +47,18 @@ class SmkConfig:
     kl: float = 1.0
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        for name in ("ce", "kl", "weight"):
+            check_factor(f"smk.{name}", getattr(self, name))
+
 
 class SmkTrainer(Trainer):
     """A Trainer that adds the gradient of smk_loss to the routers after each backward pass.
 
     Raises:
         UnsupportedModelError: from a step, the router's parameters are sharded (FSDP2).
-        UnsupportedOptionError: from a step, one expert per token or a wrong word.
+        UnsupportedOptionError: from a step, one expert per token, a wrong word, or no router that
+            is trained.
     """
 
     def __init__(self, *args: Any, smk: SmkConfig, recorder: Recorder, **kwargs: Any) -> None:
@@ -74,6 +84,12 @@ class SmkTrainer(Trainer):
         smk = self.smk
         with self.compute_loss_context_manager():
             loss = smk_loss(self.recorder, self.model, smk.target, smk.ce, smk.kl, smk.gradient)
+        if not loss.requires_grad:
+            raise UnsupportedOptionError(
+                "smk: no router is trained, and nothing else gets a gradient of this loss; train "
+                "the routers (with adapters: lora.target_parameters or modules_to_save), set "
+                "weight: 0 to measure alone, or leave smk out"
+            )
         loss = loss * (smk.weight / self.current_gradient_accumulation_steps)
         if self.accelerator.scaler is not None:
             loss = self.accelerator.scaler.scale(loss)
