@@ -110,11 +110,18 @@ def read_projection(
 
 
 def require_float(weight: Tensor, where: str) -> None:
-    """Packed or 8-bit storage is never taken for numbers.
+    """Packed or 8-bit storage is never taken for numbers, nor for what can be trained.
 
     Raises:
-        UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more.
+        UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more, or it is
+            quantised and asks for a gradient.
     """
+    if isinstance(weight, QuantTensor) and weight.requires_grad:
+        raise UnsupportedModelError(
+            f"{where}: requires_grad is True, but experts stored in {weight.stored_in} are frozen "
+            "and get no gradient; accepted: adapters on them (target_parameters; neither "
+            "modules_to_save nor requires_grad_), or dequantize_experts(model) to train them"
+        )
     if is_packed(weight.dtype):
         fp8 = weight.dtype == torch.float8_e4m3fn
         raise UnsupportedModelError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from moe_patch import (
     PatchStateError,
     forward,
+    lora_targets,
     patch_model,
     patch_report,
     record,
@@ -111,6 +112,27 @@ def test_every_kind_of_block_is_compared_and_the_step_stays_as_it_was(model_type
     assert "output" in names
     assert "gradient of hidden states" in names
     assert any("proj" in name or "mlp" in name or "linear" in name for name in names)
+
+
+@pytest.mark.parametrize("model_type", ["llama4", "jetmoe"])
+def test_adapters_inside_a_block_that_is_compared_as_a_whole(model_type) -> None:
+    """On transformers' path PEFT's wrappers write to the weights, not to the step's own."""
+    targets = lora_targets(tiny_models.build(model_type))["target_parameters"]
+    batch = tiny_models.inputs(tiny_models.build(model_type))
+
+    def adapted(**options):
+        model = adapt(tiny_models.build(model_type), lora_config(targets))
+        return patch_model(model, self_check=False, **options)
+
+    plain, model = adapted(), adapted(shadow_check=1)
+    before = dict(model.named_parameters())
+    for _ in range(3):
+        assert_same_bits(step(model, batch), step(plain, batch))
+    assert before.keys() == dict(model.named_parameters()).keys()
+    assert all(p is before[name] for name, p in model.named_parameters())
+    results = shadow_results(model)
+    assert [r.step for r in results if r.role != "router"] == [1, 2, 3]
+    assert all(r.within and not r.skipped for r in results)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])

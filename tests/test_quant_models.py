@@ -22,7 +22,7 @@ from moe_patch import (
 from moe_patch.quant.memory import experts_memory
 from moe_patch.quant.tensor import QuantTensor
 from tests import tiny_models
-from tests.adapters import adapter_gradients, step
+from tests.adapters import adapt, adapter_gradients, lora_config, step
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.quant_models import (
     SIZES,
@@ -219,3 +219,20 @@ def test_compiled_as_one_graph() -> None:
         assert_bits(step(compiled, batch), expected)
     for name, gradient in adapter_gradients(model).items():
         assert_bits(gradient, gradients[name], name)
+
+
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+@pytest.mark.parametrize("whole", ["experts", "mlp"])
+def test_quantised_experts_are_not_trained_in_silence(storage: str, whole: str) -> None:
+    """PEFT calls a copy of them trainable, gives it no gradient and saves its bytes."""
+    config = lora_config(modules=["q_proj"], modules_to_save=[whole])
+    model = adapt(quantize_experts(build(), storage), config)
+    with pytest.raises(UnsupportedModelError, match=rf"stored in {storage} are frozen and get no"):
+        patch_model(model)
+    model = patch_model(quantize_experts(build(), storage))
+    logits(model)
+    model.requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match=r"Experts\.\w+: requires_grad is True"):
+        logits(model)
+    trained = patch_model(adapt(dequantize_experts(quantize_experts(build(), storage)), config))
+    logits(trained)

@@ -62,6 +62,22 @@ def test_plain_and_packed_states_do_not_mix() -> None:
         quantize_experts(build(), "fp8").load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("own", "given"), [("nf4", ""), ("fp8", ""), ("nf4", "fp8"), ("fp8", "nf4")]
+)
+def test_assigned_states_do_not_mix_either(own: str, given: str, strict: bool) -> None:
+    model = patch_model(quantize_experts(build(), own))
+    other = quantize_experts(build(), "fp8" if own == "nf4" else "nf4") if given else build()
+    expected = logits(model)
+    with pytest.raises(RuntimeError, match=rf"gate_up_proj is stored in {own}, the state dict hol"):
+        model.load_state_dict(other.state_dict(), assign=True, strict=strict)
+    assert len(quantised(model)) == 4
+    assert_bits(logits(model), expected)
+    model.load_state_dict(quantize_experts(build(), own).state_dict(), assign=True)
+    assert_bits(logits(model), expected)
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("model_type", SIZES)
 def test_loading_a_checkpoint_packs_what_it_reads(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.lora import Factors
 from moe_patch.patch_record import RECORD, handed_down, is_ours, record_of
-from moe_patch.quant.tensor import plain
+from moe_patch.quant.tensor import QuantTensor, plain
 from moe_patch.selfcheck import LIMITS, Direct
 
 INPUTS = ("hidden states", "ids", "routing weights")
@@ -149,7 +149,7 @@ def _run(
 ) -> tuple[tuple, dict[str, Tensor]]:
     """Outputs, and gradients by name; ``merge`` adds handed-down factors to their weights."""
     inputs = [_leaf(a.clone()) if isinstance(a, Tensor) else a for a in args]
-    named = {name: _leaf(p, p.requires_grad) for name, p in module.named_parameters()}
+    named = {name: _copy(p) for name, p in module.named_parameters()}
     factors = {
         parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
         for parameter, given in handed_down(module).items()
@@ -167,6 +167,17 @@ def _run(
         out = torch.func.functional_call(Direct(module, function), tensors, tuple(inputs), kwargs)
     outs = out if isinstance(out, tuple) else (out,)
     return outs, _gradients(outs[0], leaves)
+
+
+def _copy(parameter: nn.Parameter) -> Tensor:
+    """The same memory as a parameter of its own.
+
+    PEFT's own path writes to the weight and registers it again as what it is: through detach() the
+    step's tensor would count the write, and anything but a parameter would come back as a buffer.
+    """
+    if isinstance(parameter, QuantTensor):
+        return _leaf(parameter, trained=False)
+    return nn.Parameter(parameter.data, parameter.requires_grad)
 
 
 def _leaf(tensor: Tensor, trained: bool = True) -> Tensor:

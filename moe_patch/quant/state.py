@@ -76,13 +76,24 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: 
             state_dict.update(to_tensors(state_dict.pop(key).weight, key))
 
 
-def _load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    error_messages: list[str] = rest[-1]
     for name, value in module._parameters.items():
         key = prefix + name
-        if isinstance(value, QuantTensor):
-            found = from_tensors(state_dict, key, value.weight)
-            if found is not None:
-                state_dict[key] = QuantTensor(found)
+        if not isinstance(value, QuantTensor):
+            continue
+        found = from_tensors(state_dict, key, value.weight)
+        if found is not None:
+            state_dict[key] = QuantTensor(found)
+        elif metadata.get("assign_to_params_buffers") and key in state_dict:
+            # Copied, it would be refused by the tensor; assigned, it would take its place.
+            other = state_dict.pop(key)
+            error_messages.append(
+                f"{key} is stored in {value.stored_in}, the state dict holds {other.dtype}; "
+                "accepted: the same storage, or dequantize_experts(model) first"
+            )
 
 
 def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
