@@ -121,16 +121,22 @@ def train_once(
         trainer.remove_callback(PrinterCallback)
         if args.resume_from_checkpoint is not None:
             restore(trainer, args.resume_from_checkpoint)
+        if args.dataloader_drop_last and len(blocks) < args.train_batch_size * args.world_size:
+            raise _no_step(blocks, args)  # some releases of transformers fail on it
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         seconds = time.perf_counter() - start
         if trainer.state.global_step == 0:
-            raise UnsupportedOptionError(
-                f"training: no step was made: {len(blocks)} examples, batches of "
-                f"{args.per_device_train_batch_size} a device, {args.num_train_epochs} epochs, "
-                f"max_steps {args.max_steps}; take smaller batches, more data or more steps"
-            )
+            raise _no_step(blocks, args)
     return Trained(kept.losses, seconds, kept.metrics, gather(trainer))
+
+
+def _no_step(blocks: TokenBlocks, args: TrainingArguments) -> UnsupportedOptionError:
+    return UnsupportedOptionError(
+        f"training: no step to make: {len(blocks)} examples, batches of {args.train_batch_size} on "
+        f"each of {args.world_size} processes, {args.num_train_epochs} epochs, max_steps "
+        f"{args.max_steps}; take smaller batches, more data or more steps"
+    )
 
 
 def _trainer_class(
