@@ -129,6 +129,11 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
 def _no_experts(block: FoundBlock) -> str:
     found = None if block.block is None else block.block._modules.get("experts")
     other = ""
+    if found is not None and type(found).__name__ == block.spec.experts:
+        return (
+            f"its experts ({block.spec.experts}) are those of another block too; accepted: experts "
+            "of its own, or exclude all but one of the blocks that share them"
+        )
     if found is not None:
         other = f"; its experts are {origin_of(type(found))}"
         if type(found).__name__ == "FP8Experts":

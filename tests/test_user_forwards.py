@@ -68,3 +68,17 @@ def test_a_block_whose_forward_stays_its_own_may_be_the_users():
     assert [row.tier for row in patch_report(model)] == ["full", "full"]
     torch.manual_seed(3)
     assert_close(logits(model, batch), expected, FP32)
+
+
+def test_experts_that_two_blocks_share_are_named():
+    model = tiny_models.build("qwen3_moe")
+    (_, first), (_, second) = tiny_models.blocks(model)
+    second.experts = first.experts
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.1\.mlp: its experts .* are those of an"
+    ):
+        patch_model(model)
+    batch = tiny_models.inputs(model)
+    expected = logits(model, batch)
+    patch_model(model, exclude="*layers.1*")
+    assert_close(logits(model, batch), expected, FP32)
