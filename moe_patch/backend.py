@@ -83,6 +83,8 @@ def refuse_batch_invariant(why: str) -> NoReturn:
 def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
     if requested == "torch":
         return BackendChoice("torch", "asked for")
+    if requested not in BACKENDS:
+        raise UnsupportedOptionError(f"backend is {requested!r}; accepted: {', '.join(BACKENDS)}")
     obstacle = triton_obstacle(device, dtype)
     if requested == "triton":
         if obstacle is not None:

@@ -65,11 +65,16 @@ def router_z_loss(
 def router_losses(
     layers: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(load_balancing_loss, router_z_loss) of at least one layer, from one pass over the logits."""
+    """(load_balancing_loss, router_z_loss) of at least one layer, from one pass over the logits.
+
+    Raises:
+        UnsupportedOptionError: a mask of another number of tokens than the logits.
+    """
     device = layers[0].device
     mask_T = None
     if attention_mask is not None:
         mask_T = attention_mask.reshape(-1).to(device=device, dtype=torch.float32)
+        _check_mask(attention_mask, layers)
     E = layers[0].shape[1]
     tokens_E = torch.zeros(E, dtype=torch.float32, device=device)
     probabilities_E, z = torch.zeros_like(tokens_E), torch.zeros((), device=device)
@@ -88,6 +93,17 @@ def router_losses(
         rows = mask_T.sum() * len(layers)
     balance = torch.sum((tokens_E / rows) * (probabilities_E / rows)) * E
     return balance, z / rows
+
+
+def _check_mask(mask: Tensor, layers: Sequence[Tensor]) -> None:
+    """The kernel reads a number of the mask for each row, whatever there is."""
+    for place, logits_TE in enumerate(layers):
+        if mask.numel() != logits_TE.shape[0]:
+            raise UnsupportedOptionError(
+                f"moe_patch.balance_loss: attention_mask is {tuple(mask.shape)}, {mask.numel()} "
+                f"tokens, the logits of layer {place} are of {logits_TE.shape[0]}; accepted: "
+                "[batch, sequence] of the tokens that the logits are of"
+            )
 
 
 def _layers(gate_logits: Tensor | Sequence[Tensor] | None) -> list[Tensor]:

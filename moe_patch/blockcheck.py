@@ -70,7 +70,6 @@ def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
             twin.__dict__[key] = value
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else twin_of(child)
-        twin.__dict__["training"] = False
         return twin
 
     twin_of(block)

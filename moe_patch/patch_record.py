@@ -8,6 +8,7 @@ which closures and bound methods do not.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
@@ -99,6 +100,11 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                 return record.taps.heard(call, record, args)
             return function(module, record, *args, **kwargs)
 
+        # As callers see it: without the record, which is looked up.
+        signature = inspect.signature(function)
+        parameters = [p for place, p in enumerate(signature.parameters.values()) if place != 1]
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        del run.__wrapped__
         setattr(run, _MARK, True)
         return run
 

@@ -87,15 +87,20 @@ def kind_of(found: FoundBlock) -> tuple:
     return type(found.block), tuple(type(m) for m in modules), tensors, routing, activations
 
 
-def check(found: FoundBlock, backend: str) -> str:
+def check(found: FoundBlock, backend: str, training: bool = False) -> str:
     """Compare one block with transformers; "passed", or "skipped: why".
+
+    Args:
+        found: the block.
+        backend: as in :class:`moe_patch.PatchConfig`.
+        training: in train mode; what a router draws at random then differs from ours.
 
     Raises:
         UnsupportedModelError: a difference above the limit, with module, error and limit.
     """
     if why := obstacle(found):
         return f"skipped: {why}"
-    with sandbox(found):
+    with sandbox(found, training):
         for path, router in found.routers:
             spec = found.spec_of(router)
             if spec.routing is not None and spec.router_forward is None:
@@ -260,8 +265,8 @@ def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) ->
 
 
 @contextmanager
-def sandbox(found: FoundBlock) -> Iterator[None]:
-    """Eval mode, gradients on, autocast off, and a seeded RNG whose state is restored.
+def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
+    """Eval or train mode, gradients on, autocast off, and a seeded RNG whose state is restored.
 
     What fails inside, as transformers' own code does on some configs, is a refusal of the block.
     """
@@ -272,7 +277,7 @@ def sandbox(found: FoundBlock) -> Iterator[None]:
         for device_type in {d.type for d in devices}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.random.fork_rng(devices=cuda))
-        stack.enter_context(_eval(modules))
+        stack.enter_context(_mode(modules, training))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         torch.manual_seed(0)
@@ -289,11 +294,11 @@ def sandbox(found: FoundBlock) -> Iterator[None]:
 
 
 @contextmanager
-def _eval(modules: list[nn.Module]) -> Iterator[None]:
+def _mode(modules: list[nn.Module], training: bool) -> Iterator[None]:
     flags = [(sub, sub.training) for module in modules for sub in module.modules()]
     try:
         for sub, _ in flags:
-            sub.training = False
+            sub.training = training
         yield
     finally:
         for sub, training in flags:

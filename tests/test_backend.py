@@ -82,6 +82,13 @@ def test_triton_asked_for_on_a_cpu_is_refused_before_anything_is_bound():
     assert not patch_report(model)
 
 
+def test_another_word_is_no_backend():
+    with pytest.raises(
+        UnsupportedOptionError, match="backend is 'cuda'; accepted: auto, torch, tr"
+    ):
+        choose_backend("cuda", torch.device("cpu"), torch.float32)
+
+
 def test_training_and_evaluation_use_the_same_backend():
     model = patch_model(tiny_models.build("qwen3_moe"), backend="torch")
     batch = tiny_models.inputs(model)

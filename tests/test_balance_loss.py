@@ -222,3 +222,13 @@ def test_gpu_losses_hold_and_allocate_one_gradient_per_layer() -> None:
 
 if __name__ == "__main__":
     interpreted.report(CASES)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 6, 6), (2, 9), (2, 5), (0,)])
+@pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
+def test_a_mask_of_other_tokens_is_refused(loss, shape):
+    """The kernel reads as many of its numbers as there are rows, wherever it ends."""
+    layers = [torch.randn(12, 8), torch.randn(12, 8)]
+    with pytest.raises(UnsupportedOptionError, match=r"attention_mask is \(.* are of 12; accepted"):
+        loss(layers, attention_mask=torch.ones(shape))
+    assert torch.isfinite(loss(layers, attention_mask=torch.ones(2, 6)))

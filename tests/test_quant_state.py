@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import (
     UnsupportedModelError,
+    dequantize_experts,
     load_quantized,
     patch_model,
     quantize_experts,
@@ -178,3 +180,59 @@ def test_data_parallel_leaves_packed_experts_to_each_rank(tmp_path: Any) -> None
             assert_bits(gradient, gradients[name], name)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_fp8_bytes_are_not_copied_as_numbers() -> None:
+    """Of the weight's shape they would fit, and not strict nobody would miss the scales."""
+    packed = quantize_experts(build(), "fp8").state_dict()
+    model = dequantize_experts(quantize_experts(build(), "fp8"))
+    expected = logits(model)
+    for options in ({"strict": False}, {"strict": False, "assign": True}):
+        with pytest.raises(RuntimeError, match="the state dict holds it as fp8 with scales"):
+            model.load_state_dict(packed, **options)
+        assert_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_share_memory(storage: str) -> None:
+    model = quantize_experts(build(), storage)
+    expected = logits(model)
+    model.share_memory()
+    for one in quantised(model):
+        assert one.packed.is_shared()
+        assert all(scale.is_shared() for scale in one.weight.scales)
+    assert_bits(logits(model), expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("left_out", "said"),
+    [
+        (".experts.2.", r"gives \(7, .*the config asks for \(8,"),
+        ("layers.0.mlp.experts.2.down_proj", r"down_proj: the checkpoint gives \(7,"),
+        ("layers.0.mlp.experts.", "the checkpoint holds nothing for it"),
+    ],
+)
+def test_part_of_a_checkpoint_is_refused(
+    storage: str, left_out: str, said: str, tmp_path: Any
+) -> None:
+    model = build()
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    kept = {name: value for name, value in tensors.items() if left_out not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, file, {"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match=said):
+        load_quantized(str(tmp_path), storage, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_config_of_another_width_is_refused(storage: str, tmp_path: Any) -> None:
+    model = build()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["moe_intermediate_size"] *= 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="the config asks for"):
+        load_quantized(str(tmp_path), storage, dtype=torch.float32)

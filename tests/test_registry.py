@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -55,6 +56,7 @@ TOY = {
 def registry(monkeypatch):
     """What a test registers is forgotten after it."""
     monkeypatch.setattr(families, "_FAMILIES", list(families._FAMILIES))
+    monkeypatch.setattr(families, "_LATER", list(families._LATER))
     monkeypatch.setattr(families, "_BY_CLASS", {k: list(v) for k, v in families._BY_CLASS.items()})
 
 
@@ -84,6 +86,16 @@ def spec_of(model_type: str) -> FamilySpec:
         ({"weights_dtype": "fp32"}, "score, logits, hidden"),
         ({"shared_gate": "shared_gate"}, "shared_gate without shared"),
         ({"shared": "shared", "block": None}, "block's class name"),
+        ({"router": "Linear"}, "router='Linear' is a class of torch.nn, which all models have"),
+        (
+            {"params": {"top_k": 2, "renormalize": Const(True)}},
+            r"\['top_k'\] is 2; accepted: an at",
+        ),
+        ({"params": {"top_k": "chosen", "renormalize": True}}, r"or Const\(value\)"),
+        ({"params": None}, "params is None; accepted: a mapping"),
+        ({"bias": Const(0.0)}, "bias is Const"),
+        ({"routing": "softmax_topk"}, "accepted: a function of moe_patch.routing"),
+        ({"since": "soon"}, "since is 'soon'; accepted: a release"),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
@@ -251,3 +263,47 @@ def test_bias_from_the_block_needs_an_argument_index():
     router, hidden = ToyRouter(4, 8), torch.randn(5, 8)
     bias = torch.tensor([0.0, 9.0, 0.0, 9.0])
     assert spec.route(router, hidden, (bias,)).ids_TK.sort(-1).values.tolist() == [[1, 3]] * 5
+
+
+ROUTER_FORWARD = ToyRouter.forward
+
+
+def scaled_and_noisy(self, hidden_states):
+    """What no entry for ToyRouter reads."""
+    logits, weights, ids = ROUTER_FORWARD(self, hidden_states)
+    weights = weights * self.__dict__.get("scale", 1.0)
+    return logits, weights + self.training * self.__dict__.get("noise", 0.0), ids
+
+
+scaled_and_noisy.__module__ = ToyRouter.__module__
+
+
+@pytest.mark.parametrize("attribute", ["scale", "noise"])
+def test_every_block_of_a_users_family_is_checked_in_both_modes(toy, monkeypatch, attribute):
+    """Of a shipped family one block of a kind speaks for the others, in eval mode."""
+    monkeypatch.setattr(ToyRouter, "forward", scaled_and_noisy)
+    register_family(FamilySpec(**TOY))
+    assert {row.self_check for row in patch_report(patch_model(toy))} == {"passed"}
+    unpatch_model(toy)
+    setattr(toy.layers[1].picker, attribute, 2.5)
+    with pytest.raises(
+        UnsupportedModelError, match=r"layers\.1\.picker: self-check: routing weights"
+    ):
+        patch_model(toy)
+    with pytest.warns(UserWarning, match="1 of 2 MoE blocks"):
+        patch_model(toy, strict=False)
+    assert [row.tier for row in patch_report(toy)] == ["full", "refused"]
+
+
+def test_an_entry_for_a_later_release_waits_for_it(toy):
+    register_family(FamilySpec(**TOY, since="99.0"))
+    assert {row.tier for row in patch_report(patch_model(toy))} == {"experts"}
+    assert "toy_moe" in families.later_families()[-1].model_types
+
+
+def test_a_bound_forward_shows_the_signature_of_its_own(toy):
+    register_family(FamilySpec(**TOY, shared="shared"))
+    patch_model(toy)
+    block = toy.layers[0]
+    assert list(inspect.signature(block.forward).parameters) == ["hidden_states"]
+    assert next(iter(inspect.signature(block.picker.forward).parameters)) == "hidden_states"

@@ -246,9 +246,9 @@ def test_each_kind_of_block_is_checked_once(monkeypatch) -> None:
     checked: list[str] = []
     check = selfcheck.check
 
-    def noted(found: Any, backend: str) -> str:
+    def noted(found: Any, *args: Any) -> str:
         checked.append(found.path)
-        return check(found, backend)
+        return check(found, *args)
 
     monkeypatch.setattr(selfcheck, "check", noted)
     patch_model(tiny_models.build("qwen3_moe", num_hidden_layers=4))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from moe_patch import (
@@ -154,7 +155,7 @@ def trainer_of(model: Any, folder: Any, **options: Any) -> Any:
         report_to=[], save_strategy="no", disable_tqdm=True,
         **{"max_steps": 4, "logging_steps": 2, **options},
     )  # fmt: skip
-    return Trainer(model, args, train_dataset=rows, callbacks=[Reporter()])
+    return Trainer(model, args, train_dataset=rows, eval_dataset=rows, callbacks=[Reporter()])
 
 
 def reported(trainer: Any) -> list[tuple[int, dict[str, float]]]:
@@ -175,6 +176,23 @@ def test_a_trainer_updates_the_biases_once_a_step(tmp_path) -> None:
         signs = sum(torch.sign(load.mean() - load) for load in loads)
         assert len(loads) == 4
         assert_close(bias - old, RATE * signs, 1e-4, path)
+
+
+def test_what_is_evaluated_between_steps_counts_for_none(tmp_path) -> None:
+    def trained(folder: str, **options: Any) -> tuple[list[Any], list[Tensor]]:
+        model = patched("deepseek_v3")
+        trainer = trainer_of(model, tmp_path / folder, **options)
+        with record(model) as recorder:
+            log_balance(trainer, recorder, print_table=False, bias_rate=RATE)
+            trainer.train()
+        loads = [load for closed in recorder.history for load in closed.load.values()]
+        return loads, list(correction_biases(model).values())
+
+    plain = trained("plain")
+    evaluated = trained("evaluated", eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    for mine, theirs in zip(evaluated, plain, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert_bits(one, other)
 
 
 def test_a_trainer_that_logs_by_epoch_logs_the_load_too(tmp_path) -> None:

@@ -26,11 +26,15 @@ def register_family(spec: FamilySpec) -> None:
     """Add a family, or put it in the place of the one that names the same classes.
 
     Where two entries name one class of one module, the earlier entry serves it: to change a shipped
-    one, register it with its class names and module unchanged.
+    one, register it with its class names and module unchanged. An entry for a later release of
+    transformers than the installed one (``since``) waits for it.
 
     Args:
         spec: checked on construction; its class names are matched against live modules by class.
     """
+    if not _described(spec):
+        _LATER.append(spec)
+        return
     for place, old in enumerate(_FAMILIES):
         if _identity(old) == _identity(spec):
             _FAMILIES[place] = spec
@@ -52,6 +56,11 @@ def families() -> tuple[FamilySpec, ...]:
 def later_families() -> tuple[FamilySpec, ...]:
     """Entries that describe a later release of transformers than the installed one."""
     return tuple(_LATER)
+
+
+def is_shipped(spec: FamilySpec) -> bool:
+    """Whether an entry is one of this package's own, as it came."""
+    return any(spec is own for own in _SHIPPED)
 
 
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
@@ -124,7 +133,5 @@ def _described(spec: FamilySpec) -> bool:
 
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name):
     for _spec in vars(importlib.import_module(f"{__name__}.{_file.name}")).get("FAMILIES", ()):
-        if _described(_spec):
-            register_family(_spec)
-        else:
-            _LATER.append(_spec)
+        register_family(_spec)
+_SHIPPED = tuple(_FAMILIES)

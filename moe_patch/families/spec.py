@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,6 +164,7 @@ class FamilySpec:
         def fail(what: str) -> None:
             raise ValueError(f"FamilySpec for {self.model_types}: {what}")
 
+        self._check_types(fail)
         if self.tier not in TIERS:
             fail(f"tier is {self.tier!r}; accepted: {', '.join(TIERS)}")
         if self.weights_dtype not in ("score", "logits", "hidden"):
@@ -194,6 +196,28 @@ class FamilySpec:
         required = {n for n in names if accepted[n].default is inspect.Parameter.empty}
         if missing := sorted(required - set(self.params)):
             fail(f"{self.routing.__name__} needs {missing}")
+
+    def _check_types(self, fail: Callable[[str], None]) -> None:
+        """What a slip of the pen leaves here would be an error of some other place later."""
+        for role in ("experts", "router", "block"):
+            name = getattr(self, role)
+            if name is not None and self.module is None and hasattr(nn, name):
+                fail(
+                    f"{role}={name!r} is a class of torch.nn, which all models have; accepted: a "
+                    "class of the family's own (with a plain Linear as router: tier='experts', or "
+                    "a block_forward)"
+                )
+        if not isinstance(self.params, Mapping):
+            fail(f"params is {self.params!r}; accepted: a mapping")
+        for name, source in self.params.items():
+            if not isinstance(source, (str, Const)):
+                fail(f"params[{name!r}] is {source!r}; accepted: an attribute path or Const(value)")
+        if not (self.bias is None or isinstance(self.bias, (str, Arg))):
+            fail(f"bias is {self.bias!r}; accepted: an attribute path, Arg(index) or None")
+        if self.routing is not None and not callable(self.routing):
+            fail(f"routing is {self.routing!r}; accepted: a function of moe_patch.routing")
+        if self.since and not re.fullmatch(r"\d+(\.\d+)+", self.since):
+            fail(f"since is {self.since!r}; accepted: a release, as '5.21'")
 
     @property
     def checked_as_block(self) -> bool:

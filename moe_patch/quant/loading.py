@@ -114,6 +114,25 @@ def _check_stored(path: str, stored: str | None, storage: str) -> None:
         )
 
 
+def _check_loaded(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
+    """transformers compares shapes before a conversion that is its own, and these are not.
+
+    Raises:
+        UnsupportedModelError: the checkpoint has no such weight, parts of it, or another size.
+    """
+    if not isinstance(found, QuantTensor):
+        raise UnsupportedModelError(
+            f"{name}: the checkpoint holds nothing for it; accepted: a whole checkpoint of the "
+            "model that its config describes"
+        )
+    if tuple(found.shape) != shape:
+        raise UnsupportedModelError(
+            f"{name}: the checkpoint gives {tuple(found.shape)}, the config asks for {shape}; "
+            "accepted: a whole checkpoint of the model that its config describes (are experts "
+            "missing?)"
+        )
+
+
 def _config(storage: str) -> Any:
     """What from_pretrained takes; makes the quantizer known to transformers (idempotent)."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -170,7 +189,7 @@ def _quantizer_class(operation: type) -> type:
     class ExpertsQuantizer(HfQuantizer):
         """Tells transformers' loader which parameters are packed as they are read."""
 
-        names: frozenset[str] = frozenset()
+        shapes: dict[str, tuple[int, ...]] = {}
         expected: Any = ()
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -180,20 +199,22 @@ def _quantizer_class(operation: type) -> type:
             projections = list(expert_projections(model))
             for one in projections:
                 check_packable(one.stored, self.quantization_config.storage, one.where)
-            self.names = frozenset(one.where for one in projections)
+            self.shapes = {one.where: tuple(one.stored.shape) for one in projections}
             return model
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             # To others the model is an ordinary one whose experts happen to be frozen.
             self.remove_quantization_config(model)
             mxfp4_checkpoint.collect(self.expected)
+            for name, shape in self.shapes.items():
+                _check_loaded(name, model.get_parameter(name), shape)
             return model
 
         def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-            return param_name in self.names
+            return param_name in self.shapes
 
         def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-            if param_name not in self.names:
+            if param_name not in self.shapes:
                 return param.element_size()
             return memory.bits_per_value(self.quantization_config.storage) / 8
 

@@ -83,6 +83,13 @@ def _load(
     for name, value in module._parameters.items():
         key = prefix + name
         if not isinstance(value, QuantTensor):
+            # Of the shape that the weight has, FP8 bytes would be copied as numbers.
+            if value is not None and f"{key}_scale_inv" in state_dict and key in state_dict:
+                del state_dict[key]
+                error_messages.append(
+                    f"{key} is {value.dtype}, the state dict holds it as fp8 with scales; "
+                    "accepted: the same storage, or quantize_experts(model, 'fp8') first"
+                )
             continue
         found = from_tensors(state_dict, key, value.weight)
         if found is not None:

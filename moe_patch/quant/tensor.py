@@ -62,6 +62,12 @@ class QuantTensor(Tensor):
             memo[id(self)] = _rebuild(copied, isinstance(self, torch.nn.Parameter))
         return memo[id(self)]
 
+    def share_memory_(self) -> QuantTensor:
+        """As of any tensor; this one's own storage holds nothing."""
+        for name in ("packed", *_scale_names(self.stored_in)):
+            getattr(self, name).share_memory_()
+        return self
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         context = self.stored_in, self.dtype, self.columns_first
         return ["packed", *_scale_names(self.stored_in)], context

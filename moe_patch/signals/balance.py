@@ -182,12 +182,16 @@ def log_balance(
         group: process group over which counts are summed; None keeps this process's own.
 
     Returns:
-        The callback. It closes the recorder's step after each optimiser step.
+        The callback. It closes the recorder's step after each optimiser step; what is evaluated in
+        between counts for none.
     """
     from transformers import TrainerCallback
 
     class BalanceCallback(TrainerCallback):
         """Closes a step per optimiser step, logs with the Trainer's own logs, prints at the end."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            recorder.drop()  # an evaluation after the last step is no part of this one
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if bias_rate is not None:

@@ -61,9 +61,13 @@ class Recorder:
             layers = {path: layer.snapshot() for path, layer in self.layers.items()}
         closed = StepSignals(load, layers)
         self.history.append(closed)
+        self.drop()
+        return closed
+
+    def drop(self) -> None:
+        """Start counting anew without closing a step: what was counted is no training."""
         for layer in self.layers.values():
             layer.load = None
-        return closed
 
 
 def sum_over_group(load: dict[str, Tensor], paths: list[str], group: Any) -> dict[str, Tensor]:
