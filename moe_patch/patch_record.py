@@ -104,7 +104,6 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         signature = inspect.signature(function)
         parameters = [p for place, p in enumerate(signature.parameters.values()) if place != 1]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        del run.__wrapped__
         setattr(run, _MARK, True)
         return run
 

@@ -14,7 +14,7 @@ from moe_patch import patch_model, patch_report, unpatch_model
 from moe_patch.ops import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests import tiny_models
-from tests.numerics import assert_close
+from tests.numerics import FP32, assert_close
 
 LIMIT = 2e-6
 FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss", "mixtral"]
@@ -144,3 +144,17 @@ def test_experts_where_shapes_are_dynamic_and_floats_symbols(grad):
             if grad:
                 assert_close(*(torch.autograd.grad(out.sum(), x_TD)[0] for out in outs), LIMIT)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss"])
+def test_a_patched_block_can_be_exported(model_type) -> None:
+    """Unpatched, eager experts cannot: their loop depends on the data."""
+    _, block = tiny_models.blocks(patch_model(tiny_models.build(model_type).eval()))[0]
+    x = tiny_models.hidden(block, 2, 5)
+    with torch.no_grad():
+        exported = torch.export.export(block, (x,)).module()
+        found, wanted = exported(x), block(x)
+    for one, other in zip(
+        *(o if isinstance(o, tuple) else (o,) for o in (found, wanted)), strict=True
+    ):
+        assert_close(one, other, FP32)
