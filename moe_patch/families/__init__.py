@@ -60,7 +60,7 @@ def later_families() -> tuple[FamilySpec, ...]:
 
 def is_shipped(spec: FamilySpec) -> bool:
     """Whether an entry is one of this package's own, as it came."""
-    return any(spec is own for own in _SHIPPED)
+    return any(spec == own for own in _SHIPPED)
 
 
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
