@@ -111,13 +111,12 @@ def overridden(block: FoundBlock) -> str | None:
     return None
 
 
-def redefined(module: nn.Module, slot: str = "forward") -> Any:
+def redefined(module: nn.Module, name: str) -> Any:
     """The method that a class puts in place of, or around, the one its family's entry is for.
 
     A bound forward runs instead of either; what it does in training alone no self-check sees.
     Generated classes (FSDP2, parametrizations) define none.
     """
-    name = "forward" if slot == "_old_forward" else slot
     own = entry_class(module)
     if own is None:
         return None

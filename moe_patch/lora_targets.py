@@ -121,15 +121,16 @@ def missed_experts(model: Any) -> str | None:
         model: a model, a PeftModel, or a wrapper around one.
     """
     tuners = [module for module in model.modules() if "peft_config" in module.__dict__]
-    configs = [config for tuner in tuners for config in tuner.__dict__["peft_config"].values()]
+    configs = [config for tuner in tuners for config in _lora_configs(tuner)]
     asked = {target for config in configs for target in _asked(config)}
-    patterns = sorted({pattern for config in configs for pattern in _patterns(config)})
+    # A regular expression over paths of modules, which a config may have in place of names.
+    patterns = {c.target_modules for c in configs if isinstance(c.target_modules, str)}
     blocks = discover(model)
     if not blocks or any(block.wrappers for block in blocks):
         return None
     own = {_suffix(p, 1) for block in blocks for p, _ in block.experts}
     wanted = sorted(t for t in asked if _names_experts(t, own))
-    wanted += [repr(pattern) for pattern in patterns if _matches_experts(pattern, blocks)]
+    wanted += [repr(pattern) for pattern in sorted(patterns) if _matches_experts(pattern, blocks)]
     if not wanted and not any(map(_names_every_linear, tuners)):
         return None
     return (
@@ -157,9 +158,8 @@ def _names_every_linear(tuner: nn.Module) -> bool:
     }
     adapted = {path.removesuffix(".base_layer") for path in linear if path.endswith(".base_layer")}
     inside = tuple(f"{path}." for path in adapted)
-    configs = tuner.__dict__["peft_config"].values()
     every_one = all(path.startswith(inside) for path in linear)
-    return every_one and any(_asked(config) == adapted for config in configs)
+    return every_one and any(_asked(config) == adapted for config in _lora_configs(tuner))
 
 
 def _names_experts(target: str, experts_attributes: set[str]) -> bool:
@@ -181,23 +181,17 @@ def _matches_experts(pattern: str, blocks: list[FoundBlock]) -> bool:
     return any(re.fullmatch(pattern, f"{path}.{name}") for path in holders for name in names)
 
 
-def _asked(config: Any) -> set[str]:
-    """The names of modules and parameters that a config targets."""
+def _lora_configs(tuner: nn.Module) -> list[Any]:
     from peft import LoraConfig
 
-    if not isinstance(config, LoraConfig):
-        return set()
+    configs = tuner.__dict__["peft_config"].values()
+    return [config for config in configs if isinstance(config, LoraConfig)]
+
+
+def _asked(config: Any) -> set[str]:
+    """The names of modules and parameters that a LoraConfig targets."""
     values = (config.target_modules, config.target_parameters)
     return {name for value in values if not isinstance(value, str) for name in value or ()}
-
-
-def _patterns(config: Any) -> set[str]:
-    """The regular expression over paths of modules that a config may have in place of names."""
-    from peft import LoraConfig
-
-    if isinstance(config, LoraConfig) and isinstance(config.target_modules, str):
-        return {config.target_modules}
-    return set()
 
 
 def _suffix(path: str, parts: int = 2) -> str:

@@ -148,9 +148,8 @@ def _self_checks(
         if block.path in refused:
             continue
         kind = selfcheck.kind_of(block)
-        if not is_shipped(
-            block.spec
-        ):  # its classes may read what we know nothing of, layer by layer
+        if not is_shipped(block.spec):
+            # Its classes may read what we know nothing of, layer by layer.
             kind = (*kind, block.path)
         # A block that could not be checked speaks for itself only.
         if results.get(kind) != "passed":

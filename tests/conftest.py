@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
     """What each of a test file's CASES said under the interpreter: empty, or its failure."""
     interpreted.skip_without_histogram()
     return interpreted.run(request.module.__file__)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    """A text for runs of the training command."""
+    from tests.train_nodes import TEXT  # imports Trainer and PEFT, which few tests need
+
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
 
 
 @pytest.fixture

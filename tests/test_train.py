@@ -23,13 +23,6 @@ from tests.train_nodes import TEXT, node, small
 QUICKSTART = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
 
 
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
-
-
 def test_quickstart_scaled_down(tmp_path, capsys):
     """The shipped configuration, all its targets included, on a fraction of its size."""
     config = load_config(

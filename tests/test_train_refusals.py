@@ -8,14 +8,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.train import run
 from moe_patch.train.build import add_adapters
 from tests import tiny_models
-from tests.train_nodes import TEXT, node, small
-
-
-@pytest.fixture
-def text_file(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    return path
+from tests.train_nodes import node, small
 
 
 def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):

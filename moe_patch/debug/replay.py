@@ -88,7 +88,9 @@ def replay_file(
         name: [f._replace(lhs=f.lhs.to(device), rhs=f.rhs.to(device)) for f in given]
         for name, given in call.factors.items()
     }
-    if factors and (record := record_of(module)) is not None:
+    if factors:
+        record = record_of(module)
+        assert record is not None  # patched above
         record.factors = factors
     ours = _output(module, args)
     report = patch_report(module)

@@ -44,9 +44,11 @@ def check_type(where: str, value: Any, hint: Any) -> None:
         UnsupportedOptionError: names the key, the value and the accepted types.
     """
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = [typing.get_origin(m) or m for m in (typing.get_args(hint) if union else (hint,))]
+    hints = typing.get_args(hint) if union else (hint,)
+    members = [typing.get_origin(m) or m for m in hints]
     plain = [m for m in members if m in CHECKED]
-    words = [word for m in (typing.get_args(hint) if union else (hint,)) for word in _words(m)]
+    literals = [m for m in hints if typing.get_origin(m) is typing.Literal]
+    words = [word for m in literals for word in typing.get_args(m)]
     if value is None and type(None) in members:
         return
     known = {*CHECKED, type(None), typing.Literal}
@@ -59,10 +61,6 @@ def check_type(where: str, value: Any, hint: Any) -> None:
         return
     wanted = " or ".join([*(CHECKED[m] for m in plain), *map(repr, words)])
     raise UnsupportedOptionError(f"{where} is {value!r}; expected {wanted}")
-
-
-def _words(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def check_factor(where: str, value: float) -> None:
