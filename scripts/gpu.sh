@@ -2,9 +2,9 @@
 # GPU tests and benchmarks in one go, for a card that is lent for minutes: the tests first, while
 # compilers fill the caches beside them, then the benchmarks alone on the machine.
 # Usage: bash scripts/gpu.sh OUT_DIR [TEST_SECONDS [BENCH_SECONDS [pytest targets...]]]
-# OUT_DIR gets tests.txt, tests.xml, failed.txt (each failure as it happens: the tests may be cut),
-# warm.txt, bench.txt and the rows, one file per op. COMMIT names the commit where the tree was copied
-# without its .git; PYTHON the interpreter (python3).
+# OUT_DIR gets tests.txt (each outcome as it happens; failures in full at the end, also where a limit
+# interrupts pytest), tests.xml, warm.txt, bench.txt and the rows, one file per op. COMMIT names the
+# commit where the tree was copied without its .git; PYTHON the interpreter (python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,14 +13,14 @@ readonly test_seconds="${2:-300}" bench_seconds="${3:-300}" python="${PYTHON:-py
 shift $(($# < 3 ? $# : 3))
 commit=()
 [[ -z "${COMMIT:-}" ]] || commit=(--commit "$COMMIT")
-export PYTHONPATH=.:scripts HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 FAILURES="$out/failed.txt"
+export PYTHONPATH=.:scripts HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
 
 # In a session of its own, so that no worker that outlives a limit is there when something is timed.
 limited() { # SECONDS LOG COMMAND...
   local seconds="$1" log="$2" leader status=0
   shift 2
-  setsid timeout --signal=INT --kill-after=5 "$seconds" "$@" >"$log" 2>&1 &
+  setsid timeout --signal=INT --kill-after=20 "$seconds" "$@" >"$log" 2>&1 &
   leader=$!
   wait "$leader" || status=$?
   kill -KILL -- "-$leader" 2>/dev/null || true
@@ -33,8 +33,7 @@ limited "$test_seconds" "$out/warm.txt" nice "$python" scripts/bench.py all --pr
   --warm-jobs $(($(nproc) / 3 + 1)) --warm-limit "$test_seconds" "${commit[@]}" &
 warming=$!
 tests=0
-limited "$test_seconds" "$out/tests.txt" "$python" -m pytest -q -m gpu -n $(($(nproc) / 2 + 1)) \
-  -p pytest_at_once \
+limited "$test_seconds" "$out/tests.txt" "$python" -m pytest -v -m gpu -n $(($(nproc) / 2 + 1)) \
   --tb=short --show-capture=no --junitxml="$out/tests.xml" "$@" || tests=$?
 tail -n 3 "$out/tests.txt"
 wait "$warming" || echo "gpu.sh: not everything was compiled ahead, see $out/warm.txt"

@@ -1,6 +1,6 @@
-"""Several processes on one machine, with a hard deadline.
+"""Several processes on one machine, which end where one of them fails or hangs.
 
-    results = run_ranks(worker, payload, world=2, timeout=120)     worker(rank, payload) -> data
+    results = run_ranks(worker, payload, world=2)     worker(rank, payload) -> data
 
 Ranks meet through NCCL where each can have a CUDA device of its own, and through gloo on the CPU
 elsewhere; ``device(world, rank)`` says where one computes, and results come back on the CPU.
@@ -26,12 +26,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.limits import HANG_S
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "tests.tiny_models", "tests.adapters"])
-# A collective that some rank never joins fails after this long, whatever the caller's deadline.
-GROUP_TIMEOUT = timedelta(seconds=120)
-# How long the ranks beside a failed one may take to say what they saw.
-GRACE_S = 2.0
+# Ranks beside a failed one, or at the end, get this long; then they are killed.
+GRACE_S = 5.0
 
 
 def needs_cards(count: int) -> pytest.MarkDecorator:
@@ -48,9 +48,7 @@ def device(world: int, rank: int = 0) -> torch.device:
     return torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
 
 
-def run_ranks(
-    worker: Callable[..., Any], *args: Any, world: int = 2, timeout: float = 120.0
-) -> list[Any]:
+def run_ranks(worker: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
     """What ``worker(rank, *args)`` returned on each rank, in order.
 
     The processes stay for the next call, as long as none fails: each start would pay for imports, a
@@ -62,7 +60,7 @@ def run_ranks(
     """
     ranks = _WAITING.pop(world, None) or Ranks(world)
     try:
-        results = ranks.call(worker, args, timeout)
+        results = ranks.call(worker, args)
     except BaseException:
         ranks.kill()
         raise
@@ -92,12 +90,12 @@ class Ranks:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def call(self, worker: Callable[..., Any], args: tuple, timeout: float) -> list[Any]:
+    def call(self, worker: Callable[..., Any], args: tuple) -> list[Any]:
         """Run one worker on every rank; see :func:`run_ranks`."""
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self.pipes:
                 pipe.send((worker, args, folder))
-            self._wait(time.monotonic() + timeout)
+            self._wait(time.monotonic() + HANG_S)
             paths = [f"{folder}/{rank}.pt" for rank in range(len(self.pipes))]
             return [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
 
@@ -106,7 +104,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(5)
+            process.join(GRACE_S)
         self.kill()
 
     def kill(self) -> None:
@@ -159,7 +157,7 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
         else:  # what looks for a device by itself must not find one that ranks would share
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backend, timeout=GROUP_TIMEOUT)
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=HANG_S))
         while True:
             worker, args, folder = pipe.recv()
             torch.manual_seed(0)

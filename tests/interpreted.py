@@ -20,18 +20,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.limits import HANG_S
+
 ROOT = Path(__file__).parents[1]
 
 
-def run(file: str, timeout_s: float = 1200) -> dict[str, str]:
-    """What each case of ``file`` said: an empty string, or its failure.
-
-    The limit ends what hangs; on a machine that others use too, a file takes many minutes.
-    """
+def run(file: str) -> dict[str, str]:
+    """What each case of ``file`` said: an empty string, or its failure."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", file],
-        env=env, capture_output=True, text=True, timeout=timeout_s, check=False,
+        env=env, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-4000:]
     return json.loads(result.stdout.splitlines()[-1])

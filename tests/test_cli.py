@@ -17,6 +17,7 @@ from moe_patch.cli import CHECK_FAILED, INTERRUPTED, UNUSABLE, main
 from moe_patch.train import run
 from moe_patch.train.checks import Check
 from tests import tiny_models
+from tests.limits import HANG_S
 from tests.train_nodes import TEXT, node
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def test_help_from_a_bare_source_tree_without_triton(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path / "src")},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -63,7 +64,7 @@ def test_script_is_the_same_command(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == UNUSABLE

@@ -19,6 +19,7 @@ from moe_patch.cli.output import bytes_text
 from moe_patch.cli.status import UNUSABLE
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
+from tests.limits import HANG_S
 
 ROOT = Path(moe_patch.__file__).parents[1]
 
@@ -80,7 +81,7 @@ def test_every_command_has_help_and_json(capsys, command):
 def test_a_reader_that_leaves_early_is_no_error():
     done = subprocess.run(
         f"{sys.executable} -m moe_patch families | head -n 1",
-        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        shell=True, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("model type")
     assert done.stderr == ""
@@ -91,7 +92,7 @@ def test_stderr_is_empty_where_it_is_no_terminal(tmp_path):
     tiny_models.build("gpt_oss", num_hidden_layers=1).save_pretrained(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "moe_patch", "verify", str(tmp_path), "--device", "cpu", "--json"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     assert json.loads(done.stdout)["weights"] == "loaded"

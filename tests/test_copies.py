@@ -17,6 +17,7 @@ import moe_patch
 from moe_patch import patch_model, patch_report, patched, unpatch_model
 from tests import tiny_models
 from tests.adapters import FAMILIES
+from tests.limits import HANG_S
 from tests.numerics import assert_bits
 from tests.snapshots import logits
 
@@ -89,7 +90,7 @@ def test_pickle_into_a_fresh_process(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert done.stdout.strip() == "equal", done.stderr
 

@@ -27,6 +27,7 @@ from moe_patch.train.config import make_config
 from scripts import docs
 from tests import docs_blocks, tiny_models
 from tests.docs_blocks import BLOCKS, LANGUAGES, MARKS, OTHERS, PAGES, ROOT, Block, commands
+from tests.limits import HANG_S
 from tests.train_nodes import TEXT
 
 # The two set-up commands download packages; they are the reader's first step, and parsed here.
@@ -110,7 +111,7 @@ def _shell(command: str, cwd: Path) -> int:
     script.chmod(0o755)
     path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return subprocess.call(["bash", "-euc", command], cwd=cwd, env=environment, timeout=300)
+    return subprocess.call(["bash", "-euc", command], cwd=cwd, env=environment, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)

@@ -16,6 +16,7 @@ from transformers.generation import CompileConfig
 
 from moe_patch import patch_model, unpatch_model
 from tests import tiny_models
+from tests.limits import HANG_S
 from tests.numerics import FP32, assert_bits
 from tests.test_gpu_stacks import assert_ours, batch_for, build, kernels
 from tests.test_stack_compile import assert_one_graph, assert_one_graph_of_a_model, step
@@ -144,7 +145,7 @@ def test_a_capture_without_a_warm_up_asks_for_one(tmp_path):
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", COLD]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=120, check=False
+        command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "warmup" in done.stdout

@@ -11,6 +11,7 @@ import pytest
 
 import moe_patch
 from moe_patch._version import __version__
+from tests.limits import HANG_S
 
 ROOT = Path(moe_patch.__file__).parents[1]
 PUBLIC = {
@@ -51,7 +52,7 @@ def bare_python(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
         )
 
     return run

@@ -41,6 +41,7 @@ from tests.kernels_checks import (
     check_needs,
     check_over_h,
 )
+from tests.limits import HANG_S
 from tests.numerics import FP32, assert_bits, assert_close
 
 
@@ -89,7 +90,7 @@ def test_default_tiles_compile() -> None:
     script = str(ROOT / "scripts" / "compile_tiles.py")
     result = subprocess.run(
         [sys.executable, script, "--default", "--no-lora", "--bucket=many", "--dtype=bf16", *hot],
-        env=env, capture_output=True, text=True, timeout=400, check=False,
+        env=env, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 

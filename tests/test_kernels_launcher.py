@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from moe_patch import definition as reference
 from moe_patch.ops import experts_mlp
 from moe_patch.types import ExpertWeights, Glu
+from tests.limits import HANG_S
 from tests.numerics import assert_bits
 
 SILU = Glu("silu")
@@ -27,7 +28,7 @@ def launches() -> dict:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("offline_launches.py"))],
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     return json.loads(result.stdout.splitlines()[-1])

@@ -25,6 +25,7 @@ from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
 from moe_patch.kernels.tiles import OPS, Tile, pick_tile
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
+from tests.limits import HANG_S
 
 ROOT = Path(__file__).parents[1]
 SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
@@ -231,7 +232,7 @@ def test_another_triton_needs_no_gluon() -> None:
     """Its names change between releases: the portable kernels have to import without it."""
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GLUON]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -14,6 +14,7 @@ import pytest
 import moe_patch
 from moe_patch._version import __version__
 from scripts import matrix
+from tests.limits import HANG_S
 
 ROOT = Path(moe_patch.__file__).parents[1]
 
@@ -24,7 +25,7 @@ def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
@@ -77,7 +78,7 @@ def test_runs_from_the_wheel_alone(wheel, tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(wheel), str(ROOT)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(wheel))

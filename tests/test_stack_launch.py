@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.dist_helpers import needs_cards
+from tests.limits import HANG_S
 from tests.train_nodes import TEXT, node
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +37,7 @@ def launch(folder, launcher, lora=True, compare=True, **options):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -17,6 +17,7 @@ from moe_patch.train import checks, data, run
 from moe_patch.train.build import build_base
 from moe_patch.train.config import load_config, make_config
 from moe_patch.train.output import MARKER
+from tests.limits import HANG_S
 from tests.numerics import assert_close, rel_err
 from tests.train_nodes import TEXT, node, small
 
@@ -178,7 +179,7 @@ def test_two_processes(tmp_path, text_file):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(QUICKSTART.parents[1])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

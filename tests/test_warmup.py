@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from moe_patch import (
 from moe_patch.backend import BackendChoice
 from moe_patch.warmup import warmup
 from tests import tiny_models
+from tests.limits import HANG_S
 from tests.parity import run_block
 from tests.snapshots import assert_unchanged, snapshot
 from tests.tiny_models import blocks
@@ -133,7 +133,7 @@ def test_no_size_compiles_afterwards_on_hopper() -> None:
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(Path(__file__).with_name("offline_warmup.py"))],
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        capture_output=True, text=True, timeout=400, check=False,
+        capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     compiled = json.loads(result.stdout.splitlines()[-1])
@@ -162,15 +162,9 @@ def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
     assert row.skipped == ""
     assert compiled
     compiled.clear()
-    seconds = []
     for T in (512, *range(1, 601)):
-        x = torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16)
-        start = time.perf_counter()
-        run_block(block, x)
-        seconds.append(time.perf_counter() - start)
+        run_block(block, torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16))
     assert set(compiled) == set()
-    # The first call also makes torch's own handles.
-    assert max(seconds[1:]) <= 50 * sorted(seconds)[len(seconds) // 2]
 
 
 @pytest.mark.gpu
