@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,29 +46,77 @@ def skip_without_histogram() -> None:
 
 
 def _quicken(checked: bool) -> None:
-    """Leave out what takes the interpreter more than half of its time and shows nothing here.
+    """Leave out what takes the interpreter most of its time and shows nothing here.
 
-    It replaces Triton's language by its own at every call of a function, where once will do, and
-    computes each sum and product of integers once more in int64 to see an overflow.
+    It replaces Triton's language by its own at every call of a function, where once will do, makes
+    a table of dtypes for every tensor, calls the function of a reduction for every single element,
+    and computes each sum and product of integers once more in int64 to see an overflow.
     """
     from triton.runtime import interpreter
 
     if not checked:
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
+    interpreter.ReduceOps.generic_reduce = _reduce_slices
     if not hasattr(interpreter, "_LangPatchScope"):  # before 3.6
         return
-    replace, replaced = interpreter._patch_lang, set()
+    replace = interpreter._patch_lang
     modules = (interpreter.tl, interpreter.tl.core)
+    replaced: set[frozenset[int]] = set()
+    # The globals themselves are kept, so that no other dict gets the id of one.
+    known: dict[int, dict[str, Any]] = {}
 
     def replace_once(fn: Any) -> Any:
-        seen = frozenset(id(v) for v in fn.__globals__.values() if any(v is m for m in modules))
-        if seen not in replaced:
-            replaced.add(seen)
-            replace(fn)
+        if id(fn.__globals__) not in known:
+            known[id(fn.__globals__)] = fn.__globals__
+            values = fn.__globals__.values()
+            seen = frozenset(id(v) for v in values if any(v is m for m in modules))
+            if seen not in replaced:
+                replaced.add(seen)
+                replace(fn)
         return interpreter._LangPatchScope()
 
     interpreter._patch_lang = replace_once
+
+
+def _remembered(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function of a Triton dtype, called once for each name of a scalar."""
+    found: dict[str, Any] = {}
+
+    def remembered(tt_dtype: Any) -> Any:
+        scalar = tt_dtype.scalar
+        if scalar.name not in found:
+            found[scalar.name] = np_dtype_of(scalar)
+        return found[scalar.name]
+
+    return remembered
+
+
+def _reduce_slices(reduction: Any, inputs: tuple) -> list[Any]:
+    """Reduce as ReduceOps.generic_reduce does, in the same order, over whole slices at once."""
+    whole = reduction.axis is None
+    parts, axis = reduction.unravel(inputs, reduction.axis)
+    shape = parts[0].handle.data.shape
+
+    def slices(index: int) -> tuple:
+        return tuple(
+            reduction.to_tensor(np.take(part.handle.data, index, axis), part.dtype)
+            for part in parts
+        )
+
+    found = slices(0)
+    for index in range(1, shape[axis]):
+        combined = reduction.combine_fn.fn(*found, *slices(index))
+        found = combined if isinstance(combined, tuple) else (combined,)
+    results = []
+    for one, part in zip(found, parts, strict=True):
+        data = one.handle.data.reshape(shape[:axis] + shape[axis + 1 :])
+        if reduction.keep_dims:
+            kept = inputs[0].handle.data.ndim
+            data = data.reshape((1,) * kept) if whole else np.expand_dims(data, axis)
+        results.append(reduction.to_tensor(data if data.ndim else data.item(), part.dtype))
+    return results
 
 
 def report(
