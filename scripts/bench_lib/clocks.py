@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Clocks, power and throttle reasons of a card while something is timed.
+
+A process of its own reads them from the driver's library (NVML) and writes a line for each sample;
+who times something reads the lines afterwards. So the process that issues work is never held up,
+and nothing but the driver has to be installed. This file imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PERIOD_S = 0.02
+LIBRARY = "libnvidia-ml.so.1"
+# Of nvml.h: kinds of clock, and the sensor.
+SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR = 1, 2, 0
+# Bits of the clocks' event reasons, by name; that of an idle card is left out.
+REASONS = {
+    0x2: "application_clocks",
+    0x4: "power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+    0x100: "display_clocks",
+}
+FIELDS = ("sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c", "throttle")
+UNKNOWN: dict[str, Any] = dict.fromkeys(FIELDS)
+
+
+class NvmlError(RuntimeError):
+    """The driver's library refused a call."""
+
+
+class Card:
+    """One card, as the driver's library names it.
+
+    Raises:
+        OSError: the library is not there.
+        NvmlError: there is no such card.
+    """
+
+    def __init__(self, uuid: str) -> None:
+        self._library = ctypes.CDLL(LIBRARY)
+        self._handle = ctypes.c_void_p()
+        self._do("nvmlInit_v2")
+        self._do("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(self._handle))
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != 0:
+            raise NvmlError(f"{name} returned {status}")
+
+    def _get(self, name: str, *arguments: Any, kind: type = ctypes.c_uint) -> int | None:
+        value = kind()
+        try:
+            self._do(name, self._handle, *arguments, ctypes.byref(value))
+        except NvmlError:
+            return None
+        return value.value
+
+    def sample(self) -> dict[str, int | float | None]:
+        """The readings of now; None for what this card or driver does not tell."""
+        return {
+            "at": time.monotonic(),
+            "sm": self._get("nvmlDeviceGetClockInfo", SM_CLOCK),
+            "memory": self._get("nvmlDeviceGetClockInfo", MEMORY_CLOCK),
+            "milliwatts": self._get("nvmlDeviceGetPowerUsage"),
+            "millijoules": self._get(
+                "nvmlDeviceGetTotalEnergyConsumption", kind=ctypes.c_ulonglong
+            ),
+            "celsius": self._get("nvmlDeviceGetTemperature", GPU_SENSOR),
+            "reasons": self._get(
+                "nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong
+            ),
+        }
+
+
+def read_samples(path: Path, since: float, until: float) -> list[dict[str, Any]]:
+    """The samples of an interval of ``time.monotonic()``."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    samples = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [sample for sample in samples if since <= sample["at"] <= until]
+
+
+def _known(samples: list[dict[str, Any]], name: str) -> list[Any]:
+    return [sample[name] for sample in samples if sample[name] is not None]
+
+
+def _power_w(samples: list[dict[str, Any]]) -> float | None:
+    """Mean power: the energy used between the counter's first and last step, else the readings."""
+    counted = [s for s in samples if s["millijoules"] is not None]
+    steps = [
+        b for a, b in zip(counted, counted[1:], strict=False) if b["millijoules"] > a["millijoules"]
+    ]
+    if len(steps) > 1:
+        used = steps[-1]["millijoules"] - steps[0]["millijoules"]
+        return round(1e-3 * used / (steps[-1]["at"] - steps[0]["at"]), 1)
+    read = _known(samples, "milliwatts")
+    return round(1e-3 * statistics.mean(read), 1) if read else None
+
+
+def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a row (:data:`FIELDS`) from the samples of its timing; None where unknown."""
+    if not samples:
+        return dict(UNKNOWN)
+    sm, memory = _known(samples, "sm"), _known(samples, "memory")
+    warmth, reasons = _known(samples, "celsius"), _known(samples, "reasons")
+    seen = [name for bit, name in REASONS.items() if any(value & bit for value in reasons)]
+    return {
+        "sm_mhz": int(statistics.median(sm)) if sm else None,
+        "sm_mhz_min": min(sm) if sm else None,
+        "mem_mhz": int(statistics.median(memory)) if memory else None,
+        "power_w": _power_w(samples),
+        "temperature_c": max(warmth) if warmth else None,
+        "throttle": (",".join(seen) or "none") if reasons else None,
+    }
+
+
+@contextlib.contextmanager
+def sampler(uuid: str | None, path: Path) -> Iterator[None]:
+    """Sample a card into a file while the block runs; nothing without a uuid."""
+    if uuid is None:
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).resolve()), uuid, str(path), str(PERIOD_S)],
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main(uuid: str, path: Path, period_s: float) -> int:
+    """Write samples until the process that started this one is gone."""
+    parent = os.getppid()
+    try:
+        card = Card(uuid)
+    except (OSError, NvmlError) as error:
+        print(f"clocks are not logged: {error}", file=sys.stderr)
+        return 0
+    with path.open("a", encoding="utf-8") as file:
+        while os.getppid() == parent:
+            print(json.dumps(card.sample()), file=file, flush=True)
+            time.sleep(period_s)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])))
