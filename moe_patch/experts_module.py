@@ -17,7 +17,7 @@ from moe_patch.backend import refuse_batch_invariant
 from moe_patch.composed import experts_composed
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.lora import is_packed, live_factors, refuse_merged, to_lora
+from moe_patch.lora import is_packed, live_factors, own_version, refuse_merged, to_lora
 from moe_patch.ops import Signals, experts_mlp
 from moe_patch.patch_record import handed_down, record_of
 from moe_patch.quant.tensor import QuantTensor, packed_weight
@@ -103,7 +103,9 @@ def read_projection(
         if factors and (record := record_of(experts)) is not None:
             record.taken += (name,)
     require_float(weight, f"{type(experts).__name__}.{name}")
-    w_EOI: Any = packed_weight(weight) if isinstance(weight, QuantTensor) else weight
+    w_EOI: Any = weight if live is None else own_version(weight)
+    if isinstance(weight, QuantTensor):
+        w_EOI = packed_weight(weight)
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI
     lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import run_experts
 from moe_patch.lora import active_factors, fusion_obstacle, paused
-from moe_patch.patch_record import ModulePatch, bound, origin_of, record_of
+from moe_patch.patch_record import (
+    ModulePatch,
+    bound,
+    hand_down,
+    origin_of,
+    record_of,
+    take_back,
+)
 from moe_patch.route_op import route_impl
 
 EXPERTS_NAME = "moe_patch"
@@ -121,7 +128,8 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
 
     Raises:
         UnsupportedModelError: the experts ran other code, which took no factors.
-        UnsupportedOptionError: the experts are not ours, under fuse_lora="require".
+        UnsupportedOptionError: the experts are not ours, under fuse_lora="require"; or another
+            thread is running them with adapters.
     """
     by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
     if by_peft or fusion_obstacle(wrapper) is not None:
@@ -137,16 +145,13 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
             )
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     wrapper._check_forward_args(x, *args, **kwargs)
-    factors, previous = active_factors(wrapper), below.factors
-    below.factors = {**(previous or {}), name: factors}
-    below.taken = ()
+    factors = active_factors(wrapper)
+    previous = hand_down(below, {name: factors}, f"{type(base).__name__}.{name}")
     try:
         out_TD: Tensor = wrapper.base_layer(x, *args, **kwargs)
         left_out = factors and name not in below.taken
     finally:
-        below.factors = previous
-        if previous is None:
-            below.taken = ()
+        take_back(below, previous)
     if left_out:
         raise UnsupportedModelError(
             f"{type(base).__name__}.{name}: the adapter was left out, because the experts ran a "

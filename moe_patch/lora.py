@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError, refuse_forward_mode
 from moe_patch.types import Lora
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
@@ -98,6 +98,40 @@ def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None
     if proxy_cls is None or not all(type(proxy) is proxy_cls for proxy in entry):
         return None
     return entry.original, [Factors(p.lhs, p.rhs, p.scaling) for p in entry]
+
+
+def own_version(weight: Tensor) -> Tensor:
+    """An alias of a parametrized weight with a version counter of its own; no memory is copied.
+
+    PEFT registers its parametrization anew in every forward, and torch then calls ``set_`` on the
+    original. That raises its version, so that backward of an earlier forward would refuse it.
+    Gradients reach the weight as through the weight itself. Until backward, autograd notices no
+    change of the weight in place.
+
+    Raises:
+        UnsupportedOptionError: the weight carries a tangent, which an alias would drop.
+    """
+    refuse_forward_mode(weight)
+    if torch.compiler.is_compiling():
+        # A compiled graph saves its inputs: the alias has to be one, hence made outside.
+        return torch.compiler.disable(_alias)(weight)
+    return _alias(weight)
+
+
+def _alias(weight: Tensor) -> Tensor:
+    return _Alias.apply(weight) if weight.requires_grad else weight.data
+
+
+class _Alias(torch.autograd.Function):
+    """The identity. ``detach`` would share the version counter, ``data`` does not."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 def refuse_merged(experts: Any, name: str) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from moe_patch.config import PatchConfig
+from moe_patch.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
     from moe_patch.families.spec import FamilySpec
@@ -43,6 +46,7 @@ class ModulePatch:
         probe: what looks at this module's calls (debug/probe.py), or None.
         factors: of an experts module during a call: adapters' factors by parameter, or None.
         taken: the parameters whose factors were read in that call. Attributes here, as ``taps`` is.
+        caller: the ident of the thread that makes that call, by the key "thread"; else empty.
     """
 
     role: str
@@ -57,6 +61,7 @@ class ModulePatch:
     probe: Any = None
     factors: dict[str, Any] | None = None
     taken: tuple[str, ...] = ()
+    caller: dict[str, int] = field(default_factory=dict)
 
 
 def record_of(module: nn.Module) -> ModulePatch | None:
@@ -69,9 +74,63 @@ def handed_down(module: nn.Module) -> dict[str, Any]:
     """Factors by parameter that PEFT's wrappers handed down for the call that is running.
 
     Also while the patch is switched off for a moment.
+
+    Raises:
+        UnsupportedOptionError: another thread's call is running.
     """
     record = module.__dict__.get(RECORD)
-    return {} if record is None or record.factors is None else record.factors
+    if record is None or record.factors is None:
+        return {}
+    if not torch.compiler.is_compiling() and record.caller:
+        _refuse_second_thread(record, type(module).__name__)
+    return record.factors
+
+
+def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """Give an experts module factors for one call, beside those of wrappers around this one.
+
+    Args:
+        record: of the experts module.
+        factors: by parameter.
+        where: names the module and parameter in errors.
+
+    Returns:
+        What was handed down before, for :func:`take_back`.
+
+    Raises:
+        UnsupportedOptionError: another thread's call is running.
+    """
+    if not torch.compiler.is_compiling():
+        _refuse_second_thread(record, where)
+    previous = record.factors
+    record.factors = {**(previous or {}), **factors}
+    record.taken = ()
+    return previous
+
+
+def take_back(record: ModulePatch, previous: dict[str, Any] | None) -> None:
+    """Undo :func:`hand_down`."""
+    record.factors = previous
+    if previous is None:
+        record.taken = ()
+        if not torch.compiler.is_compiling():
+            record.caller.clear()
+
+
+def _refuse_second_thread(record: ModulePatch, where: str) -> None:
+    """Make the call this thread's, or raise: one record cannot hold the factors of two calls."""
+    me = threading.get_ident()
+    # A single atomic step: of two threads that come at once, one is refused.
+    owner = record.caller.setdefault("thread", me)
+    if owner == me:
+        return
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    raise UnsupportedOptionError(
+        f"{where}: thread {names.get(me, me)!r} calls these experts with adapters while thread "
+        f"{names.get(owner, owner)!r} is running them with its own, and the two would mix; "
+        "accepted: one forward at a time of a model with adapters; hold a lock around the "
+        "forward, or give each thread a copy of the model"
+    )
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
