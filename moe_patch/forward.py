@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import run_experts
 from moe_patch.lora import active_factors, fusion_obstacle, paused
+from moe_patch.op_flops import register_flop_formulas
 from moe_patch.patch_record import (
     ModulePatch,
     bound,
@@ -164,13 +165,15 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
 def register_experts() -> None:
     """Make EXPERTS_NAME known to transformers' registry of experts implementations (idempotent).
 
-    The FP8 registry gets a named refusal: quantize_experts takes its experts over first.
+    The FP8 registry gets a named refusal: quantize_experts takes its experts over first. torch's
+    FLOP counter gets the operators' formulas.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(EXPERTS_NAME, experts_forward)
     type(ALL_FP8_EXPERTS_FUNCTIONS).register(EXPERTS_NAME, refuse_fp8)
+    register_flop_formulas()
 
 
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:

@@ -24,7 +24,7 @@ LAYERS = (
     {"quant.operands", "quant.tensor"},
     {"backend", "definition", "routing"},
     {"activations", "config", "grouped", "kernels.", "op_direct", "op_options", "plan_rows"},
-    {"balance_loss", "experts_torch", "op_fakes", "product_key", "route_op"},
+    {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
     {"op_library"},
     {"composed", "ops"},
     {"families.spec", "families.logits"},
