@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.train.build import check_options, one_line, training_arguments
@@ -123,3 +124,54 @@ def test_config_is_frozen():
 def test_one_line():
     assert one_line(ValueError("a\nb")) == "a"
     assert one_line(ValueError()) == "ValueError"
+
+
+def test_a_byte_order_mark_in_the_file_is_read_and_utf_16_refused(tmp_path):
+    text = yaml.safe_dump(node()).replace("\n", "\r\n")
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert load_config(path) == make_config(node())
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(UnsupportedOptionError, match="it is UTF-16; accepted: UTF-8"):
+        load_config(path)
+
+
+def test_variables_and_home_are_expanded_in_every_path(monkeypatch):
+    monkeypatch.setenv("MOE_TEST_DIR", "/scratch")
+    monkeypatch.setenv("HOME", "/home/me")
+    found = make_config(
+        node(
+            model="${MOE_TEST_DIR}/model",
+            tokenizer="~/tokenizer",
+            data={"source": "$MOE_TEST_DIR/a.jsonl", "text_field": "$MOE_TEST_DIR"},
+            output_dir="~/runs/${MOE_TEST_DIR}_1",
+            training={"resume_from_checkpoint": "~/c/checkpoint-3"},
+            moe_patch={"debug_dir": "$MOE_TEST_DIR/nan"},
+        )
+    )
+    assert found.model.path == "/scratch/model"
+    assert found.tokenizer.source == "/home/me/tokenizer"
+    assert found.data.source == "/scratch/a.jsonl"
+    assert found.data.text_field == "$MOE_TEST_DIR"  # no path
+    assert found.output_dir == "/home/me/runs//scratch_1"
+    assert found.training == {"resume_from_checkpoint": "/home/me/c/checkpoint-3"}
+    assert found.moe_patch == {"debug_dir": "/scratch/nan"}
+    own = make_config(node(model={"path": "~/m"}, tokenizer={"source": "$MOE_TEST_DIR/t"}))
+    assert (own.model.path, own.tokenizer.source) == ("/home/me/m", "/scratch/t")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("runs/${MOE_TEST_DIR}/x", "variable MOE_TEST_DIR is not set or empty"),
+        ("$MOE_TEST_DIR", "variable MOE_TEST_DIR is not set or empty"),
+        ("${MOE_TEST_DIR:-runs}/x", "accepted of variables"),
+        ("~nobody_of_this_name/x", "there is no home folder for it"),
+    ],
+)
+@pytest.mark.parametrize("key", ["output_dir", "model", "tokenizer", "data"])
+def test_what_cannot_be_expanded_is_refused_by_name(monkeypatch, key, value, message):
+    monkeypatch.delenv("MOE_TEST_DIR", raising=False)
+    with pytest.raises(UnsupportedOptionError, match=message) as caught:
+        make_config(node(**{key: value}))
+    assert f"config: {key} is {value!r}" in str(caught.value)

@@ -33,6 +33,41 @@ def test_text_and_jsonl(tmp_path):
     assert data.read_texts(DataConfig(str(rows), text_field="body")) == ["one", "two"]
 
 
+ROWS = '{"text": "one\u2028more"}\r\n\r\n{"text": "two é"}\r\n'
+
+
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "BOM"])
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.txt", "one\r\ntwo é\r", ["one\ntwo é\n"]),
+        ("a.jsonl", ROWS, ["one\u2028more", "two é"]),
+        ("a.json", ROWS, ["one\u2028more", "two é"]),
+        ("a.json", '[{"text": "one"},\r\n {"text": "two é"}]', ["one", "two é"]),
+    ],
+)
+def test_a_byte_order_mark_and_any_line_ends_are_read(tmp_path, mark, name, content, texts):
+    (tmp_path / name).write_bytes((mark + content).encode())
+    assert data.read_texts(DataConfig(str(tmp_path / name))) == texts
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("encoding", "message"),
+    [
+        ("utf-16", "it is UTF-16; accepted: UTF-8"),
+        ("utf-32", "it is UTF-32; accepted: UTF-8"),
+        ("utf-16-le", "byte 1 is zero, as in UTF-16"),
+        ("latin-1", "it is not UTF-8"),
+    ],
+)
+def test_other_encodings_are_refused_by_name(tmp_path, name, encoding, message):
+    text = '{"text": "one é"}' if encoding == "latin-1" else '{"text": "one"}'
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    with pytest.raises(UnsupportedOptionError, match=message):
+        data.read_texts(DataConfig(str(tmp_path / name)))
+
+
 BAD_ROWS = [
     ('{"text": "a"}\n{"text": \n', "line 2"),
     ('{"text": "a"}\n{"body": "b"}\n', "line 2: no text in the field 'text'"),
@@ -47,6 +82,13 @@ def test_bad_jsonl(tmp_path, rows, message):
     path = tmp_path / "a.jsonl"
     path.write_text(rows)
     with pytest.raises(UnsupportedOptionError, match=message):
+        data.read_texts(DataConfig(str(path)))
+
+
+def test_bad_items_of_a_json_array_are_named(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, {"body": "b"}]')
+    with pytest.raises(UnsupportedOptionError, match="item 2: no text in the field 'text'"):
         data.read_texts(DataConfig(str(path)))
 
 

@@ -15,7 +15,8 @@
     tiny: true | false                                                     default: false
     tiny_values: with ``tiny``, each key takes the place of the file's own; `training` is merged
 
-Relative paths are relative to the working directory.
+Relative paths are relative to the working directory. A leading ``~``, ``$NAME`` and ``${NAME}`` are
+expanded in paths; a variable that is not set is an error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ import yaml
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.quant.packed import READABLE
+from moe_patch.train.paths import expand_paths
 from moe_patch.train.schema import check_known, check_mapping, check_type
+from moe_patch.train.text_file import read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 SIZE_KEYS = ("tiny", "tiny_values")
@@ -69,7 +72,7 @@ class DataConfig:
     """Which text, and how it is cut.
 
     Attributes:
-        source: "python-stdlib-docstrings", a text or JSONL file, or an id for the package datasets.
+        source: "python-stdlib-docstrings", a text, JSONL or JSON file, or an id for `datasets`.
         text_field: the field of a JSONL line or of a datasets row that holds the text.
         subset: configuration name of a datasets id.
         split: split of a datasets id.
@@ -143,10 +146,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     Raises:
         UnsupportedOptionError: the file is missing or wrong; one line that says where.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedOptionError(f"cannot read the configuration {path}: {error}") from error
+    text = read_text(path, "cannot read the configuration")
     node = parse_yaml(text, str(path))
     if not isinstance(node, dict):
         raise UnsupportedOptionError(f"{path}: expected a mapping, found {type(node).__name__}")
@@ -162,7 +162,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
 def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     """Check a YAML node and make a TrainConfig of it. Raises UnsupportedOptionError."""
-    node = _sized(node, where)
+    node = expand_paths(_sized(node, where), where)
     shape = {**node}
     for key in ("model", "tokenizer", "data"):
         shape.pop(key, None)

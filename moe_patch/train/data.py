@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.train.config import DataConfig
+from moe_patch.train.text_file import read_text
 
 DOCSTRINGS = "python-stdlib-docstrings"
 END_OF_TEXT = "<|endoftext|>"
@@ -109,27 +110,36 @@ def stdlib_docstrings() -> Iterator[str]:
 
 
 def _read_file(path: Path, text_field: str) -> list[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnsupportedOptionError(f"data: cannot read {path}: {error}") from error
-    if path.suffix != ".jsonl":
+    text = read_text(path, "data: cannot read")
+    if path.suffix not in (".json", ".jsonl"):
         return [text]
     texts = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UnsupportedOptionError(f"data: {path}, line {number}: {error}") from error
+    for where, row in _rows(path, text):
         if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
             raise UnsupportedOptionError(
-                f"data: {path}, line {number}: no text in the field {text_field!r}; "
-                "set data.text_field"
+                f"data: {path}, {where}: no text in the field {text_field!r}; set data.text_field"
             )
         texts.append(row[text_field])
     return texts
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Each JSON row and where it is: lines, or in a .json file also the items of one array."""
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise UnsupportedOptionError(f"data: {path}: {error}") from error
+        yield from ((f"item {number}", row) for number, row in enumerate(rows, start=1))
+        return
+    # Not splitlines: a JSON string may hold U+2028 and other separators as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"line {number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UnsupportedOptionError(f"data: {path}, line {number}: {error}") from error
 
 
 def _read_datasets(data: DataConfig) -> list[str]:
