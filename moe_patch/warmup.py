@@ -120,8 +120,11 @@ def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) ->
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModel
+    config = copy.deepcopy(config)  # from_config writes on it
+    dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        model = auto.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        # No attention runs here, and this machine may lack the one that the config names.
+        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     return patch_model(model, PatchConfig.parse(None, **options))
 
 

@@ -54,15 +54,17 @@ class Run:
 def compare(
     model: nn.Module,
     batch: dict[str, Any],
+    reference: Run,
     dtype: str,
     backend: str = "auto",
     limit: float | None = None,
 ) -> tuple[list[Check], list[Any]]:
-    """Run unpatched, patched, and patched on the unpatched model's experts.
+    """Run patched, and patched on the unpatched model's experts, beside the unpatched run.
 
     Args:
         model: in eval mode, unpatched; patched by this call.
         batch: keyword arguments of its forward.
+        reference: what :func:`run` returned for the same model and batch.
         dtype: a key of the limits.
         backend: as in :class:`moe_patch.PatchConfig`.
         limit: in place of all limits.
@@ -76,11 +78,10 @@ def compare(
     from moe_patch.patch import patch_model
     from moe_patch.report import patch_report
 
-    reference = _run(model, batch)
     patch_model(model, backend=backend)
-    free = _run(model, batch)
+    free = run(model, batch)
     with _same_experts(model, free, reference) as again:
-        ours = _run(model, batch) if again else free
+        ours = run(model, batch) if again else free
     checks = []
     if reference.ids:
         checks.append(_choices(free.ids, reference.ids, CHOICES[dtype] if limit is None else limit))
@@ -98,8 +99,8 @@ def compare(
     return checks, list(patch_report(model))
 
 
-def _run(model: Any, batch: dict[str, Any]) -> Run:
-    """One forward and backward; everything it gave, on the CPU."""
+def run(model: Any, batch: dict[str, Any]) -> Run:
+    """Run forward and backward once; everything they gave, on the CPU."""
     model.zero_grad(set_to_none=True)
     with _watch_ids(model) as ids:
         out = model(**batch)

@@ -171,10 +171,14 @@ def _class_beside(config: Any) -> Any:
 def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options: Any) -> Any:
     """The config's model with new weights, in eval mode; on "meta" without any.
 
+    On "meta" no attention runs: eager takes the place of one that this machine may lack.
+
     Raises:
         UnsupportedOptionError: the config's values do not make a model.
     """
     cls = model_class(config)
+    if str(device) == "meta":
+        options = {"attn_implementation": "eager", **options}
     with explained(f"MODEL: cannot make {cls.__name__}"), torch.device(device):
         return cls._from_config(config, dtype=dtype, **options).eval()
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from moe_patch.cli import models
-from moe_patch.cli.compare import compare
+from moe_patch.cli.compare import Run, compare, run
 from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.errors import UnsupportedOptionError
+
+Made = TypeVar("Made")
 
 
 def add(subparsers: Any) -> None:
@@ -23,7 +26,8 @@ def add(subparsers: Any) -> None:
         description="Logits, loss, router logits and every gradient of a patched model against "
         "transformers' eager experts, on random token ids. A folder without weights gets random "
         "ones. Where both ways must meet the same experts, the unpatched model's choice is "
-        "replayed. Status 1 if a number is above its limit.",
+        "replayed. Attention is the model's own, or eager where that does not run here, which the "
+        "output says. Status 1 if a number is above its limit.",
     )
     models.add_model(parser)
     parser.add_argument("--random", action="store_true", help="random weights, load none")
@@ -50,13 +54,13 @@ def command(args: argparse.Namespace) -> int:
             models.shorten(config, args.layers)
         steps.step("making the model")
         random = args.random or not models.has_weights(args.model)
-        model = _make(args, config, models.DTYPES[name], device, random)
+        model, unbuilt = _make(args, config, models.DTYPES[name], device, random)
         with models.explained(f"MODEL: {type(model).__name__} does not run on hidden states"):
             # A refusal comes before any run of the whole model.
             unpatch_model(patch_model(model, backend=args.backend))
-        batch = _inputs(model, args)
         steps.step("unpatched, then patched")
-        checks, rows = compare(model, batch, name, args.backend, args.limit)
+        batch, reference, failed = _unpatched(model, args)
+        checks, rows = compare(model, batch, reference, name, args.backend, args.limit)
         steps.step("done")
     weights = "random" if random else "loaded"
     result = {
@@ -65,6 +69,8 @@ def command(args: argparse.Namespace) -> int:
         "weights": weights,
         "dtype": name,
         "device": str(device),
+        "attention": model.config._attn_implementation,
+        "attention_reason": unbuilt or failed,
         "passed": all(check.passed for check in checks),
         "checks": [{**asdict(check), "passed": check.passed} for check in checks],
         "blocks": [asdict(row) for row in rows],
@@ -78,18 +84,56 @@ def command(args: argparse.Namespace) -> int:
 
 def _make(
     args: argparse.Namespace, config: Any, dtype: torch.dtype, device: torch.device, random: bool
-) -> Any:
-    """The unpatched model on transformers' eager paths, weights loaded or random."""
-    options = {"attn_implementation": "eager"}
-    if not random:
-        model = models.load(args.model, config, dtype, device, **options)
-    else:
+) -> tuple[Any, str]:
+    """The unpatched model on transformers' eager experts, and why its attention is not its own."""
+
+    def make(**options: str) -> Any:
+        if not random:
+            return models.load(args.model, config, dtype, device, **options)
         torch.manual_seed(args.seed)
         model = models.build(config, dtype, "cpu", **options)
         models.stir(model, args.seed)
-        model = model.to(device)
+        return model.to(device)
+
+    own = config._attn_implementation  # None: transformers chooses one that it can make.
+    model, reason = _or_eager(own, make, lambda: make(attn_implementation="eager"))
     model.set_experts_implementation("eager")
-    return model
+    return model, reason
+
+
+def _or_eager(
+    own: str | None, make: Callable[[], Made], make_eager: Callable[[], Made]
+) -> tuple[Made, str]:
+    """The result on the model's own attention and "", or on eager attention and the reason.
+
+    Raises:
+        UnsupportedOptionError: the first one's, where neither runs or the model's own is eager.
+    """
+    try:
+        return make(), ""
+    except UnsupportedOptionError as error:
+        if own in (None, "eager"):
+            raise
+        try:
+            return make_eager(), f"the model's own, {own}, fails here: {error}"
+        except UnsupportedOptionError:
+            raise error from None
+
+
+def _unpatched(model: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Run, str]:
+    """Inputs that the model takes, what it gives for them, and why it runs on eager attention."""
+
+    def once() -> tuple[dict[str, Any], Run]:
+        batch = _inputs(model, args)
+        with models.explained(f"MODEL: {type(model).__name__} does not run forward and backward"):
+            return batch, run(model, batch)
+
+    def once_on_eager() -> tuple[dict[str, Any], Run]:
+        model.set_attn_implementation("eager")
+        return once()
+
+    (batch, reference), reason = _or_eager(model.config._attn_implementation, once, once_on_eager)
+    return batch, reference, reason
 
 
 def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -133,6 +177,8 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['dtype']} on {result['device']}, {len(blocks)} MoE blocks on "
         + ", ".join(backends)
     )
+    if result["attention_reason"]:
+        print(f"attention: {result['attention']}; {result['attention_reason']}")
     print_table(
         ("compared", "relative error", "limit", "", "worst"),
         [

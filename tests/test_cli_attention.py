@@ -1,0 +1,82 @@
+"""The attention that commands build and run models with: the model's own, where any runs at all."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from moe_patch.cli import bench, main, verify
+from moe_patch.warmup import warmup
+from tests import tiny_models
+from tests.cli_calls import answer, error_of, only_config
+
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function: the folder of a tiny model's config, and nothing but the config."""
+    return partial(only_config, tmp_path)
+
+
+def test_verify_runs_on_the_models_own_attention(capsys, folder):
+    """Latent attention with fewer key-value heads than heads does not run in eager mode at all."""
+    found = answer(capsys, "verify", folder("deepseek_v3", num_key_value_heads=2), *CPU)
+    assert found["passed"]
+    assert (found["attention"], found["attention_reason"]) == ("sdpa", "")
+    found = answer(capsys, "verify", folder("gpt_oss"), *CPU)
+    assert (found["attention"], found["attention_reason"]) == ("eager", "")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_verify_takes_eager_where_the_models_own_attention_fails_and_says_so(
+    capsys, folder, attention
+):
+    """The one cannot be built without its package, the other has no backward on a CPU."""
+    path = naming_attention(folder("qwen3_moe"), attention)
+    found = answer(capsys, "verify", path, *CPU)
+    assert found["passed"]
+    assert found["attention"] == "eager"
+    assert found["attention_reason"].startswith(f"the model's own, {attention}, fails here: MODEL:")
+    assert main(["verify", path, *CPU]) == 0
+    assert f"\nattention: eager; the model's own, {attention}, fails" in capsys.readouterr().out
+
+
+def test_verify_reports_the_first_error_where_eager_fails_too(capsys, folder, monkeypatch):
+    ran_on = []
+
+    def fail(model, batch):
+        ran_on.append(model.config._attn_implementation)
+        raise RuntimeError(f"failed on {ran_on[-1]}")
+
+    monkeypatch.setattr(verify, "run", fail)
+    said = error_of(capsys, "verify", folder("qwen3_moe"), *CPU)
+    assert "does not run forward and backward: failed on sdpa" in said
+    assert ran_on == ["sdpa", "eager"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "bench", "warmup"])
+def test_commands_that_run_no_attention_take_any(capsys, folder, monkeypatch, command):
+    monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
+    path = naming_attention(folder("qwen3_moe"), "flash_attention_2")
+    tokens = ["--tokens", "8"] if command == "bench" else []
+    assert answer(capsys, command, path, *CPU, *tokens)
+
+
+def naming_attention(path: str, attention: str) -> str:
+    """The folder, its config naming an attention implementation."""
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": attention}))
+    return path
+
+
+def test_warmup_of_a_config_takes_any_attention_and_leaves_the_config() -> None:
+    config = tiny_models.config("qwen3_moe")
+    config._attn_implementation = "flash_attention_2"
+    before = config.to_dict()
+    assert all(row.skipped for row in warmup(config, device="cpu"))
+    assert config._attn_implementation == "flash_attention_2"
+    assert config.to_dict() == before
