@@ -79,11 +79,13 @@ def handed_down(module: nn.Module) -> dict[str, Any]:
         UnsupportedOptionError: another thread's call is running.
     """
     record = module.__dict__.get(RECORD)
-    if record is None or record.factors is None:
+    if record is None or (factors := record.factors) is None:
         return {}
-    if not torch.compiler.is_compiling() and record.caller:
-        _refuse_second_thread(record, type(module).__name__)
-    return record.factors
+    if not torch.compiler.is_compiling():
+        me = threading.get_ident()
+        # Reading claims nothing, because only take_back releases a claim.
+        _refuse_second_thread(me, record.caller.get("thread", me), type(module).__name__)
+    return factors
 
 
 def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
@@ -101,7 +103,9 @@ def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[
         UnsupportedOptionError: another thread's call is running.
     """
     if not torch.compiler.is_compiling():
-        _refuse_second_thread(record, where)
+        me = threading.get_ident()
+        # A single atomic step: if two threads come at once, one is refused.
+        _refuse_second_thread(me, record.caller.setdefault("thread", me), where)
     previous = record.factors
     record.factors = {**(previous or {}), **factors}
     record.taken = ()
@@ -117,11 +121,8 @@ def take_back(record: ModulePatch, previous: dict[str, Any] | None) -> None:
             record.caller.clear()
 
 
-def _refuse_second_thread(record: ModulePatch, where: str) -> None:
-    """Make the call this thread's, or raise: one record cannot hold the factors of two calls."""
-    me = threading.get_ident()
-    # A single atomic step: of two threads that come at once, one is refused.
-    owner = record.caller.setdefault("thread", me)
+def _refuse_second_thread(me: int, owner: int, where: str) -> None:
+    """Raise unless the running call is this thread's: a record holds the factors of one call."""
     if owner == me:
         return
     names = {thread.ident: thread.name for thread in threading.enumerate()}

@@ -69,15 +69,13 @@ def test_threads_one_after_the_other():
     """A call that has ended, with an error or without, refuses nobody."""
     pair = adapted_pair("qwen3_moe", EXPERTS)
     expected = logits(pair.ours, pair.batch)
-    for fails in (True, False):
-        hook = expert_modules(pair.ours)[0].register_forward_pre_hook(lambda *_: 1 / 0)
-        if fails:
-            with pytest.raises(ZeroDivisionError):
-                pair.ours(**pair.batch)
-        hook.remove()
-        found = []
-        thread = threading.Thread(target=lambda into=found: into.append(logits(*pair[1:])))
-        thread.start()
-        thread.join()
-        assert_bits(found[0], expected)
-        assert_bits(logits(pair.ours, pair.batch), expected)
+    hook = expert_modules(pair.ours)[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pair.ours(**pair.batch)
+    hook.remove()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(logits(pair.ours, pair.batch)))
+    thread.start()
+    thread.join()
+    assert_bits(found[0], expected)
+    assert_bits(logits(pair.ours, pair.batch), expected)
