@@ -19,7 +19,7 @@ PACKAGE = Path(moe_patch.__file__).parent
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
     {"_version", "errors", "types"},
-    {"quant.nf4", "quant.fp8", "quant.mxfp4", "tensor_file"},
+    {"quant.nf4", "quant.fp8", "quant.mxfp4", "model_files", "tensor_file"},
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
     {"backend", "definition", "routing"},

@@ -18,7 +18,9 @@ from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families.spec import read
+from moe_patch.report import BlockReport
 
+HF = "transformers"
 # Kept per row beside h: row_of_N and slot_of_TK of the plan, int32 each.
 PLAN_BYTES = 8
 
@@ -39,7 +41,7 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Print the blocks; status 1 if one is refused."""
-    from moe_patch.quant.memory import stored_method
+    from moe_patch.quant.stored import stored
 
     device = models.device_of(args)
     with progress(2, "reading the config") as steps:
@@ -47,14 +49,20 @@ def command(args: argparse.Namespace) -> int:
         dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
         steps.step("building on the meta device")
         found = examine(models.build(config, dtype, "meta"), device, args.backend)
+    quantised = stored(config)
     result = {
         "model": args.model,
         "model_type": config.model_type,
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
-        "quantised_with": stored_method(config),
+        "quantised_with": None if quantised is None else quantised.method,
+        "quantisation": None if quantised is None else quantised.said,
         **found,
     }
+    if quantised is not None:
+        result["weight_bytes"] = None  # which weights a method packs is not in every config
+        if not quantised.is_read:
+            result.update(_unreadable(found, quantised.method))
     if args.json:
         print_json(result)
     else:
@@ -85,8 +93,8 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say of refused blocks is in the rows
         patch_model(model, PatchConfig(strict=False, backend=backend))
-    sizes = {found.path: _sizes(found) for found in discover(model)}
-    rows = [{**asdict(row), **sizes.get(row.path, {})} for row in patch_report(model, device)]
+    blocks = {found.path: found for found in discover(model)}
+    rows = [_row(row, blocks.get(row.path)) for row in patch_report(model, device)]
     parameters = dict(model.named_parameters())
     experts = [p for found in discover(model) for _, m in found.experts for p in m.parameters()]
     saved = [row["saved_bytes_per_token"] for row in rows if row.get("saved_bytes_per_token")]
@@ -120,7 +128,7 @@ def _sizes(found: FoundBlock) -> dict[str, Any]:
     if layout.is_transposed:
         H, D = D, H
     sizes = {"experts": E, "hidden": D, "width": H // 2 if layout.has_gate else H}
-    top_k = _top_k(found)
+    top_k = _param(found, "top_k")
     if top_k is None or spec.experts_forward is not None or read_glu(experts, spec) is None:
         return sizes  # other code than the operator keeps what it likes
     plan = top_k * PLAN_BYTES + top_k * weight.itemsize  # and the routing weights
@@ -132,20 +140,73 @@ def _sizes(found: FoundBlock) -> dict[str, Any]:
     }
 
 
-def _top_k(found: FoundBlock) -> int | None:
+def _param(found: FoundBlock, name: str) -> int | None:
+    """A number that a router of the block reads from its config."""
     for _, router in found.routers:
-        source = found.spec_of(router).params.get("top_k")
+        source = found.spec_of(router).params.get(name)
         if source is not None and read(router, source) is not None:
             return int(read(router, source))
     return None
 
 
+def _row(row: BlockReport, found: FoundBlock | None) -> dict[str, Any]:
+    """The report's row with the block's sizes; refused where the config's numbers cannot be routed.
+
+    patch_model compares nothing on the meta device, so such numbers would pass there.
+    """
+    sizes = {} if found is None else _sizes(found)
+    whole = {**asdict(row), **sizes}
+    if found is None or row.tier == "refused" or "experts" not in sizes:
+        return whole
+    reason = _unroutable(found, sizes["experts"])
+    return whole if reason is None else _refused(whole, f"by config.json {reason}")
+
+
+def _unroutable(found: FoundBlock, experts: int) -> str | None:
+    """Why no router of transformers can choose by the config's numbers; None: it can."""
+    top_k, groups, best = (_param(found, name) for name in ("top_k", "groups", "top_groups"))
+    if top_k is not None and not 0 < top_k <= experts:
+        return f"a token goes to {top_k} of {experts} experts; accepted: 1 to {experts}"
+    if groups is not None and (groups < 1 or experts % groups):
+        return f"{experts} experts are in {groups} groups; accepted: a divisor of {experts}"
+    if groups is not None and best is not None and not 0 < best <= groups:
+        return f"a token goes to {best} of {groups} groups; accepted: 1 to {groups}"
+    return None
+
+
+def _refused(row: dict[str, Any], reason: str) -> dict[str, Any]:
+    """The row of a block that the patch leaves alone; sizes stay, bytes are not known."""
+    theirs = dict.fromkeys(("router", "router_backend", "experts_backend", "shared"), HF)
+    kept = {key: value for key, value in row.items() if not key.startswith("saved_")}
+    return {**kept, **theirs, "tier": "refused", "self_check": "", "reason": reason}
+
+
+def _unreadable(found: dict[str, Any], method: str) -> dict[str, Any]:
+    """The entries that change where the experts are packed in a way that is not read."""
+    reason = f"quantised with {method}, which moe_patch does not read"
+    return {
+        "expert_bytes": None,
+        "expert_bytes_quantised": {},
+        "not_quantised": {},
+        "saved_bytes_per_token": 0,
+        "saved_with_recompute": 0,
+        "blocks": [
+            row if row["tier"] == "refused" else _refused(row, reason) for row in found["blocks"]
+        ],
+    }
+
+
 def _print(result: dict[str, Any]) -> None:
     share = result["expert_parameters"] / max(result["parameters"], 1)
+    size = "stored size unknown"
+    if result["weight_bytes"] is not None:
+        size = f"{bytes_text(result['weight_bytes'])} in {result['dtype']}"
     print(
         f"{result['model']}: {result['model_type']}, {result['parameters']:,} parameters "
-        f"({share:.0%} in experts), {bytes_text(result['weight_bytes'])} in {result['dtype']}"
+        f"({share:.0%} in experts), {size}"
     )
+    if result["quantisation"] is not None:
+        print(f"quantised with {result['quantised_with']}: {result['quantisation']}")
     for storage, count in result["expert_bytes_quantised"].items():
         stored = storage == result["quantised_with"]
         how = "as stored, load_quantized" if stored else "quantize_experts"

@@ -17,6 +17,7 @@ from moe_patch.cli.output import quiet_libraries
 from moe_patch.discover import discover
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families.spec import read
+from moe_patch.model_files import refuse_other_kind
 
 DTYPES = {
     "float32": torch.float32,
@@ -83,10 +84,11 @@ def load_config(name: str) -> Any:
     """The config of a hub id or folder; no weights are touched and no code of a repository runs.
 
     Raises:
-        UnsupportedOptionError: no config can be had under that name.
+        UnsupportedOptionError: no config can be had under that name, or it is of another kind.
     """
     from transformers import AutoConfig
 
+    refuse_other_kind(name, "MODEL")
     with explained(
         f"MODEL {name!r} is no folder with a config.json that transformers knows, and no hub id "
         "that can be reached"
@@ -189,7 +191,11 @@ def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **opt
 
     Raises:
         UnsupportedOptionError: the weights cannot be loaded, or are not those of the config.
+        UnsupportedModelError: they are quantised in a way that transformers does not know.
     """
+    from moe_patch.quant.stored import refuse_unknown
+
+    refuse_unknown(config, f"MODEL {name!r}")
     cls = model_class(config)
     with explained(f"MODEL: cannot load {name!r}"):
         # Mismatches are asked for: transformers' own error points at a report that is not shown.

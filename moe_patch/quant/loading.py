@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.quant import memory, mxfp4_checkpoint, state
 from moe_patch.quant.packed import READABLE, check_packable, pack
+from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.quant.tensor import QuantTensor, parameter
 
@@ -57,7 +58,7 @@ def load_quantized(
     Raises:
         UnsupportedOptionError: unknown storage, or an option that this function sets itself.
         UnsupportedModelError: as :func:`quantize_experts`; or a checkpoint that is quantised in
-            another way.
+            another way, or in one that transformers does not know.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,7 +68,8 @@ def load_quantized(
     if config is None:
         hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
         config = AutoConfig.from_pretrained(path, **hub)
-    stored = memory.stored_method(config)
+    refuse_unknown(config, path)
+    stored = stored_method(config)
     _check_stored(path, stored, storage)
     if stored == "fp8":
         model = load(path, device_map=str(device), **options)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from moe_patch.quant import fp8, mxfp4, nf4
 from moe_patch.quant.packed import READABLE, STORAGES
+from moe_patch.quant.stored import stored_method
 from moe_patch.quant.surgery import expert_projections
 from moe_patch.quant.tensor import QuantTensor
 
@@ -45,15 +45,6 @@ def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
         return values + 4 * E * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
     scales = values // nf4.BLOCK
     return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
-
-
-def stored_method(config: Any) -> str | None:
-    """How the checkpoint that a config of transformers is of is quantised; None: it is not."""
-    if not hasattr(config, "quantization_config"):
-        return None
-    found = config.quantization_config
-    method = found["quant_method"] if isinstance(found, dict) else found.quant_method
-    return method.value if isinstance(method, Enum) else method
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:

@@ -23,7 +23,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.model_files import refuse_other_kind
 from moe_patch.quant.loading import load_quantized
+from moe_patch.quant.stored import refuse_unknown
 from moe_patch.quant.surgery import quantize_experts
 from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
@@ -76,8 +78,11 @@ def check_options(config: TrainConfig) -> None:
     """Check what is passed on to other libraries, without building anything.
 
     Raises:
-        UnsupportedOptionError: an unknown key or a wrong type, by name.
+        UnsupportedOptionError: an unknown key, a wrong type, or a model's path that holds something
+            else, by name.
     """
+    if config.model.path is not None:
+        refuse_other_kind(config.model.path, "model:")
     PatchConfig.parse(config.moe_patch)
     twice = set(TOP_LEVEL) & set(config.training)
     if twice:
@@ -160,7 +165,8 @@ def build_base(
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
-        UnsupportedModelError: its experts cannot be stored so.
+        UnsupportedModelError: its experts cannot be stored so, or are stored in a way that
+            transformers does not know.
     """
     set_seed(seed)
     kwargs: dict[str, Any] = {"dtype": "auto" if model.dtype == "auto" else _dtype(model.dtype)}
@@ -173,7 +179,7 @@ def build_base(
         if model.path is not None and storage is not None:
             base = load_quantized(model.path, storage, device=device, **kwargs)
         elif model.path is not None:
-            base = AutoModelForCausalLM.from_pretrained(model.path, **kwargs)
+            base = _load(model.path, kwargs)
         else:
             end = tokenizer.eos_token_id
             defaults = {"vocab_size": len(tokenizer), "eos_token_id": end, "bos_token_id": None}
@@ -192,6 +198,19 @@ def build_base(
             f"model: its vocabulary of {rows} is smaller than the tokenizer's of {len(tokenizer)}"
         )
     return base.train()
+
+
+def _load(path: str, options: dict[str, Any]) -> Any:
+    """A checkpoint's model, refused where its files leave a weight at random values."""
+    hub = {"trust_remote_code": options["trust_remote_code"]}
+    refuse_unknown(AutoConfig.from_pretrained(path, **hub), f"model: {path!r}")
+    base, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedOptionError(
+            f"model: {path!r}: {len(missing)} weights are not in its files and would be random, "
+            f"{missing[0]} first; accepted: a whole checkpoint of {type(base).__name__}"
+        )
+    return base
 
 
 def _dtype(name: str) -> torch.dtype:
