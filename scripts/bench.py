@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(1, str(ROOT))
 
 import torch  # noqa: E402
-from bench_lib import blocks, charts, child, rows, runner, table, warmup  # noqa: E402
+from bench_lib import blocks, charts, child, clocks, rows, runner, table, warmup  # noqa: E402
 from bench_lib.measure import Settings  # noqa: E402
 from bench_lib.ops import OPS  # noqa: E402
 from bench_lib.presets import PRESETS  # noqa: E402
@@ -63,6 +64,10 @@ def _add_common(sub: argparse.ArgumentParser) -> None:
         help="first compile everything in N processes at once; nothing is timed meanwhile",
     )  # fmt: skip
     sub.add_argument("--warm-limit", type=float, default=240.0, metavar="S", help="and no longer")
+    sub.add_argument(
+        "--plain", action="store_true", help="time ours in a plain process too: field plain_ms"
+    )
+    sub.add_argument("--runs", type=int, default=1, metavar="N", help="repeat all, as N runs")
     sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
     sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
     add_json(sub)
@@ -119,25 +124,6 @@ def _commit(given: str | None) -> str:
     return commit
 
 
-def _describe(row: Row) -> str:
-    where = f"{row['impl']:24} {row['shape']} T={row['T']} {row['dtype']} {row['pass']}"
-    where += "" if row["R"] is None else f" R={row['R']}"
-    if "skipped" in row:
-        return f"{where}: skipped, {row['skipped']}"
-    parts = [f"{row['median_ms']:.4g} ms"]
-    for name, unit in (
-        ("tflops", "TFLOP/s"),
-        ("moe_ms", "ms in MoE"),
-        ("tokens_per_s", "tokens/s"),
-    ):
-        if row.get(name) is not None:
-            value = row[name]
-            parts.append(f"{value:.1f} {unit}" if value >= 10 else f"{value:.2g} {unit}")
-    if row["rel_err"] is not None:
-        parts.append(f"rel_err {row['rel_err']:.1e}")
-    return f"{where}: {', '.join(parts)}"
-
-
 def _device(args: argparse.Namespace) -> str:
     if args.dry_run:
         return "cpu"
@@ -162,43 +148,58 @@ def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
         budget_s=args.budget,
         settings=settings,
         left_out=vars(part).get("left_out", {}),
+        plain=args.plain,
     )
 
 
 def _run(
     args: argparse.Namespace, plans: list[runner.Plan], out: dict[str, Path], total_s: float | None
 ) -> None:
-    """Warm up, measure, append every row as it comes to its op's file.
+    """Warm up, then measure as often as wanted, each time as a run of its own.
 
     Raises:
         RowError: the commit is unknown or a row is not valid.
         Timeout: the time was over before the grid was.
     """
-    started = time.monotonic()
+    started, device = time.monotonic(), plans[0].device
     deadline = None if total_s is None else started + total_s
-    run, date = rows.new_run()
-    where = {"run": run, "date": date, "commit": _commit(args.commit)}
-    where |= rows.machine(plans[0].device)
+    where = {"commit": _commit(args.commit), **rows.machine(device)}
     if args.warm_jobs:
-        for line in warmup.warm_up(run, plans, args.warm_jobs, args.warm_limit):
+        for line in warmup.warm_up("warm", plans, args.warm_jobs, args.warm_limit):
             print(line, file=sys.stderr, flush=True)
-    found: list[Row] = []
     if vars(args).get("warm_only"):
         return
+    runs, found = [], []
     try:
-        for row in runner.execute(plans, where, deadline):
-            print(
-                f"{time.monotonic() - started:4.0f} s  {_describe(row)}",
-                file=sys.stderr,
-                flush=True,
-            )
-            found.append(row)
-            if row["op"] in out:
-                rows.append_rows(out[row["op"]], [row])
+        with tempfile.TemporaryDirectory(prefix="bench-clocks-") as folder:
+            log = Path(folder) / "log"
+            logged = [_logging(plan, log) for plan in plans]
+            with clocks.sampler(rows.card_uuid(device), log):
+                for _ in range(args.runs):
+                    run, date = rows.new_run()
+                    runs.append(run)
+                    named = {"run": run, "date": date, **where}
+                    for row in runner.execute(logged, named, deadline):
+                        _take(row, out, started)
+                        found.append(row)
     finally:
         files = [str(path) for path in dict.fromkeys(out.values())]
         where_to = f"rows in {', '.join(files)}" if files else "nothing written (dry run)"
-        _tell(args, f"run {run}: {where_to}", run=run, rows=found, files=files)
+        text = f"run {', '.join(runs)}: {where_to}"
+        _tell(args, text, run=runs[-1] if runs else None, runs=runs, rows=found, files=files)
+
+
+def _logging(plan: runner.Plan, log: Path) -> runner.Plan:
+    """The plan with clocks and power read from a file."""
+    settings = dataclasses.replace(plan.settings, clocks=str(log))
+    return dataclasses.replace(plan, settings=settings)
+
+
+def _take(row: Row, out: dict[str, Path], started: float) -> None:
+    line = f"{time.monotonic() - started:4.0f} s  {table.describe(row)}"
+    print(line, file=sys.stderr, flush=True)
+    if row["op"] in out:
+        rows.append_rows(out[row["op"]], [row])
 
 
 def bench(args: argparse.Namespace) -> None:

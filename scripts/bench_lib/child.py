@@ -122,8 +122,10 @@ def perform(op: Op, task: Task, cache: Cache, settings: measure.Settings) -> dic
     try:
         if op.measure is not None:
             return op.measure(impl, task.point, cache.device, settings)
-        inputs, expected = cache.load(task.point)
+        inputs, expected = cache.load(task.point, with_reference=not settings.plain)
         program = cache.program(impl, task.point)
+        if settings.plain:
+            return measure.measure_plain(op, task.point, program, inputs)
         known = cache.repeats or None
         found = measure.measure(op, impl, task.point, program, inputs, expected, settings, known)
         cache.repeats = found["bitwise"] if task.point.backward else None

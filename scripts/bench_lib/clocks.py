@@ -87,10 +87,14 @@ class Card:
         }
 
 
-def read_samples(path: Path, since: float, until: float) -> list[dict[str, Any]]:
-    """The samples of an interval of ``time.monotonic()``."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    samples = [json.loads(line) for line in lines if line.endswith("\n")]
+def read_samples(path: Path, since: float, until: float, skip: int = 0) -> list[dict[str, Any]]:
+    """The samples of an interval of ``time.monotonic()``, none of them in the first bytes."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(skip)
+        lines = file.read().splitlines(keepends=True)
+    samples = [json.loads(line) for line in lines if line.endswith(b"\n")]
     return [sample for sample in samples if since <= sample["at"] <= until]
 
 
@@ -126,6 +130,21 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "temperature_c": max(warmth) if warmth else None,
         "throttle": (",".join(seen) or "none") if reasons else None,
     }
+
+
+@contextlib.contextmanager
+def watched(log: str | None) -> Iterator[dict[str, Any]]:
+    """The fields of a row for what the block does; they are there once it has ended.
+
+    Args:
+        log: the file that a :func:`sampler` writes, or None.
+    """
+    seen, since = dict(UNKNOWN), time.monotonic()
+    path = None if log is None else Path(log)
+    skip = path.stat().st_size if path is not None and path.exists() else 0
+    yield seen
+    if path is not None:
+        seen |= summary(read_samples(path, since, time.monotonic(), skip))
 
 
 @contextlib.contextmanager

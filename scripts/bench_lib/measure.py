@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_lib import timers
+from bench_lib import clocks, timers
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program
 
@@ -21,11 +21,15 @@ class Settings:
         repeats: passes in the bitwise check of our own implementations.
         peer_repeats: the same for everyone else.
         rep_ms: how long each timing measures; at least :data:`timers.MIN_SAMPLES` calls.
+        clocks: the file of clocks and power that is read after each timing, or None.
+        plain: time by :func:`timers.plain_ms`, and check nothing.
     """
 
     repeats: int = 40
     peer_repeats: int = 3
     rep_ms: float = 200.0
+    clocks: str | None = None
+    plain: bool = False
 
 
 class WrongResultError(RuntimeError):
@@ -119,8 +123,18 @@ def measure(
         found["saved_bytes"] = timers.saved_bytes(program.forward, known, device)
     before = op.input_bytes(point)
     found["host_us"], found["peak_bytes"] = timers.host_us_and_peak(call, before, device)
-    found["median_ms"] = timers.median_ms(call, op.timer, device, settings.rep_ms)
-    return found
+    with clocks.watched(settings.clocks) as seen:
+        found["median_ms"] = timers.median_ms(call, op.timer, device, settings.rep_ms)
+    return found | seen
+
+
+def measure_plain(op: Op, point: Point, program: Program, inputs: Any) -> dict[str, Any]:
+    """The time that a process finds which does nothing but these calls."""
+    return {
+        "median_ms": timers.plain_ms(
+            lambda: run_pass(op, point, program, inputs.dout_TD), inputs.x_TD.device
+        )
+    }
 
 
 class Bounds:

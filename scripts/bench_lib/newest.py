@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench_lib.ops import OPS
-from bench_lib.rows import Row, read_rows
+from bench_lib.rows import OURS, Row, read_rows
 from bench_lib.spec import Op
 
-OURS = "moe_patch"
 # The tokens at which every op and peer is measured.
 SHOWN_TOKENS = 16384
 

@@ -29,6 +29,7 @@ class Segment:
 
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
+_ROUTING = ("moe_patch", "torch", "torch_compile")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
 # Its rows are segments of their own.
 _SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
@@ -43,6 +44,13 @@ PRESETS = {
             "lora", "lora", _LORA, ("qwen3_30b",), (16384,), ranks=(16,), left_out=_SLOW_TO_TUNE
         ),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 8, 64)),
+    ),
+    # What README and the tables show at T = 16384: short enough to run several times on a machine.
+    "repeat": (
+        Segment("experts", "experts", _EXPERTS, (*_SMALL, *_LARGE), (16384,), ("fwd+bwd",)),
+        Segment("lora", "lora", _LORA[:3], _SMALL, (16384,), ("fwd+bwd",), (16,)),
+        Segment("routing", "routing", _ROUTING, tokens=(32768,)),
+        Segment("model", "model", shapes=_CHECKPOINTED),
     ),
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
@@ -66,11 +74,10 @@ PRESETS = {
         Segment("model", "model", shapes=_CHECKPOINTED),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 4, 16, 64)),
         Segment("signals", "signals", passes=("fwd+bwd",)),
-        Segment("routing", "routing", ("moe_patch", "torch"), tokens=(32768,)),
+        Segment("routing", "routing", _ROUTING, tokens=(32768,)),
         Segment("product_key", "product_key", tokens=(32768,)),
         Segment("plan", "plan"),
         Segment("quantised", "quantised"),
-        Segment("routing_compiled", "routing", ("torch_compile",), tokens=(32768,)),
         Segment("model_plain", "model", shapes=_PLAIN),
         Segment("experts_long", "experts", _EXPERTS[:2], _LARGE, (32768,)),
         Segment("variants", "experts", _VARIANTS, ("qwen3_30b",), (16384,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 Row = dict[str, Any]
+OURS = "moe_patch"
 
 OPS = (
     "routing", "product_key", "plan", "experts", "lora", "decode", "model", "quantised", "signals",
@@ -42,6 +44,10 @@ _NUMBER_OR_NULL = (
     "median_ms", "host_us", "tflops", "ceiling_tflops", "floor_ms", "saved_bytes", "peak_bytes",
     "rel_err",
 )  # fmt: skip
+# Rows of before 2026-11-30 have none of these.
+_LOGGED_TEXT = ("machine", "throttle")
+_LOGGED_NUMBER = ("sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c", "plain_ms")
+LOGGED = (*_LOGGED_TEXT, *_LOGGED_NUMBER)
 FIELDS = (*_TEXT, *_VERSION_OR_NULL, *_SIZE_OR_NULL, "T", *_NUMBER_OR_NULL, "bitwise")
 MODEL_FIELDS = ("moe_ms", "tokens_per_s")
 KEY = ("run", "impl", "shape", "T", "pass", "dtype", "R")
@@ -65,9 +71,13 @@ def _type_faults(row: Row) -> Iterable[str]:
     for name in (*_SIZE_OR_NULL, "T"):
         if (row[name] is None and name == "T") or not isinstance(row[name], int | None):
             yield f"{name} is {row[name]!r}, not an integer"
-    for name in (*_NUMBER_OR_NULL, *(n for n in MODEL_FIELDS if n in row)):
+    for name in (*_NUMBER_OR_NULL, *(n for n in (*MODEL_FIELDS, *_LOGGED_NUMBER) if n in row)):
         if row[name] is not None and (not _is_number(row[name]) or row[name] < 0):
             yield f"{name} is {row[name]!r}, neither a finite number >= 0 nor null"
+    if row.get("machine", "old") == "" or not isinstance(row.get("machine", ""), str):
+        yield f"machine is {row['machine']!r}, not a text"
+    if not isinstance(row.get("throttle"), str | None):
+        yield f"throttle is {row['throttle']!r}, neither a text nor null"
     if not isinstance(row["bitwise"], bool | None):
         yield f"bitwise is {row['bitwise']!r}, not true, false or null"
 
@@ -110,6 +120,8 @@ def check_row(row: Row) -> Row:
         RowError: names every field that is missing, unknown or wrong.
     """
     expected = {*FIELDS, *(MODEL_FIELDS if row.get("op") == "model" else ())}
+    # All of what newer rows log, or nothing.
+    expected |= {*LOGGED} if row.keys() & {*LOGGED} else set()
     faults = [f"{name} is missing" for name in sorted(expected - row.keys())]
     faults += [f"{name} is unknown" for name in sorted(row.keys() - expected - {"skipped"})]
     if not faults:
@@ -171,6 +183,17 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def card_uuid(device: str) -> str | None:
+    """The name by which the driver knows the card; None on a CPU."""
+    if device != "cuda":
+        return None
+    return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+
+
+def _hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 def machine(device: str) -> Row:
     """Where a run took place; a CPU's "card" says how many threads it used."""
     if device == "cuda":
@@ -179,6 +202,7 @@ def machine(device: str) -> Row:
         card = f"CPU: {_cpu_name()}, {torch.get_num_threads()} threads"
     return {
         "card": card,
+        "machine": f"{_hashed(card_uuid(device) or 'cpu')}-{_hashed(platform.node())}",
         "torch": torch.__version__,
         "triton": _version("triton"),
         "transformers": _version("transformers"),

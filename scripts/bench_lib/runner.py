@@ -16,10 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_lib import clocks
 from bench_lib.child import BOUNDS, Task
 from bench_lib.measure import Settings
 from bench_lib.process import LOST, Child, Timeout
-from bench_lib.rows import Row, check_row
+from bench_lib.rows import OURS, Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
 
@@ -41,6 +42,7 @@ class Plan:
         budget_s: seconds an implementation may take for one point, its compilation included.
         settings: how thorough.
         left_out: implementations whose rows only say why they were not run.
+        plain: time ours in a plain process too, for the field ``plain_ms``.
     """
 
     op: Op
@@ -51,6 +53,7 @@ class Plan:
     budget_s: float
     settings: Settings
     left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    plain: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +105,7 @@ def known_obstacle(plan: Plan, impl: Impl) -> str | None:
 def groups(plan: Plan) -> Iterator[Group]:
     """First all that is not a peer (with the bounds), then one group per peer.
 
+    What a plain process does comes before: its times belong into the rows of the next group.
     Both passes of an implementation at a size come one after the other, since they share what they
     are built from.
     """
@@ -112,11 +116,24 @@ def groups(plan: Plan) -> Iterator[Group]:
         points = [p for p in plan.points if dataclasses.replace(p, passes="") == size]
         shared += [Task(BOUNDS, point) for point in points]
         shared += [Task(i.name, point) for i in home for point in points if i.covers(point)]
+    yield from plain_group(plan)
     yield Group(plan, None, tuple(shared))
     for impl in runnable:
         tasks = tuple(Task(impl.name, point) for point in plan.points if impl.covers(point))
         if impl.peer and tasks:
             yield Group(plan, impl, tasks)
+
+
+def plain_group(plan: Plan) -> Iterator[Group]:
+    """A process that times ours and does nothing else, where that is wanted and makes sense.
+
+    Small ops are timed as graphs: between events they would show what a launch costs.
+    """
+    ours = [impl for impl in plan.impls if impl.name == OURS]
+    if plan.plain and ours and plan.op.timer == "do_bench" and plan.op.measure is None:
+        settings = dataclasses.replace(plan.settings, plain=True)
+        tasks = tuple(Task(OURS, point) for point in plan.points if ours[0].covers(point))
+        yield Group(dataclasses.replace(plan, settings=settings), None, tasks)
 
 
 def all_groups(plans: Sequence[Plan]) -> list[Group]:
@@ -164,7 +181,15 @@ def run_group(
         yield task, {"skipped": "not tried: it hung or crashed at an earlier point"}
 
 
-def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, bounds: dict) -> Row:
+def make_row(
+    plan: Plan,
+    where: Row,
+    impl: Impl,
+    point: Point,
+    found: dict,
+    bounds: dict,
+    plain_ms: float | None = None,
+) -> Row:
     """One checked row from what was found for an implementation and for the point's bounds."""
     s, work = point.sizes, plan.op.work(point)
     skipped = found.get("skipped")
@@ -181,7 +206,8 @@ def make_row(plan: Plan, where: Row, impl: Impl, point: Point, found: dict, boun
         "tflops": rate(found.get("median_ms")), "ceiling_tflops": rate(ceiling_ms),
         "floor_ms": bounds.get("floor_ms"), "saved_bytes": found.get("saved_bytes"),
         "peak_bytes": found.get("peak_bytes"), "rel_err": found.get("rel_err"),
-        "bitwise": found.get("bitwise"),
+        "bitwise": found.get("bitwise"), "plain_ms": plain_ms,
+        **{name: found.get(name) for name in clocks.FIELDS},
     }  # fmt: skip
     if plan.op.name == "model":
         row |= {"moe_ms": found.get("moe_ms"), "tokens_per_s": found.get("tokens_per_s")}
@@ -208,6 +234,7 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
     bounds: dict[tuple[str, Point], dict[str, Any]] = {}
     left: list[str] = []
     measured: set[tuple[str, Task]] = set()
+    plain: dict[tuple[str, Task], float | None] = {}
     try:
         for index, group in enumerate(todo):
             if not ready:
@@ -216,12 +243,16 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
                     child.wait_for_imports(deadline)
             op = group.plan.op
             for task, found in run_group(run, group, ready.pop(0), deadline):
+                at = op.name, task
+                if group.plan.settings.plain:
+                    plain[at] = found.get("median_ms")
+                    continue
                 if task.impl == BOUNDS:
                     bounds[op.name, task.point] = found
                     continue
-                measured.add((op.name, task))
-                known = bounds.get((op.name, task.point), {})
-                yield make_row(group.plan, where, op.impl(task.impl), task.point, found, known)
+                measured.add(at)
+                known, impl = bounds.get((op.name, task.point), {}), op.impl(task.impl)
+                yield make_row(group.plan, where, impl, task.point, found, known, plain.get(at))
             if deadline is not None and time.monotonic() > deadline:
                 left = [g.peer.name if g.peer else g.plan.op.name for g in todo[index:]]
                 break

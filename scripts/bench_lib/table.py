@@ -108,3 +108,27 @@ def markdown(rows: Sequence[Row], over: str | None = None, show: str = "time") -
     skipped = {(r["impl"], r["skipped"]): None for r in rows if "skipped" in r}
     lines += ["", *(f"- skipped {impl}: {reason}" for impl, reason in skipped)] if skipped else []
     return "\n".join(lines)
+
+
+def describe(row: Row) -> str:
+    """One line for whoever watches a run."""
+    where = f"{row['impl']:24} {row['shape']} T={row['T']} {row['dtype']} {row['pass']}"
+    where += "" if row["R"] is None else f" R={row['R']}"
+    if "skipped" in row:
+        return f"{where}: skipped, {row['skipped']}"
+    parts = [f"{row['median_ms']:.4g} ms"]
+    for name, unit in (
+        ("tflops", "TFLOP/s"),
+        ("moe_ms", "ms in MoE"),
+        ("tokens_per_s", "tokens/s"),
+    ):
+        if row.get(name) is not None:
+            value = row[name]
+            parts.append(f"{value:.1f} {unit}" if value >= 10 else f"{value:.2g} {unit}")
+    if row["plain_ms"] is not None:
+        parts.append(f"{row['median_ms'] / row['plain_ms'] - 1:+.1%} beside a plain process")
+    if row["sm_mhz"] is not None:
+        parts.append(f"{row['sm_mhz']} (least {row['sm_mhz_min']}) MHz, {row['power_w']} W")
+    if row["rel_err"] is not None:
+        parts.append(f"rel_err {row['rel_err']:.1e}")
+    return f"{where}: {', '.join(parts)}"

@@ -27,6 +27,9 @@ MAX_GRAPH_MS = 20.0
 # Everything runs for so long before it is timed, at the clock that it keeps in training: else what
 # takes long would be timed at a lower clock than what is short, such as the ceiling's products.
 SETTLE_MS = 250.0
+PLAIN_WARMUP = 10
+PLAIN_CALLS = 20
+PLAIN_FLUSH_BYTES = 64 << 20
 
 
 def _cpu_median_ms(run: Run, rep_ms: float) -> float:
@@ -74,6 +77,29 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
         rep_ms = max(rep_ms, MIN_SAMPLES * one_ms)
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
     raise ValueError(f"timer is {timer!r}; accepted: do_bench, cudagraph")
+
+
+def plain_ms(run: Run, device: torch.device) -> float:
+    """Median time of twenty calls by the shortest loop that is right, to hold :func:`median_ms` to.
+
+    Ten calls go before. On CUDA each lies between two events, and a buffer a little larger than the
+    L2 is written before it.
+    """
+    for _ in range(PLAIN_WARMUP):
+        run()
+    if device.type == "cpu":
+        return _cpu_median_ms(run, 0.0)
+    flush = torch.empty(PLAIN_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    pairs = []
+    for _ in range(PLAIN_CALLS):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize(device)
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
 def host_us_and_peak(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench_lib import clocks
 from bench_lib.measure import Settings, WrongResultError
 from bench_lib.moe_layer import relative_error
 from bench_lib.shapes import SHAPES, Point
@@ -84,7 +85,8 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    steps = _train(impl, point, device)
+    with clocks.watched(settings.clocks) as seen:
+        steps = _train(impl, point, device)
     error = None
     if impl.name != PATCHED:
         _STATE.first[point.shape] = steps.first
@@ -92,7 +94,7 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
         error = _distance(steps.first, _STATE.first[point.shape])
         if not error <= LIMITS[point.dtype]:
             raise WrongResultError(f"the first step differs by {error:.2e}")
-    return {**steps.fields(point.T), "rel_err": error}
+    return {**steps.fields(point.T), "rel_err": error, **seen}
 
 
 def warm(impl: Impl, point: Point, device: torch.device) -> None:

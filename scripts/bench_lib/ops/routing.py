@@ -55,6 +55,9 @@ def build_triton(inputs: RotatingInputs, point: Point) -> Program:
 def build_torch(inputs: RotatingInputs, point: Point, *, compiled: bool = False) -> Program:
     """The definition, eager or under torch.compile."""
     spec, bias_E = spec_of(point), _bias(inputs, point)
+    if compiled:
+        # Beyond a few sizes torch.compile would run the definition as it is, and say nothing.
+        torch.compiler.reset()
     run = torch.compile(route, dynamic=False) if compiled else route
     return inputs.program(lambda leaf: run(leaf["logits"], spec, bias_E).weights_TK)
 
