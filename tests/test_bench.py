@@ -10,7 +10,7 @@ from bench_lib import child, rows, runner
 from bench_lib.ops import OPS
 
 from tests import bench_cases
-from tests.bench_cases import COMMIT, FIELDS, MODEL_FIELDS, ROOT, dry_run
+from tests.bench_cases import COMMIT, FIELDS, LOGGED, MODEL_FIELDS, ROOT, dry_run
 
 pytestmark = bench_cases.NEEDS_GROUPED_MM
 
@@ -59,7 +59,8 @@ def dry_rows(tmp_path_factory):
 @pytest.mark.parametrize("op", REQUIRED)
 def test_dry_run_rows_hold_every_field(dry_rows, op):
     for row in dry_rows[op]:
-        assert set(row) - {"skipped"} == FIELDS | (MODEL_FIELDS if op == "model" else set())
+        more = MODEL_FIELDS if op == "model" else set()
+        assert set(row) - {"skipped"} == FIELDS | LOGGED | more
         assert rows.check_row(row) is row
         assert row["op"] == op
         assert row["commit"] == COMMIT
@@ -143,6 +144,20 @@ def test_one_command_makes_tables_and_charts(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(bench.charts.importlib.util, "find_spec", lambda name: None)
     assert bench.main(["docs"]) == 2
     assert "pip install 'moe-patch[plots]'" in capsys.readouterr().err
+
+
+def test_each_repeat_is_a_run_and_holds_a_plain_time(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "Child", HereChild)
+    out = tmp_path / "experts.jsonl"
+    impls = ("--impls", "moe_patch", "torch_grouped_mm_early", "--passes", "fwd")
+    assert dry_run("experts", out, "--plain", "--runs", "2", "--json", *impls) == 0
+    said, found = json.loads(capsys.readouterr().out), rows.read_rows(out)
+    assert [row["run"] for row in found] == [run for run in said["runs"] for _ in range(2)]
+    assert len(set(said["runs"])) == 2
+    for ours, theirs in (found[:2], found[2:]):
+        assert ours["plain_ms"] > 0
+        assert theirs["plain_ms"] is None
+    assert len({row["machine"] for row in found}) == 1
 
 
 def test_a_command_line_that_cannot_be_read_is_one_line(capsys):

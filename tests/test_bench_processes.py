@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import bench
 import pytest
+import torch
 from bench_lib import child, process, runner, warmup
 from bench_lib.ops import OPS
 
 from tests import bench_cases
-from tests.bench_cases import ROOT, TINY, TINY_LORA, good_row
+from tests.bench_cases import ROOT, TINY, TINY_LORA, logged_row
 from tests.limits import HANG_S
 
 pytestmark = bench_cases.NEEDS_GROUPED_MM
@@ -36,6 +37,9 @@ def clock(tmp_path, monkeypatch):
     for module in (process, runner):
         monkeypatch.setattr(module, "time", fake)
     return fake
+
+
+WHERE = {name: logged_row()[name] for name in ("run", "date", "commit", "card", "machine", "torch")}
 
 
 def fake_child(tmp_path, monkeypatch, code: str) -> runner.Plan:
@@ -122,7 +126,7 @@ def test_nothing_imports_while_something_is_measured(monkeypatch):
     op = OPS["experts"]
     impls = tuple(op.impl(name) for name in ("moe_patch", "scattermoe", "sonicmoe"))
     plan = runner.Plan(op, impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
-    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    where = dict(WHERE)
     where |= {"triton": "3.6.0", "transformers": "5.17.0"}
     found = list(runner.execute([plan], where))
     assert [row["impl"] for row in found] == ["moe_patch", "scattermoe", "sonicmoe"]
@@ -138,6 +142,47 @@ def test_peers_run_in_processes_of_their_own():
     assert {task.impl for task in shared.tasks} >= {child.BOUNDS, "moe_patch", "hf_grouped_mm"}
     assert [group.peer.name for group in alone] == ["scattermoe", "sonicmoe", "liger"]
     assert all({task.impl for task in g.tasks} == {g.peer.name} for g in alone)
+
+
+def test_a_plain_process_times_ours_first_and_nothing_else(monkeypatch):
+    def first(name):
+        op = OPS[name]
+        plan = runner.Plan(
+            op, op.impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS, plain=True
+        )
+        return next(runner.groups(plan))
+
+    group = first("experts")
+    assert group.tasks == (child.Task("moe_patch", TINY),)
+    assert group.plan.settings.plain
+    # Graphs are timed without the launches between events; a step is timed in a way of its own.
+    for name in ("routing", "model"):
+        assert not first(name).plan.settings.plain
+    checked = []
+    monkeypatch.setattr(child.measure, "check", lambda *given: checked.append(given))
+    cache = child.Cache(group.plan.op, torch.device("cpu"), group.plan.settings)
+    found = child.perform(group.plan.op, group.tasks[0], cache, group.plan.settings)
+    assert found.keys() == {"median_ms"}
+    assert checked == []
+
+
+def test_a_plain_time_stands_in_the_row_of_its_point(tmp_path, monkeypatch):
+    code = (
+        "ms = 1.0 if job['settings']['plain'] else 3.0\n"
+        "fields = {'bitwise': True, 'rel_err': 1e-3}\n"
+        "for task in job['tasks']: deliver({'median_ms': ms + task['point']['T'], **fields})"
+    )
+    plan = fake_child(tmp_path, monkeypatch, code)
+    points = (TINY, dataclasses.replace(TINY, T=32))
+    impls = (plan.op.impl("moe_patch"), plan.op.impl("torch_grouped_mm_early"))
+    plan = dataclasses.replace(plan, impls=impls, points=points, plain=True)
+    found = list(runner.execute([plan], WHERE | {"triton": None, "transformers": None}))
+    assert [(row["T"], row["median_ms"], row["plain_ms"]) for row in found] == [
+        (16, 19.0, 17.0),
+        (16, 19.0, None),
+        (32, 35.0, 33.0),
+        (32, 35.0, None),
+    ]
 
 
 def test_a_child_ends_with_its_parent(tmp_path):
@@ -197,7 +242,7 @@ def test_what_is_left_at_the_deadline_has_no_row(tmp_path, monkeypatch, clock):
     op = OPS["experts"]
     impls = tuple(op.impl(name) for name in ("torch_grouped_mm_early", "hf_eager", "liger"))
     plan = dataclasses.replace(fake_child(tmp_path, monkeypatch, code), impls=impls, budget_s=60.0)
-    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    where = dict(WHERE)
     found, versions = [], {"triton": None, "transformers": None}
     measured = runner.execute([plan], where | versions, clock.monotonic() + 1.5)
     with pytest.raises(process.Timeout, match="not finished: experts"):
@@ -215,7 +260,7 @@ def test_what_a_preset_leaves_out_says_why_unless_it_ran_elsewhere(tmp_path, mon
         device="cuda", left_out={"axolotl_lora": "too slow"},
     )  # fmt: skip
     one = dataclasses.replace(some, impls=some.impls[1:], points=points[:1], left_out={})
-    where = {name: good_row()[name] for name in ("run", "date", "commit", "card", "torch")}
+    where = dict(WHERE)
     found = list(runner.execute([some, one], where | {"triton": None, "transformers": None}))
     keys = [(row["impl"], row["T"], row.get("skipped")) for row in found]
     assert sorted(keys, key=str) == [

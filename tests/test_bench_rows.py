@@ -7,7 +7,7 @@ from bench_lib.ops import OPS
 from bench_lib.rows import RowError
 
 from tests import bench_cases
-from tests.bench_cases import COMMIT, FIELDS, ROOT, good_row
+from tests.bench_cases import COMMIT, FIELDS, LOGGED, ROOT, good_row, logged_row
 
 pytestmark = bench_cases.NEEDS_GROUPED_MM
 
@@ -52,6 +52,21 @@ def test_good_rows_pass():
 def test_bad_rows_are_refused_by_field(changes, named):
     with pytest.raises(RowError, match=rf"\b{named}\b"):
         rows.check_row(good_row(**changes))
+
+
+def test_a_row_logs_everything_or_nothing():
+    """Older rows have no machine, clocks or plain time, and stay readable."""
+    rows.check_row(good_row())
+    rows.check_row(logged_row())
+    rows.check_row(logged_row(**dict.fromkeys(LOGGED - {"machine"})))
+    for field in sorted(LOGGED):
+        row = logged_row()
+        del row[field]
+        with pytest.raises(RowError, match=f"{field} is missing"):
+            rows.check_row(row)
+    for field, value in (("machine", None), ("machine", ""), ("throttle", 4), ("sm_mhz", "fast")):
+        with pytest.raises(RowError, match=f"{field} is {value!r}"):
+            rows.check_row(logged_row(**{field: value}))
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS))
@@ -160,6 +175,84 @@ def test_aims_are_judged_within_one_run(tmp_path):
     other = tmp_path / "other"
     rows.append_rows(other / "lora.jsonl", [*adapted, bases[1]])
     assert "times the frozen base" not in {line[1] for line in aims.table(other, aims.all_aims())}
+
+
+def rows_of_run(run, machine, ours_ms, theirs_ms, **changes):
+    """Ours and hf_grouped_mm at a point of op experts, and the ceiling as fast as ours at 4 ms."""
+    common = {
+        "run": run, "machine": machine, "pass": "fwd+bwd", "shape": "qwen3_30b", "T": 16384,
+        "date": f"2026-11-3{len(run) % 10}T00:00:00Z", "ceiling_tflops": 300.0,
+    }  # fmt: skip
+    common |= changes
+    return [
+        logged_row(**common, impl="moe_patch", median_ms=ours_ms, tflops=1200.0 / ours_ms),
+        logged_row(**common, impl="hf_grouped_mm", median_ms=theirs_ms, tflops=None),
+    ]
+
+
+def three_runs(**changes):
+    """The median of the ratios (2.5) is not the ratio of the medians (3.0)."""
+    return [
+        *rows_of_run("a", "m1", 4.0, 20.0, **changes),
+        *rows_of_run("aa", "m2", 5.0, 10.0, **changes),
+        *rows_of_run("aaa", "m1", 6.0, 15.0, **changes),
+    ]
+
+
+def test_runs_of_one_commit_are_shown_by_their_median(tmp_path):
+    (line,) = newest.newest_lines(three_runs(), OPS["experts"])
+    assert (len(line.runs), line.machines, line.enough) == (3, 2, True)
+    assert line.time("moe_patch") == 5.0
+    assert line.ratios("hf_grouped_mm") == [2.0, 2.5, 5.0]
+    assert aims.share(line, ()) == pytest.approx(0.8)
+    rows.append_rows(tmp_path / "experts.jsonl", three_runs())
+    text = blocks.BLOCKS["experts"](tmp_path)
+    assert "| card | 5 [4, 6] | 15 (2.50x) | 240 (0.80) | 3 (2) |" in text
+    assert "\\*" not in text
+    headline = blocks.BLOCKS["headline"](tmp_path)
+    assert "| 5 [4, 6] | 2.50x [2.00, 5.00] hf_grouped_mm | 3 (2) |" in headline
+    assert all(run in headline for run in ("a (2026", "aa (2026", "aaa (2026"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"machine": "m1"}, "3 (1)"),
+        ({"commit": "f" * 40}, "1 (1)"),
+        ({"triton": "3.8.0"}, "1 (1)"),
+        ({"card": "card 2"}, "1 (1)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_too_few_runs_or_machines_are_marked(tmp_path, changes, shown):
+    found = three_runs() if "machine" in changes else three_runs()[:4]
+    found = [row | changes if row["run"] == "aa" else row for row in found]
+    rows.append_rows(tmp_path / "experts.jsonl", found)
+    text = blocks.BLOCKS["experts"](tmp_path)
+    assert f"| {shown} \\* |" in text
+    assert "\\* Fewer than 3 runs or 2 machines." in text
+
+
+def test_one_later_run_does_not_take_the_place_of_three(tmp_path):
+    later = rows_of_run("aaaa", "m1", 9.0, 10.0, commit="f" * 40)
+    (line,) = newest.newest_lines([*three_runs(), *later], OPS["experts"])
+    assert line.time("moe_patch") == 5.0
+    dirty = three_runs(commit=f"{COMMIT}+dirty")
+    (line,) = newest.newest_lines([*dirty, *later], OPS["experts"])
+    assert line.time("moe_patch") == 9.0, "trees that nobody knows do not count together"
+
+
+def test_a_pass_is_held_to_its_base_within_each_run(tmp_path):
+    def lora(run, R, ms):
+        return logged_row(run=run, op="lora", R=R, median_ms=ms, shape="qwen3_30b", T=16384,
+                          impl="moe_patch", **{"pass": "fwd+bwd"})  # fmt: skip
+
+    bases = {"a": 4.0, "b": 10.0, "c": 6.0}
+    found = [lora(run, None, ms) for run, ms in bases.items()]
+    found += [lora(run, 16, ms) for run, ms in (("a", 6.0), ("b", 11.0), ("c", 7.5))]
+    lines = newest.newest_lines(found, OPS["lora"])
+    (adapted,) = (line for line in lines if line.R)
+    assert aims.times_frozen_base(adapted, lines) == pytest.approx(1.25)
 
 
 def test_each_card_has_a_line_of_its_own(tmp_path):

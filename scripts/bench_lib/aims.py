@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_lib.newest import OURS, Line, lines_of
+from bench_lib.newest import OURS, Line, lines_of, median
 from bench_lib.ops import OPS
 
 # Of a line, among all lines of its op.
@@ -53,23 +53,20 @@ def over(*impls: str) -> Measure:
 
 def share(line: Line, lines: Sequence[Line]) -> float | None:
     """Of the rate of dense batched products."""
-    row = line.ours
-    if row["tflops"] is None or row["ceiling_tflops"] is None:
-        return None
-    return row["tflops"] / row["ceiling_tflops"]
+    return line.quotient((OURS, "tflops"), (OURS, "ceiling_tflops"))
 
 
 def floors(line: Line, lines: Sequence[Line]) -> float | None:
     """In copies of the same bytes."""
-    own, floor = line.time(OURS), line.ours["floor_ms"]
-    return None if own is None or floor is None else own / floor
+    return line.quotient((OURS, "median_ms"), (OURS, "floor_ms"))
 
 
 def peak(line: Line, lines: Sequence[Line]) -> float | None:
     """Peak memory over that of the leanest peer."""
-    peaks = [row["peak_bytes"] for impl, row in line.by_impl.items() if not impl.startswith(OURS)]
+    peers = [impl for impl in line.by_impl if not impl.startswith(OURS)]
+    peaks = [line.number(impl, "peak_bytes") for impl in peers]
     known = [value for value in peaks if value is not None]
-    own = line.ours["peak_bytes"]
+    own = line.number(OURS, "peak_bytes")
     return own / min(known) if known and own is not None else None
 
 
@@ -94,13 +91,22 @@ def times_bf16(line: Line, lines: Sequence[Line]) -> float | None:
 
 
 def _of_twin(line: Line, lines: Sequence[Line], **changed: object) -> float | None:
-    point = (line.shape, line.T, line.passes, line.ours["run"])
+    point = (line.shape, line.T, line.passes)
     for twin in lines:
-        same = (twin.shape, twin.T, twin.passes, twin.ours["run"]) == point
+        same = (twin.shape, twin.T, twin.passes) == point
         if same and all(getattr(twin, name) == value for name, value in changed.items()):
-            own, base = line.time(OURS), twin.time(OURS)
-            return None if own is None or base is None else own / base
+            found = median(_over_twin(line, twin))
+            if found is not None:
+                return found
     return None
+
+
+def _over_twin(line: Line, twin: Line) -> Iterator[float]:
+    base_ms = {run[OURS]["run"]: run[OURS]["median_ms"] for run in twin.runs}
+    for run in line.runs:
+        own, base = run[OURS]["median_ms"], base_ms.get(run[OURS]["run"])
+        if own is not None and base is not None:
+            yield own / base
 
 
 def plan_us(line: Line, lines: Sequence[Line]) -> float | None:
@@ -111,10 +117,8 @@ def plan_us(line: Line, lines: Sequence[Line]) -> float | None:
 
 def moe_time_saved(line: Line, lines: Sequence[Line]) -> float | None:
     """The share of the time in MoE blocks that is gone."""
-    ours, theirs = line.ours, line.by_impl.get("peft", {})
-    if ours.get("moe_ms") is None or theirs.get("moe_ms") is None:
-        return None
-    return 1 - ours["moe_ms"] / theirs["moe_ms"]
+    left = line.quotient((OURS, "moe_ms"), ("peft", "moe_ms"))
+    return None if left is None else 1 - left
 
 
 def _at(shape: str, *tokens: int, passes: str = "fwd+bwd", **more: object) -> Callable:

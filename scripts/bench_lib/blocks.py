@@ -11,7 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench_lib import aims
-from bench_lib.newest import OURS, Line, lines_of, one_per_shape, provenance
+from bench_lib.newest import (
+    ENOUGH_MACHINES,
+    ENOUGH_RUNS,
+    OURS,
+    Line,
+    lines_of,
+    one_per_shape,
+    provenance,
+)
 from bench_lib.ops import OPS
 from bench_lib.rows import RowError
 
@@ -24,31 +32,53 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
+def _spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
+    """The least and the most of several runs; nothing of one."""
+    return f" [{shown(values[0])}, {shown(values[-1])}]" if len(values) > 1 else ""
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
 def _time(line: Line, impl: str, scale: float) -> str:
-    row = line.by_impl.get(impl)
-    if row is None:
+    if impl not in line.by_impl:
         return ""
-    if row["median_ms"] is None:
+    time_ms, faster = line.time(impl), line.faster(impl)
+    if time_ms is None:
         return "skipped"
-    cell = _number(row["median_ms"] * scale)
-    faster = line.faster(impl)
-    return cell if impl == OURS or faster is None else f"{cell} ({faster:.2f}x)"
+    cell = _number(time_ms * scale)
+    if impl == OURS:
+        every = [value * scale for value in line.numbers(OURS, "median_ms")]
+        return cell + _spread(every, _number)
+    return cell if faster is None else f"{cell} ({faster:.2f}x)"
 
 
 def _share(line: Line) -> str:
-    row = line.ours
-    if row["tflops"] is None:
+    rate, share = line.number(OURS, "tflops"), aims.share(line, ())
+    if rate is None:
         return ""
-    if row["ceiling_tflops"] is None:
-        return f"{row['tflops']:.0f}"
-    return f"{row['tflops']:.0f} ({row['tflops'] / row['ceiling_tflops']:.2f})"
+    return f"{rate:.0f}" if share is None else f"{rate:.0f} ({share:.2f})"
 
 
 def _floors(line: Line) -> str:
-    row = line.ours
-    if row["floor_ms"] is None or row["median_ms"] is None:
-        return ""
-    return f"{row['median_ms'] / row['floor_ms']:.1f}"
+    found = aims.floors(line, ())
+    return "" if found is None else f"{found:.1f}"
+
+
+def _runs(line: Line) -> str:
+    """How many runs stand behind a line, and in brackets on how many machines."""
+    return f"{len(line.runs)} ({line.machines})" + ("" if line.enough else " \\*")
+
+
+def _about_runs(lines: Sequence[Line]) -> str:
+    """What brackets and stars mean, where there are any."""
+    said = []
+    if any(len(line.runs) > 1 for line in lines):
+        said.append("Of several runs the median [least, most], of ratios too, each within its run.")
+    if not all(line.enough for line in lines):
+        said.append(f"\\* Fewer than {ENOUGH_RUNS} runs or {ENOUGH_MACHINES} machines.")
+    return f"{' '.join(said)}\n\n" if said else ""
 
 
 def _impls(lines: Sequence[Line], op_name: str) -> list[str]:
@@ -96,17 +126,19 @@ def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = F
         names = (*point, "card")
         header = [*names, *(f"{impl}, {unit}" for impl in impls)]
         header += ["TFLOP/s (of bmm)"] if rate else []
-        header += ["copy floors"] if floors else []
+        header += [*(["copy floors"] if floors else []), "runs (machines)"]
         body = [
             [
                 *_point(line, names),
                 *(_time(line, impl, scale) for impl in impls),
                 *([_share(line)] if rate else []),
                 *([_floors(line)] if floors else []),
+                _runs(line),
             ]
             for line in lines
         ]
-        return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
+        told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
+        return f"{_markdown(header, body)}\n{told}\n"
 
     return block
 
@@ -121,10 +153,10 @@ def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
         impls = _impls(lines, op_name)
 
         def cell(line: Line, impl: str) -> str:
-            row = line.by_impl.get(impl)
-            if row is None or row["peak_bytes"] is None:
+            saved, peak = line.number(impl, "saved_bytes"), line.number(impl, "peak_bytes")
+            if saved is None or peak is None:
                 return ""
-            return f"{row['saved_bytes'] / GIB:.2f} / {row['peak_bytes'] / GIB:.2f}"
+            return f"{saved / GIB:.2f} / {peak / GIB:.2f}"
 
         body = [[*_point(line, point), *(cell(line, impl) for impl in impls)] for line in lines]
         return f"{_markdown([*point, *impls], body)}\n{provenance(lines)}\n"
@@ -141,21 +173,30 @@ def model(results: Path) -> str:
     for line in lines:
         for impl, row in sorted(line.by_impl.items(), reverse=True):
             if "skipped" in row:
-                body.append([line.shape, line.card, impl, "skipped", "", "", "", ""])
-                continue
-            faster = line.faster("peft") if impl == OURS else None
-            body.append(
-                [
-                    line.shape, line.card, impl, _number(row["median_ms"]),
-                    "" if faster is None else f"{faster:.2f}x", f"{row['tokens_per_s']:.0f}",
-                    f"{_number(row['moe_ms'])} ({row['moe_ms'] / row['median_ms']:.0%})",
-                    "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f}",
-                ]
-            )  # fmt: skip
+                body.append([line.shape, line.card, impl, "skipped", "", "", "", "", ""])
+            else:
+                body.append([line.shape, line.card, impl, *_step(line, impl), _runs(line)])
     header = [
         "shape", "card", "impl", "step, ms", "faster", "tokens/s", "in MoE blocks, ms", "peak, GiB",
+        "runs (machines)",
     ]  # fmt: skip
-    return f"{_markdown(header, body)}\n{_skips(lines)}{provenance(lines)}\n"
+    told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
+    return f"{_markdown(header, body)}\n{told}\n"
+
+
+def _step(line: Line, impl: str) -> list[str]:
+    """A training step's time, ratio, rate, time in MoE blocks and peak."""
+    fields = ("median_ms", "tokens_per_s", "moe_ms", "peak_bytes")
+    step_ms, rate, moe_ms, peak = (line.number(impl, field) for field in fields)
+    share = line.quotient((impl, "moe_ms"), (impl, "median_ms"))
+    faster = line.faster("peft") if impl == OURS else None
+    return [
+        _number(step_ms) + _spread(line.numbers(impl, "median_ms"), _number),
+        "" if faster is None else f"{faster:.2f}x",
+        f"{rate:.0f}",
+        f"{_number(moe_ms)} ({share:.0%})",
+        "" if peak is None else f"{peak / GIB:.1f}",
+    ]
 
 
 def headline(results: Path) -> str:
@@ -174,13 +215,18 @@ def headline(results: Path) -> str:
         ]
         for line in one_per_shape(lines):
             peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
-            cells = ", ".join(f"{line.faster(impl):.2f}x {impl}" for impl in peers)
-            body.append([what, line.shape, str(line.T), line.card, _time(line, OURS, 1.0), cells])
+            cells = ", ".join(
+                f"{line.faster(impl):.2f}x{_spread(line.ratios(impl), _ratio)} {impl}"
+                for impl in peers
+            )
+            where = [what, line.shape, str(line.T), line.card]
+            body.append([*where, _time(line, OURS, 1.0), cells, _runs(line)])
             used.append(line)
     if not body:
         return NOTHING
     header = ["forward + backward", "shape", "tokens", "card", "ms", "times faster than"]
-    return f"{_markdown(header, body)}\n{provenance(used)}\n"
+    header.append("runs (machines)")
+    return f"{_markdown(header, body)}\n{_about_runs(used)}{provenance(used)}\n"
 
 
 def aims_table(results: Path) -> str:

@@ -39,14 +39,12 @@ def _caption(lines: Sequence[Line]) -> str:
     return ", ".join(dict.fromkeys(f"{row['card']}, {row['date'][:10]}" for row in rows.values()))
 
 
-def _bars(
-    axes: Any, lines: Sequence[Line], impls: Sequence[str], value: Callable[[dict], float | None]
-) -> None:
+def _bars(axes: Any, lines: Sequence[Line], impls: Sequence[str], field: str) -> None:
     """A group of bars per line, one per implementation; a dash where there is no value."""
     width = WIDTH / len(impls)
     for i, impl in enumerate(impls):
         for x, line in enumerate(lines):
-            found = value(line.by_impl[impl]) if impl in line.by_impl else None
+            found = line.number(impl, field)
             at = x - WIDTH / 2 + (i + 0.5) * width
             axes.bar(
                 at, found or 0, width, color=COLOURS[i % len(COLOURS)],
@@ -64,9 +62,9 @@ def _rates(op_name: str, title: str, lines: list[Line], path: Path) -> None:
     figure, axes = _figure(title, lines)
     names = OPS[op_name].names()
     impls = [n for n in names if any(line.time(n) for line in lines) and ":" not in n]
-    _bars(axes, lines, impls, lambda row: row["tflops"])
+    _bars(axes, lines, impls, "tflops")
     for x, line in enumerate(lines):
-        ceiling = line.ours["ceiling_tflops"]
+        ceiling = line.number(OURS, "ceiling_tflops")
         if ceiling is not None:
             label = "cuBLAS bmm, same work" if x == 0 else None
             axes.hlines(ceiling, x - WIDTH / 2, x + WIDTH / 2, "black", lw=1, label=label)
@@ -98,19 +96,17 @@ def model(results: Path, path: Path) -> bool:
     figure, axes = _figure("12 layers of Qwen3-30B-A3B, LoRA, HF Trainer", lines, 3.4)
     for x, line in enumerate(lines):
         for i, impl in enumerate(("peft", OURS)):
-            row = line.by_impl.get(impl)
+            step_ms, moe_ms = line.time(impl), line.number(impl, "moe_ms")
             at = x + (i - 0.5) * WIDTH / 2
-            if row is None or row["median_ms"] is None:
+            if step_ms is None:
                 axes.text(at, 0, "does not\nfit", ha="center", va="bottom", fontsize=7)
                 continue
             label = ("unpatched + PEFT", "patched")[i]
             axes.bar(
-                at, row["median_ms"], WIDTH / 2, color=COLOURS[1 - i], alpha=0.45,
+                at, step_ms, WIDTH / 2, color=COLOURS[1 - i], alpha=0.45,
                 label=f"{label}: rest of the step",
             )  # fmt: skip
-            axes.bar(
-                at, row["moe_ms"], WIDTH / 2, color=COLOURS[1 - i], label=f"{label}: MoE blocks"
-            )
+            axes.bar(at, moe_ms, WIDTH / 2, color=COLOURS[1 - i], label=f"{label}: MoE blocks")
     axes.set_xticks(
         range(len(lines)), [line.shape.removeprefix("qwen3_30b_12L_") for line in lines]
     )

@@ -1,8 +1,13 @@
-"""Which rows a document shows: for every point the newest run that measured it beside its peers."""
+"""The rows that a document shows: at every point the newest runs with this library and its peers.
+
+Runs of one commit on one kind of card, with the same versions, count together: a document shows
+their median, with the least and the most. Ratios are taken within each run before that.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +19,21 @@ from bench_lib.spec import Op
 SHOWN_TOKENS = 16384
 
 
+# A median of fewer runs, or machines, is marked as such.
+ENOUGH_RUNS = 3
+ENOUGH_MACHINES = 2
+
+# The rows of a point in one run, by implementation.
+Rows = dict[str, Row]
+
+
 @dataclass(frozen=True)
 class Line:
-    """One point of one run.
+    """One point, from all runs that count together.
 
     Attributes:
         shape, T, R, dtype, passes: the point.
-        by_impl: its rows, all of one run.
+        runs: its rows in each run, the newest first.
     """
 
     shape: str
@@ -28,26 +41,88 @@ class Line:
     R: int | None
     dtype: str
     passes: str
-    by_impl: dict[str, Row]
+    runs: tuple[Rows, ...]
 
     @property
     def ours(self) -> Row:
-        return self.by_impl[OURS]
+        """Our row of the newest run."""
+        return self.runs[0][OURS]
+
+    @property
+    def by_impl(self) -> Rows:
+        """The newest row of each implementation."""
+        return {impl: row for run in reversed(self.runs) for impl, row in run.items()}
+
+    @property
+    def machines(self) -> int:
+        """On how many machines it was measured."""
+        return _machines(self.runs)
+
+    @property
+    def enough(self) -> bool:
+        """Whether chance and one machine's mood are averaged out."""
+        return _enough(self.runs)
 
     @property
     def card(self) -> str:
         """As tables name it."""
         return self.ours["card"].removeprefix("NVIDIA ").partition(" ")[0]
 
+    def values(self, value: Callable[[Rows], float | None]) -> list[float]:
+        """A quantity in every run that has it, in ascending order."""
+        found = [value(run) for run in self.runs]
+        return sorted(one for one in found if one is not None)
+
+    def numbers(self, impl: str, field: str) -> list[float]:
+        """A field of an implementation's rows, in ascending order."""
+        return self.values(lambda run: run[impl].get(field) if impl in run else None)
+
+    def number(self, impl: str, field: str) -> float | None:
+        """The median of a field over all runs, or None where there is none."""
+        return median(self.numbers(impl, field))
+
     def time(self, impl: str) -> float | None:
         """Median milliseconds, or None where there is none."""
-        row = self.by_impl.get(impl)
-        return None if row is None else row["median_ms"]
+        return self.number(impl, "median_ms")
+
+    def quotient(self, above: tuple[str, str], below: tuple[str, str]) -> float | None:
+        """The median over all runs of the ratio of two fields, each taken within its run."""
+        return median(self.values(lambda run: quotient(run, above, below)))
+
+    def ratios(self, impl: str) -> list[float]:
+        """How many times faster ours is than ``impl``, in every run that has both."""
+        return self.values(lambda run: quotient(run, (impl, "median_ms"), (OURS, "median_ms")))
 
     def faster(self, impl: str) -> float | None:
-        """How many times faster ours is than ``impl``."""
-        own, other = self.time(OURS), self.time(impl)
-        return None if own is None or other is None else other / own
+        """The median of :meth:`ratios`, or None where no run has both."""
+        return median(self.ratios(impl))
+
+
+def median(values: Iterable[float]) -> float | None:
+    """None of no values."""
+    known = list(values)
+    return statistics.median(known) if known else None
+
+
+def quotient(run: Rows, above: tuple[str, str], below: tuple[str, str]) -> float | None:
+    """The ratio of two fields, each named by implementation and field, within one run."""
+    top, bottom = (run[impl].get(name) if impl in run else None for impl, name in (above, below))
+    return None if top is None or bottom is None else top / bottom
+
+
+def _machines(runs: Sequence[Rows]) -> int:
+    return len({run[OURS].get("machine") for run in runs})
+
+
+def _enough(runs: Sequence[Rows]) -> bool:
+    return len(runs) >= ENOUGH_RUNS and _machines(runs) >= ENOUGH_MACHINES
+
+
+def _together(row: Row) -> tuple:
+    """Equal for rows whose runs count together: a run of unknown machine or tree stands alone."""
+    if row.get("machine") is None or row["commit"].endswith("+dirty"):
+        return (row["run"],)
+    return tuple(row[name] for name in ("commit", "card", "torch", "triton", "transformers"))
 
 
 def _order(op: Op, line: Line) -> tuple:
@@ -59,30 +134,47 @@ def _order(op: Op, line: Line) -> tuple:
 def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[Line]:
     """A line per point that ours was measured at on a GPU, in the order of the op's grid.
 
-    A run without a row of every required peer that covers the point counts only where there is no
-    other.
+    Runs without a row of every required peer that covers the point count only where there are no
+    others, and after that fewer runs or machines than enough.
 
     Args:
         rows: of the op.
         op: the op.
         each_card: a line per kind of card that the point was measured on, not one of the newest.
     """
-    found: dict[tuple, dict[str, dict[str, Row]]] = {}
+    found: dict[tuple, dict[tuple, dict[str, Rows]]] = {}
     for row in rows:
         if row["card"].startswith("CPU"):
             continue
         point = tuple(row[name] for name in ("shape", "T", "R", "dtype", "pass"))
         key = (*point, row["card"]) if each_card else point
-        found.setdefault(key, {}).setdefault(row["run"], {})[row["impl"]] = row
-    lines = []
-    for key, runs in found.items():
-        with_ours = [run for run in runs.values() if OURS in run]
-        if not with_ours:
-            continue
-        known = {name for run in with_ours for name in op.required if name in run}
-        best = max(with_ours, key=lambda run: (known <= run.keys(), run[OURS]["date"]))
-        lines.append(Line(*key[:5], best))
+        runs = found.setdefault(key, {}).setdefault(_together(row), {})
+        runs.setdefault(row["run"], {})[row["impl"]] = row
+    lines = [
+        Line(*key[:5], runs)
+        for key, sets in found.items()
+        if (runs := _best([*sets.values()], op.required))
+    ]
     return sorted(lines, key=lambda line: _order(op, line))
+
+
+def _best(sets: Sequence[dict[str, Rows]], required: Sequence[str]) -> tuple[Rows, ...]:
+    """Of sets of runs that count together, the one to show, the newest run first."""
+    candidates = []
+    for runs in sets:
+        ours = [run for run in runs.values() if OURS in run]
+        ours.sort(key=lambda run: run[OURS]["date"], reverse=True)
+        candidates += [tuple(ours)] if ours else []
+    known = {name for runs in candidates for name in _impls(runs) if name in required}
+
+    def rank(runs: tuple[Rows, ...]) -> tuple:
+        return known <= _impls(runs), _enough(runs), runs[0][OURS]["date"]
+
+    return max(candidates, key=rank, default=())
+
+
+def _impls(runs: Sequence[Rows]) -> set[str]:
+    return {impl for run in runs for impl in run}
 
 
 def lines_of(op_name: str, results: Path, each_card: bool = False) -> list[Line]:
@@ -101,7 +193,7 @@ def one_per_shape(lines: Sequence[Line]) -> list[Line]:
 
 def provenance(lines: Sequence[Line]) -> str:
     """Card, versions and runs behind some lines, in one sentence."""
-    firsts = {line.ours["run"]: line.ours for line in lines}
+    firsts = {run[OURS]["run"]: run[OURS] for line in lines for run in line.runs}
     cards = ", ".join(dict.fromkeys(row["card"] for row in firsts.values()))
     versions = ", ".join(
         dict.fromkeys(

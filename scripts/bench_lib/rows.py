@@ -44,7 +44,7 @@ _NUMBER_OR_NULL = (
     "median_ms", "host_us", "tflops", "ceiling_tflops", "floor_ms", "saved_bytes", "peak_bytes",
     "rel_err",
 )  # fmt: skip
-# Rows of before 2026-11-30 have none of these.
+# Older rows have none of these.
 _LOGGED_TEXT = ("machine", "throttle")
 _LOGGED_NUMBER = ("sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c", "plain_ms")
 LOGGED = (*_LOGGED_TEXT, *_LOGGED_NUMBER)
