@@ -37,13 +37,13 @@ def test_a_summary_holds_median_least_power_and_every_reason():
 
 def test_only_the_samples_of_the_timing_count(tmp_path, monkeypatch):
     log = tmp_path / "log"
-    lines = [json.dumps(sample(at, sm=int(100 * at))) + "\n" for at in (1.0, 2.0, 3.0, 4.0)]
+    lines = [json.dumps(sample(at, sm=int(100 * at))) + "\n" for at in (1, 2, 3, 4, 5)]
     log.write_text(lines[0])
     times = iter((1.5, 3.5))
     monkeypatch.setattr(clocks.time, "monotonic", lambda: next(times))
     with clocks.watched(str(log)) as seen:
         # The last line is still being written.
-        log.write_text("".join(lines[:3]) + lines[3][:9])
+        log.write_text("".join(lines[:4]) + lines[4][:9])
     assert (seen["sm_mhz"], seen["sm_mhz_min"]) == (250, 200)
 
 

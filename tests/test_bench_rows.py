@@ -249,10 +249,10 @@ def test_a_pass_is_held_to_its_base_within_each_run(tmp_path):
 
     bases = {"a": 4.0, "b": 10.0, "c": 6.0}
     found = [lora(run, None, ms) for run, ms in bases.items()]
-    found += [lora(run, 16, ms) for run, ms in (("a", 6.0), ("b", 11.0), ("c", 7.5))]
+    found += [lora(run, 16, ms) for run, ms in (("a", 5.2), ("b", 15.0), ("c", 6.6))]
     lines = newest.newest_lines(found, OPS["lora"])
     (adapted,) = (line for line in lines if line.R)
-    assert aims.times_frozen_base(adapted, lines) == pytest.approx(1.25)
+    assert aims.times_frozen_base(adapted, lines) == pytest.approx(1.3)
 
 
 def test_each_card_has_a_line_of_its_own(tmp_path):
