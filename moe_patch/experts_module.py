@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from moe_patch.backend import refuse_batch_invariant
 from moe_patch.composed import experts_composed
-from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.lora import is_packed, live_factors, own_version, refuse_merged, to_lora
+from moe_patch.lora import live_factors, own_version, refuse_merged, to_lora
 from moe_patch.ops import Signals, experts_mlp
 from moe_patch.patch_record import handed_down, record_of
 from moe_patch.quant.tensor import QuantTensor, packed_weight
 from moe_patch.signals.rows import RowNorms
 from moe_patch.signals.slot import LayerSignals
 from moe_patch.types import ExpertWeights, Glu, Lora
+from moe_patch.weights import projection, require_float
 
 _ACT_FN = GluRule("act_fn")
 
@@ -63,7 +63,7 @@ def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) 
     owner, _, name = layout.up_name.rpartition(".")
     holder = read(experts, owner) if owner else experts
     live = live_factors(holder, name)
-    return read(holder, name) if live is None else live[0]
+    return projection(holder, name) if live is None else live[0]
 
 
 def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str) -> ExpertTensors:
@@ -84,9 +84,15 @@ def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: st
         lora13 = lora13 and Lora(lora13.A_ERI[:E], lora13.B_EOR[:E], lora13.scaling)
     b13 = b2 = None
     if layout.has_bias:
-        b13 = getattr(experts, f"{up}_bias").to(dtype)
-        b2 = experts.down_proj_bias.to(dtype)
+        b13, b2 = (read_bias(experts, name, dtype) for name in (up, "down_proj"))
     return ExpertTensors(ExpertWeights(w13, w2, b13, b2), lora13, lora2)
+
+
+def read_bias(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
+    """The bias of one projection, [E, out], in the compute dtype."""
+    bias = getattr(experts, f"{name}_bias")
+    require_float(bias, f"{type(experts).__name__}.{name}_bias")
+    return bias.to(dtype)
 
 
 def read_projection(
@@ -99,7 +105,7 @@ def read_projection(
     if live is not None:
         weight, factors = live
     else:
-        weight, factors = getattr(experts, name), handed_down(experts).get(name, [])
+        weight, factors = projection(experts, name), handed_down(experts).get(name, [])
         if factors and (record := record_of(experts)) is not None:
             record.taken += (name,)
     require_float(weight, f"{type(experts).__name__}.{name}")
@@ -109,30 +115,6 @@ def read_projection(
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI
     lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
     return w_EOI.to(dtype), lora
-
-
-def require_float(weight: Tensor, where: str) -> None:
-    """Packed or 8-bit storage is never taken for numbers, nor for what can be trained.
-
-    Raises:
-        UnsupportedModelError: the weight's dtype is not a floating one of 16 bits or more, or it is
-            quantised and asks for a gradient.
-    """
-    if isinstance(weight, QuantTensor) and weight.requires_grad:
-        raise UnsupportedModelError(
-            f"{where}: requires_grad is True, but experts stored in {weight.stored_in} are frozen "
-            "and get no gradient; accepted: adapters on them (target_parameters; neither "
-            "modules_to_save nor requires_grad_), or dequantize_experts(model) to train them"
-        )
-    if is_packed(weight.dtype):
-        fp8 = weight.dtype == torch.float8_e4m3fn
-        raise UnsupportedModelError(
-            f"{where}: expert weights are stored in {weight.dtype}; accepted: bf16, fp16, fp32 and "
-            "fp64, or a parametrization that yields one of them"
-            + (", or what quantize_experts(model, 'fp8') takes over" if fp8 else "")
-            + "; leave such a model to transformers (unpatch_model if it was quantised after "
-            "patching)"
-        )
 
 
 def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Glu | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError, refuse_forward_mode
 from moe_patch.types import Lora
+from moe_patch.weights import is_packed
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
 
@@ -38,11 +39,6 @@ def is_param_wrapper(module: nn.Module) -> bool:
     """Whether a module is one of PEFT's wrappers around a parameter."""
     cls = param_wrapper_class()
     return cls is not None and isinstance(module, cls)
-
-
-def is_packed(dtype: torch.dtype) -> bool:
-    """Whether a storage dtype holds packed or 8-bit values, which no product here may read."""
-    return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def fusion_obstacle(wrapper: Any) -> str | None:

@@ -20,10 +20,11 @@ from moe_patch.discover import (
     unmatched,
 )
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import read_glu, require_float, stored_weight
+from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import origin_of, record_of
+from moe_patch.weights import projection, require_float
 
 
 def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
@@ -174,8 +175,12 @@ def _check_experts_module(
             )
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
-        weight = stored_weight(experts, spec)
-        for tensor in (weight, *experts.parameters(recurse=False)):
+        weight, layout = stored_weight(experts, spec), layout_of(experts, spec)
+        # A pruned weight is no parameter; a parametrization may make numbers of packed bytes.
+        computed = [projection(experts, "down_proj")] if layout.fused else []
+        named = experts.named_parameters()
+        stored = (p for name, p in named if "parametrizations" not in name.split("."))
+        for tensor in (weight, *computed, *stored):
             require_float(tensor, f"{path} ({type(experts).__name__})")
         if not weight.is_meta:
             choose_backend(config.backend, weight.device, weight.dtype, config.batch_invariant)

@@ -23,6 +23,7 @@ from moe_patch.families.spec import Arg, FamilySpec, read
 from moe_patch.patch_record import is_ours
 from moe_patch.quant.tensor import QuantTensor
 from moe_patch.route_op import route_impl
+from moe_patch.weights import foreign_class
 
 TOKENS = 48
 EXPERTS = 4
@@ -41,6 +42,9 @@ def obstacle(found: FoundBlock) -> str | None:
             return "FSDP unit"
         if module._modules.get("parametrizations") is not None:
             return "a parametrization is active"
+        for name, value in module.__dict__.items():
+            if isinstance(value, Tensor):
+                return f"{name} is computed before each call (pruning, or an older weight norm)"
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if tensor.is_meta:
                 return "meta weights"
@@ -54,6 +58,8 @@ def obstacle(found: FoundBlock) -> str | None:
                 return "weights without a size: partitioned, and elsewhere just now"
             if type(tensor).__name__ == "DTensor":
                 return "DTensor weights"
+            if (foreign := foreign_class(tensor)) is not None:
+                return f"weights stored in {foreign}"
             if tensor.is_floating_point() and tensor.numel() and not _finite(tensor.detach()):
                 return "weights hold NaN or Inf"
     return None

@@ -22,7 +22,7 @@ LAYERS = (
     {"quant.nf4", "quant.fp8", "quant.mxfp4", "model_files", "tensor_file"},
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
-    {"backend", "definition", "routing"},
+    {"backend", "definition", "routing", "weights"},
     {"activations", "config", "grouped", "kernels.", "op_direct", "op_options", "plan_rows"},
     {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
     {"op_library"},

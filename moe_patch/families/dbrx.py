@@ -19,6 +19,7 @@ from moe_patch.patch_record import ModulePatch, bound, bound_method
 from moe_patch.route_op import route_impl
 from moe_patch.routing import RouteImpl, softmax_topk
 from moe_patch.types import Routing
+from moe_patch.weights import projection, require_float
 
 
 @bound
@@ -59,8 +60,11 @@ def experts_forward(
     from moe_patch.experts_module import compute_dtype
 
     mlp, E, F, D = experts.mlp, experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
-    dtype = compute_dtype(hidden, mlp.w1)
-    w1_EFD, v1_EFD, w2_EFD = (w.view(E, F, D).to(dtype) for w in (mlp.w1, mlp.v1, mlp.w2))
+    stored = {name: projection(mlp, name) for name in ("w1", "v1", "w2")}
+    for name, weight in stored.items():
+        require_float(weight, f"{type(mlp).__name__}.{name}")
+    dtype = compute_dtype(hidden, stored["w1"])
+    w1_EFD, v1_EFD, w2_EFD = (weight.view(E, F, D).to(dtype) for weight in stored.values())
     plan = build_plan(ids_TK, E)
     x_ND = gather_rows(hidden.reshape(-1, D).to(dtype), plan)
     linear = functools.partial(grouped_linear, plan=plan, backend=record.config.backend)

@@ -18,6 +18,7 @@ from moe_patch.quant import state
 from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.packed import STORAGES, check_packable, pack
 from moe_patch.quant.tensor import QuantTensor, parameter
+from moe_patch.weights import foreign_class
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -196,9 +197,10 @@ def _check(one: Projection, storage: str) -> None:
                 "or dequantize_experts first"
             )
         return
-    if type(weight.data).__name__ == "DTensor" or weight.is_meta or hasattr(weight, "ds_id"):
+    foreign = foreign_class(weight) is not None or type(weight.data).__name__ == "DTensor"
+    if foreign or weight.is_meta or hasattr(weight, "ds_id"):
         raise UnsupportedModelError(
             f"{one.where}: {type(weight.data).__name__} on {weight.device} cannot be quantised; "
-            "accepted: whole weights that lie on a device (quantise before sharding)"
+            "accepted: plain, whole weights that lie on a device (quantise before sharding)"
         )
     check_packable(weight, storage, one.where)
