@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from moe_patch import UnsupportedOptionError
 from moe_patch.patch_record import record_of
 from tests.adapters import EXPERTS, adapted_pair, expert_modules, no_factors_left
+from tests.limits import HANG_S
 from tests.numerics import assert_bits
 from tests.snapshots import logits
 
@@ -27,7 +28,7 @@ class Paused:
     def _wait(self, *_: object) -> None:
         if threading.current_thread() is self.thread:
             self.inside.set()
-            assert self.go_on.wait(600), "nobody released this thread"
+            assert self.go_on.wait(HANG_S), "nobody released this thread"
 
     def _run(self, model: nn.Module, batch: dict[str, Tensor]) -> None:
         try:
@@ -37,7 +38,7 @@ class Paused:
 
     def __enter__(self) -> Paused:
         self.thread.start()
-        assert self.inside.wait(600), "the thread never came to the experts"
+        assert self.inside.wait(HANG_S), "the thread never came to the experts"
         return self
 
     def __exit__(self, *_: object) -> None:
