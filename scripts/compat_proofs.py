@@ -209,9 +209,9 @@ NOTES = """\
 - **Other code in a block's place** is refused by name: a method of another class bound to a block,
   router or experts module, or a plain function assigned to its class. A wrapper (closure, partial)
   around the own forward stays, and is compared with the patched block where that can be done.
-- **Weights that another library stores in a tensor subclass** (torchao's int8 and float8) are refused
-  by name where they are the experts', when patching and in a call after it; elsewhere in a block they
-  only keep the self-check from running. **Pruned and parametrised expert weights**
+- **Weights that another library stores in a tensor subclass** (torchao's int8 and float8) are
+  refused by name where they are the experts', when patching and in a call after it; elsewhere in a
+  block they only keep the self-check from running. **Pruned and parametrised expert weights**
   (`torch.nn.utils.prune`, weight norm, fake quantisation) are patched, and the report says that the
   self-check left them out.
 - **axolotl keys** refused beside the plugin: `use_scattermoe`, `use_sonicmoe`, `expert_backend` and
