@@ -32,8 +32,6 @@ CASES = (
     ("lora", "qwen3_30b", 16),
     ("lora", "olmoe", 16),
 )
-PLAIN_BYTES = 64 << 20
-CALLS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,25 +100,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def plain_times(run: Callable[[], object], synced: bool) -> list[float]:
-    """Milliseconds of each of twenty calls, after ten others; the L2 is flushed before each."""
-    flush = torch.empty(PLAIN_BYTES, dtype=torch.uint8, device=DEVICE)
-    for _ in range(10):
-        run()
-    pairs = []
-    for _ in range(CALLS):
-        flush.zero_()
-        if synced:
-            torch.cuda.synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairs]
-
-
 class Probe:
     """Stands in for the harness's timer: times as a variant says, and keeps what it saw."""
 
@@ -137,7 +116,7 @@ class Probe:
 
     def _timed(self, run: Callable[[], object], timer: str, rep_ms: float) -> list[float]:
         if timer != "harness":
-            return plain_times(run, timer == "synced")
+            return timers.plain_times(run, DEVICE, timer == "synced")
         self._median_ms(run, "do_bench", DEVICE, rep_ms)
         return self._times
 

@@ -82,24 +82,36 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
 def plain_ms(run: Run, device: torch.device) -> float:
     """Median time of twenty calls by the shortest loop that is right, to hold :func:`median_ms` to.
 
-    Ten calls go before. On CUDA each lies between two events, and a buffer a little larger than the
-    L2 is written before it.
+    Ten calls go before; on CUDA, as :func:`plain_times`.
+    """
+    if device.type == "cpu":
+        for _ in range(PLAIN_WARMUP):
+            run()
+        return _cpu_median_ms(run, 0.0)
+    return statistics.median(plain_times(run, device))
+
+
+def plain_times(run: Run, device: torch.device, synced: bool = False) -> list[float]:
+    """Milliseconds of each of twenty calls on CUDA, after ten others.
+
+    Each call lies between two events, and a buffer a little larger than the L2 is written before
+    it. ``synced`` lets the device fall idle before each call.
     """
     for _ in range(PLAIN_WARMUP):
         run()
-    if device.type == "cpu":
-        return _cpu_median_ms(run, 0.0)
     flush = torch.empty(PLAIN_FLUSH_BYTES, dtype=torch.uint8, device=device)
     pairs = []
     for _ in range(PLAIN_CALLS):
         flush.zero_()
+        if synced:
+            torch.cuda.synchronize(device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         pairs.append((start, end))
     torch.cuda.synchronize(device)
-    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+    return [start.elapsed_time(end) for start, end in pairs]
 
 
 def host_us_and_peak(
