@@ -45,7 +45,7 @@ class Variant:
         peers, tokens: other implementations and sizes that come before, in the same process.
         buffer: the timer's: "own" (as it is), "first" (before the inputs), "small", "none", "pool"
             (outside of the allocator's common pool).
-        settle_ms: how long the harness runs before it times, or None for its own.
+        settle_s: how long the harness runs before it times, or None for its own.
         empty, collect: whether the cache is emptied, and garbage collected, before.
         rest_s, heat_s: idle time, and time under load, before.
         env: environment of the process.
@@ -57,7 +57,7 @@ class Variant:
     peers: tuple[str, ...] = ()
     tokens: tuple[int, ...] = (16384,)
     buffer: str = "own"
-    settle_ms: float | None = None
+    settle_s: float | None = None
     empty: bool = False
     collect: bool = True
     rest_s: float = 0.0
@@ -90,8 +90,8 @@ VARIANTS = {
     "harness_2": _AS_IS,
     "plain_hot_2s": _but(_FRESH, heat_s=2.0),
     "no_bounds": _but(_AS_IS, bounds=0.0),
-    "settle_none": _but(_AS_IS, settle_ms=0.0),
-    "settle_2s": _but(_AS_IS, settle_ms=2000.0),
+    "settle_none": _but(_AS_IS, settle_s=0.0),
+    "settle_quarter": _but(_AS_IS, settle_s=0.25),
     "rest_2s": _but(_AS_IS, rest_s=2.0),
     "gc_off": _but(_AS_IS, collect=False),
     "plain_synced": _but(_FRESH, timer="synced"),
@@ -180,8 +180,8 @@ def measure_variant(name: str, log: Path, cases: list[int]) -> None:
     """Print a JSON line per point."""
     variant = VARIANTS[name]
     _set_buffer(variant.buffer)
-    if variant.settle_ms is not None:
-        timers.SETTLE_MS = variant.settle_ms
+    if variant.settle_s is not None:
+        timers.SETTLE_S = variant.settle_s
     if not variant.collect:
         gc.disable()
     probe, cache = Probe(variant, log), None
@@ -204,9 +204,9 @@ def measure_variant(name: str, log: Path, cases: list[int]) -> None:
 
 def _bounds(variant: Variant, op: Any, point: Point) -> None:
     if variant.bounds:
-        known, timers.SETTLE_MS = timers.SETTLE_MS, 1.25 * variant.bounds
+        known, timers.SETTLE_S = timers.SETTLE_S, 1.25e-3 * variant.bounds
         Bounds(op, DEVICE, Settings(rep_ms=variant.bounds)).at(point)
-        timers.SETTLE_MS = known
+        timers.SETTLE_S = known
 
 
 def _ours(

@@ -23,10 +23,11 @@ CPU_WARMUP_S = 0.3
 CPU_MIN_RUNS = 5
 # The timer unrolls every call of the measured time into one graph.
 MAX_GRAPH_MS = 20.0
-# Large products reach the card's power limit within some tens of milliseconds, and its clock falls.
-# Everything runs for so long before it is timed, at the clock that it keeps in training: else what
-# takes long would be timed at a lower clock than what is short, such as the ceiling's products.
-SETTLE_MS = 250.0
+# Everything runs for so long before it is timed, at the clock that it keeps in training. About 0.7 s
+# after a load begins, the mean power reaches the card's limit. The clock then falls to 1110 MHz for
+# 0.2 s before it settles at 1500 (H200), and a shorter wait puts that into the measured calls.
+SETTLE_S = 2.0
+SETTLE_CALLS = 5
 PLAIN_WARMUP = 10
 PLAIN_CALLS = 20
 PLAIN_FLUSH_BYTES = 64 << 20
@@ -54,6 +55,15 @@ def _one_ms(run: Run, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def settle(run: Run, device: torch.device) -> None:
+    """Keep the card under a call's load until its clock has settled."""
+    until = time.monotonic() + SETTLE_S
+    while time.monotonic() < until:
+        for _ in range(SETTLE_CALLS):
+            run()
+        torch.cuda.synchronize(device)
+
+
 def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
     """Median time of one call in milliseconds.
 
@@ -72,8 +82,7 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
         return testing.do_bench_cudagraph(run, rep=min(rep_ms, MAX_GRAPH_MS), return_mode="median")
     if timer == "do_bench":
         one_ms = _one_ms(run, device)
-        for _ in range(int(SETTLE_MS / one_ms)):
-            run()
+        settle(run, device)
         rep_ms = max(rep_ms, MIN_SAMPLES * one_ms)
         return testing.do_bench(run, warmup=rep_ms / 8, rep=rep_ms, return_mode="median")
     raise ValueError(f"timer is {timer!r}; accepted: do_bench, cudagraph")
