@@ -23,7 +23,7 @@ CPU_WARMUP_S = 0.3
 CPU_MIN_RUNS = 5
 # The timer unrolls every call of the measured time into one graph.
 MAX_GRAPH_MS = 20.0
-# Everything runs for so long before it is timed, at the clock that it keeps in training. About 0.7 s
+# Everything runs so long before it is timed, at the clock that it keeps in training. About 0.7 s
 # after a load begins, the mean power reaches the card's limit. The clock then falls to 1110 MHz for
 # 0.2 s before it settles at 1500 (H200), and a shorter wait puts that into the measured calls.
 SETTLE_S = 2.0
