@@ -91,12 +91,13 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
 def plain_ms(run: Run, device: torch.device) -> float:
     """Median time of twenty calls by the shortest loop that is right, to hold :func:`median_ms` to.
 
-    Ten calls go before; on CUDA, as :func:`plain_times`.
+    On CUDA the clock settles before, as for :func:`median_ms`.
     """
     if device.type == "cpu":
         for _ in range(PLAIN_WARMUP):
             run()
         return _cpu_median_ms(run, 0.0)
+    settle(run, device)
     return statistics.median(plain_times(run, device))
 
 
