@@ -25,6 +25,7 @@ from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.families import is_shipped
 from moe_patch.lora_targets import missed_experts
 from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
+from moe_patch.quant.merging import PATCH, free_merging, guard_merging
 from moe_patch.resolve import chosen_blocks, refusals, warn_of
 
 logger = logging.getLogger("moe_patch")
@@ -65,6 +66,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         else:
             bound += _bind_block(block, parsed, checks.get(block.path, "off"))
     probe.attach(model, [b for b in blocks if b.path not in refused], parsed)
+    guard_merging(model, PATCH)
     if again:
         logger.info(
             "moe_patch: already patched with an equal config; %d modules bound that were new", bound
@@ -87,6 +89,7 @@ def unpatch_model(model: Model) -> Model:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
     for module in touched:
         _undo(module)
+    free_merging(model, PATCH)
     return model
 
 

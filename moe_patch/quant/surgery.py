@@ -14,7 +14,8 @@ from moe_patch.discover import FoundBlock, discover, selected, unmatched
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu
 from moe_patch.families.spec import FamilySpec
-from moe_patch.quant import state
+from moe_patch.lora import is_param_wrapper
+from moe_patch.quant import merging, state
 from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.packed import STORAGES, check_packable, pack
 from moe_patch.quant.tensor import QuantTensor, parameter
@@ -69,7 +70,8 @@ def quantize_experts(
 
     Raises:
         UnsupportedOptionError: unknown storage, or a pattern that matches no block.
-        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name.
+        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name: also
+            those that an adapter is merged into.
     """
     if storage not in STORAGES:
         raise UnsupportedOptionError(
@@ -86,12 +88,14 @@ def quantize_experts(
         _check(one, storage)
         if not isinstance(one.stored, QuantTensor):
             todo.append(one)
+    _refuse_merged(model, todo)
     for one in todo:
         target = one.stored.device if device is None else torch.device(device)
         packed = pack(one.stored, storage, target, one.where)
         setattr(one.module, one.name, parameter(QuantTensor(packed)))
         state.watch(one.module)
     state.guard_saving(model)
+    merging.guard_merging(model, merging.QUANTIZE)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
 
@@ -134,6 +138,7 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
         value = weight.to(dtype or weight.dtype).experts(0, weight.shape[0]).contiguous()
         setattr(module, name, nn.Parameter(value, requires_grad=False))
     state.free_saving(model)
+    merging.free_merging(model)
     return model
 
 
@@ -185,6 +190,22 @@ def _obstacle(experts: nn.Module, spec: FamilySpec) -> str | None:
     if experts._parameters[layout.up_name].shape[0] != experts._parameters["down_proj"].shape[0]:  # type: ignore[union-attr]
         return "its projections differ in their number of experts"
     return None
+
+
+def _refuse_merged(model: nn.Module, todo: list[Projection]) -> None:
+    """Refuse experts that hold a merged adapter, which could not be unmerged from packed bytes."""
+    for module in model.modules():
+        if not is_param_wrapper(module):
+            continue
+        wrapper: Any = module
+        for one in todo:
+            if wrapper.merged and one.module is wrapper.get_base_layer():
+                raise UnsupportedModelError(
+                    f"{one.path} ({type(one.module).__name__}): cannot be quantised: adapters "
+                    f"{', '.join(map(repr, wrapper.merged_adapters))} are merged into its "
+                    f"{wrapper.parameter_name}; accepted: unmerge_adapter() or merge_and_unload() "
+                    "first"
+                )
 
 
 def _check(one: Projection, storage: str) -> None:

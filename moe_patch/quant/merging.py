@@ -1,0 +1,90 @@
+"""Refuse to merge adapters into packed experts before PEFT has touched any layer.
+
+PEFT merges one layer after the other, and attention comes before experts: an error of the experts'
+own would leave half of the adapters merged. Both methods that merge are bound on the tuner
+instance, because PEFT has no hook that also knows which adapters are to be merged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.lora import is_param_wrapper
+from moe_patch.quant.tensor import QuantTensor
+
+QUANTIZE, PATCH = "quantize_experts", "patch_model"
+_METHODS = ("merge_and_unload", "merge_adapter")
+
+
+def guard_merging(model: nn.Module, by: str) -> None:
+    """Have PEFT's tuners inside ``model`` refuse to merge into packed experts.
+
+    Args:
+        model: contains the tuners, or is one; without a tuner or packed experts nothing is bound.
+        by: QUANTIZE or PATCH; the former's guards outlive an unpatch.
+    """
+    utils = sys.modules.get("peft.tuners.tuners_utils")
+    if utils is None:
+        return
+    for tuner in model.modules():
+        if not isinstance(tuner, utils.BaseTuner) or next(_packed(tuner), None) is None:
+            continue
+        for name in _METHODS:
+            found = tuner.__dict__.get(name)
+            if found is None or (_owner(found) is not None and by == QUANTIZE):
+                tuner.__dict__[name] = functools.partial(_merge, tuner, name, by)
+
+
+def free_merging(model: nn.Module, by: str | None = None) -> None:
+    """Undo :func:`guard_merging` of one owner, or of any where ``by`` is None."""
+    for module in model.modules():
+        for name in _METHODS:
+            owner = _owner(module.__dict__.get(name))
+            if owner is not None and by in (None, owner):
+                del module.__dict__[name]
+
+
+def _owner(bound: Any) -> str | None:
+    """The ``by`` of a guard, or None for anything else."""
+    if isinstance(bound, functools.partial) and bound.func is _merge:
+        return str(bound.args[2])
+    return None
+
+
+def _packed(tuner: Any) -> Iterator[tuple[str, Any, QuantTensor]]:
+    """PEFT's wrappers around packed parameters: the parameter's path, wrapper and parameter."""
+    for path, module in tuner.model.named_modules():
+        if is_param_wrapper(module):
+            wrapper: Any = module
+            parameter = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
+            if isinstance(parameter, QuantTensor):
+                experts = path.replace(".base_layer", "")
+                yield f"{experts}.{wrapper.parameter_name}", wrapper, parameter
+
+
+def _merge(tuner: Any, name: str, by: str, *args: Any, **kwargs: Any) -> Any:
+    """Merge as PEFT does, unless an adapter to be merged belongs to packed experts.
+
+    Raises:
+        UnsupportedModelError: one does; no weight has been written.
+    """
+    method = getattr(type(tuner), name)
+    given = inspect.signature(method).bind(tuner, *args, **kwargs).arguments
+    chosen: Sequence[str] | None = given.get("adapter_names")
+    for path, wrapper, parameter in _packed(tuner):
+        names = wrapper.active_adapters if chosen is None else chosen
+        if adapters := [one for one in names if one in wrapper.lora_A]:
+            raise UnsupportedModelError(
+                f"{name}: {path} is stored in {parameter.stored_in}, and nothing can be merged "
+                f"into packed experts (adapters {', '.join(map(repr, adapters))}); no weight was "
+                "changed; accepted: dequantize_experts(model) first, or save the adapters and "
+                "merge them into the 16-bit checkpoint"
+            )
+    return method(tuner, *args, **kwargs)
