@@ -17,8 +17,9 @@ from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
 from moe_patch.quant import merging, state
 from moe_patch.quant.fp8_checkpoint import adopt
-from moe_patch.quant.packed import STORAGES, check_packable, pack
+from moe_patch.quant.packed import STORAGES, PackedWeight, check_packable, pack
 from moe_patch.quant.tensor import QuantTensor, parameter
+from moe_patch.quant.ties import refuse_outside, tied
 from moe_patch.weights import foreign_class
 
 logger = logging.getLogger("moe_patch")
@@ -56,7 +57,8 @@ def quantize_experts(
     16-bit weight freed before the next, so with a model on the CPU and ``device="cuda"`` the GPU
     never holds more of them than a piece of one. Before or after :func:`patch_model`, and before or
     after PEFT adapters. Experts that are stored so already are left alone; those of an FP8
-    checkpoint are checked on their own, first, and taken as they are.
+    checkpoint are checked on their own, first, and taken as they are. Experts that share a
+    parameter share its packed form.
 
     Args:
         model: a transformers model, bare or inside PEFT.
@@ -71,7 +73,7 @@ def quantize_experts(
     Raises:
         UnsupportedOptionError: unknown storage, or a pattern that matches no block.
         UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name: also
-            those that an adapter is merged into.
+            those that an adapter is merged into, or that are tied to what is not quantised.
     """
     if storage not in STORAGES:
         raise UnsupportedOptionError(
@@ -89,15 +91,24 @@ def quantize_experts(
         if not isinstance(one.stored, QuantTensor):
             todo.append(one)
     _refuse_merged(model, todo)
-    for one in todo:
-        target = one.stored.device if device is None else torch.device(device)
-        packed = pack(one.stored, storage, target, one.where)
-        setattr(one.module, one.name, parameter(QuantTensor(packed)))
-        state.watch(one.module)
+    refuse_outside(model, todo)
+    for group in tied(todo):
+        first = group[0][0]
+        target = first.stored.device if device is None else torch.device(device)
+        _put(group, pack(first.stored, storage, target, first.where))
     state.guard_saving(model)
     merging.guard_merging(model, merging.QUANTIZE)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
+
+
+def _put(group: list[list[Projection]], packed: PackedWeight) -> None:
+    """Store one packed weight in the place of the parameters that shared a memory."""
+    for same in group:
+        made = parameter(QuantTensor(packed))
+        for one in same:
+            setattr(one.module, one.name, made)
+            state.watch(one.module)
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
@@ -109,7 +120,8 @@ def ignore_in_ddp(model: nn.Module) -> None:
     Args:
         model: exactly what DDP (or a Trainer) will wrap, adapters included.
     """
-    names = [name for name, p in model.named_parameters() if isinstance(p, QuantTensor)]
+    named = model.named_parameters(remove_duplicate=False)
+    names = [name for name, p in named if isinstance(p, QuantTensor)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
 
 
@@ -124,8 +136,8 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
         UnsupportedModelError: no quantised experts.
     """
     todo = [
-        (module, name)
-        for module in model.modules()
+        Projection(path, module, name, False)
+        for path, module in model.named_modules()
         for name, value in module._parameters.items()
         if isinstance(value, QuantTensor)
     ]
@@ -133,10 +145,14 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no quantised experts; call quantize_experts first"
         )
-    for module, name in todo:
-        weight = module._parameters[name].weight  # type: ignore[union-attr]
+    for group in tied(todo):
+        first: Any = group[0][0]
+        weight = first.stored.weight
         value = weight.to(dtype or weight.dtype).experts(0, weight.shape[0]).contiguous()
-        setattr(module, name, nn.Parameter(value, requires_grad=False))
+        for same in group:
+            made = nn.Parameter(value, requires_grad=False)
+            for one in same:
+                setattr(one.module, one.name, made)
     state.free_saving(model)
     merging.free_merging(model)
     return model
