@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
+from moe_patch.errors import (
+    UnsupportedOptionError,
+    check_logits,
+    no_second_derivative,
+    refuse_forward_mode,
+)
 from moe_patch.routing import best_ids
 
 
@@ -42,11 +47,18 @@ def load_balancing_loss(
 
     Returns:
         fp32 scalar, differentiable in the logits.
+
+    Raises:
+        UnsupportedOptionError: as :func:`router_losses`; or another number of experts.
     """
     layers = _layers(gate_logits)
     if not layers:
         return 0
-    _check(layers, num_experts, top_k)
+    _check(layers, top_k)
+    if num_experts is not None and num_experts != (width := layers[0].shape[1]):
+        raise UnsupportedOptionError(
+            f"moe_patch.balance_loss: num_experts={num_experts}, the logits have {width} columns"
+        )
     balance, _ = router_losses(layers, top_k, attention_mask)
     return balance
 
@@ -68,8 +80,10 @@ def router_losses(
     """(load_balancing_loss, router_z_loss) of at least one layer, from one pass over the logits.
 
     Raises:
-        UnsupportedOptionError: a mask of another number of tokens than the logits.
+        UnsupportedOptionError: no layer, logits that are no floating-point matrix or of several
+            widths, ``top_k`` beyond the experts, a mask of another number of tokens.
     """
+    _check(layers, top_k)
     device = layers[0].device
     mask_T = None
     if attention_mask is not None:
@@ -112,12 +126,18 @@ def _layers(gate_logits: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
     return list(gate_logits) if isinstance(gate_logits, tuple | list) else []
 
 
-def _check(layers: list[Tensor], num_experts: int | None, top_k: int) -> None:
-    width = layers[0].shape[1]
-    if num_experts is not None and num_experts != width:
+def _check(layers: Sequence[Tensor], top_k: int) -> None:
+    if not layers:
         raise UnsupportedOptionError(
-            f"moe_patch.balance_loss: num_experts={num_experts}, the logits have {width} columns"
+            "moe_patch.balance_loss: no router logits; accepted: those of at least one layer"
         )
+    for place, logits_TE in enumerate(layers):
+        check_logits(logits_TE, "moe_patch.balance_loss", f"gate_logits of layer {place}")
+        if logits_TE.shape[1] != (width := layers[0].shape[1]):
+            raise UnsupportedOptionError(
+                f"moe_patch.balance_loss: the logits of layer {place} have {logits_TE.shape[1]} "
+                f"columns, those of layer 0 have {width}; accepted: one number of experts"
+            )
     if not 1 <= top_k <= width:
         raise UnsupportedOptionError(
             f"moe_patch.balance_loss: top_k={top_k}; accepted: 1 to {width}, the number of experts"

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+LOGITS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class MoePatchError(RuntimeError):
     """Root of all errors raised on purpose by moe_patch."""
@@ -59,3 +61,27 @@ def refuse_forward_mode(*inputs: Tensor | None, what: str = "experts") -> None:
             "accepted: reverse mode (backward, torch.autograd.grad); unpatch_model gives "
             "transformers' own modules, which have it"
         )
+
+
+def check_logits(logits: Any, where: str, name: str, rows: str = "tokens, experts") -> None:
+    """Refuse router logits that are no floating-point matrix.
+
+    Args:
+        logits: what a caller gave for them.
+        where: the function, for the message.
+        name: the argument, for the message.
+        rows: the two axes, for the message.
+
+    Raises:
+        UnsupportedOptionError: no tensor, another number of axes, or a dtype that holds no logits.
+    """
+    if not isinstance(logits, Tensor):
+        found = f"a {type(logits).__name__}"
+    elif logits.dim() != 2 or logits.dtype not in LOGITS:
+        found = f"{logits.dtype} of shape {tuple(logits.shape)}"
+    else:
+        return
+    accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in LOGITS)
+    raise UnsupportedOptionError(
+        f"{where}: {name} is {found}; accepted: a tensor [{rows}] of {accepted}"
+    )

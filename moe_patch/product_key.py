@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
+from moe_patch.errors import (
+    UnsupportedOptionError,
+    check_logits,
+    no_second_derivative,
+    refuse_forward_mode,
+)
 from moe_patch.routing import best_ids, stable_topk
 from moe_patch.types import Routing
 
@@ -21,6 +26,7 @@ NEG_INF = float("-inf")
 MAX_KEYS = 1024
 MAX_TOP_K = 64
 SCORES = ("softmax", "none")
+_WHERE = "moe_patch.product_key.product_key_topk"
 
 
 def product_key_reference(
@@ -31,7 +37,12 @@ def product_key_reference(
     score: str = "softmax",
     renormalize: bool = False,
 ) -> Routing:
-    """The definition of :func:`product_key_topk`, in differentiable torch, any floating dtype."""
+    """The definition of :func:`product_key_topk`, in differentiable torch, any floating dtype.
+
+    Raises:
+        UnsupportedOptionError: as :func:`product_key_topk`.
+    """
+    _check_pair(logits_x_TP, logits_y_TP)
     T, P = logits_x_TP.shape
     kept = min(top_k, P)
     x_Tk, ix_Tk = stable_topk(logits_x_TP, kept)
@@ -124,12 +135,18 @@ def product_key_triton(
     return Routing(ids_TK, weights_TK, logits_x_TP.new_empty(logits_x_TP.shape[0], 0))
 
 
-def _check(logits_x_TP: Tensor, logits_y_TP: Tensor, top_k: int, score: str) -> None:
+def _check_pair(logits_x_TP: Tensor, logits_y_TP: Tensor) -> None:
+    for name, logits_TP in (("logits_x_TP", logits_x_TP), ("logits_y_TP", logits_y_TP)):
+        check_logits(logits_TP, _WHERE, name, "tokens, keys")
     if logits_x_TP.shape != logits_y_TP.shape or logits_x_TP.dtype != logits_y_TP.dtype:
         _refuse(
             f"x is {logits_x_TP.dtype} {tuple(logits_x_TP.shape)}, y is {logits_y_TP.dtype} "
             f"{tuple(logits_y_TP.shape)}; both must be [tokens, keys] of one dtype"
         )
+
+
+def _check(logits_x_TP: Tensor, logits_y_TP: Tensor, top_k: int, score: str) -> None:
+    _check_pair(logits_x_TP, logits_y_TP)
     if score not in SCORES:
         _refuse(f"score={score!r}; accepted: {', '.join(SCORES)}")
     if not 1 <= top_k <= MAX_TOP_K or not 1 <= logits_x_TP.shape[1] <= MAX_KEYS:
@@ -140,7 +157,7 @@ def _check(logits_x_TP: Tensor, logits_y_TP: Tensor, top_k: int, score: str) -> 
 
 
 def _refuse(found: str) -> None:
-    raise UnsupportedOptionError(f"moe_patch.product_key.product_key_topk: {found}")
+    raise UnsupportedOptionError(f"{_WHERE}: {found}")
 
 
 def _forward(

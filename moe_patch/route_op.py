@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from moe_patch.backend import choose_backend, refuse_batch_invariant
-from moe_patch.errors import UnsupportedOptionError, no_second_derivative, refuse_forward_mode
+from moe_patch.errors import (
+    UnsupportedOptionError,
+    check_logits,
+    no_second_derivative,
+    refuse_forward_mode,
+)
 from moe_patch.op_direct import unwatched
 from moe_patch.routing import RouteImpl, RouteSpec
 from moe_patch.routing import route as torch_route
@@ -96,6 +101,7 @@ def route_with_stats(
 def _call(
     logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_logits(logits_TE, "moe_patch.route_op.route", "logits_TE")
     obstacle = route_obstacle(logits_TE, spec, bias_E)
     if obstacle is not None:
         raise UnsupportedOptionError(
@@ -154,6 +160,7 @@ def _route_on(
     spec: RouteSpec,
     bias_E: Tensor | None = None,
 ) -> Routing:
+    check_logits(logits_TE, "moe_patch.route_op.route_impl", "logits_TE")
     device, dtype = logits_TE.device, logits_TE.dtype
     triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
     if batch_invariant:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_patch.errors import check_logits
 from moe_patch.types import Routing
 
 NEG_INF = float("-inf")
@@ -129,7 +130,11 @@ def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> R
 
     Returns:
         Routing with int64 ids in descending order of the choice score and differentiable weights.
+
+    Raises:
+        UnsupportedOptionError: logits of another dtype, or that are no matrix.
     """
+    check_logits(logits_TE, "moe_patch.routing.route", "logits_TE")
     if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
         scored_TE = logits_TE.float()
     else:
@@ -217,7 +222,9 @@ def greedy_or_groups(
 
     Raises:
         ValueError: another method, or groups too small for ``top_k``.
+        UnsupportedOptionError: as :func:`route`.
     """
+    check_logits(logits_TE, "moe_patch.routing.greedy_or_groups", "logits_TE")
     if method == "greedy":
         groups = top_groups = 0
     elif method != "group_limited_greedy":

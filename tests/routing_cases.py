@@ -9,6 +9,15 @@ from moe_patch.routing import RouteSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF = float("inf")
+# What an error says of logits that are none (a pattern), and such logits.
+WRONG_LOGITS = {
+    r"torch\.int64 of shape \(2, 4\)": torch.ones(2, 4, dtype=torch.int64),
+    r"torch\.bool of shape \(2, 4\)": torch.ones(2, 4, dtype=torch.bool),
+    r"torch\.float8_e4m3fn of shape \(2, 4\)": torch.zeros(2, 4).to(torch.float8_e4m3fn),
+    r"torch\.float32 of shape \(4,\)": torch.zeros(4),
+    r"torch\.float32 of shape \(1, 2, 4\)": torch.zeros(1, 2, 4),
+    "a list": [[0.0, 1.0]],
+}
 DEEPSEEK = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5}
 
 # E, with a bias?, the choices: why

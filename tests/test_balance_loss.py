@@ -22,6 +22,7 @@ from moe_patch.balance_loss import (
 from moe_patch.errors import UnsupportedOptionError
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close
+from tests.routing_cases import WRONG_LOGITS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # T, E, K: why
@@ -132,6 +133,24 @@ def test_no_logits_give_zero_as_in_transformers() -> None:
 def test_what_cannot_hold_is_refused(E: int, K: int, word: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=word):
         load_balancing_loss((torch.randn(4, 8),), E, K)
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOGITS, ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_logits_that_are_no_matrix_of_numbers_are_refused(which: int, wrong: str) -> None:
+    losses = (load_balancing_loss, router_z_loss, partial(router_losses, top_k=2))
+    said = rf"gate_logits of layer 1 is {wrong}; accepted: a tensor \[tokens, experts\] of"
+    with pytest.raises(UnsupportedOptionError, match=said):
+        losses[which]([torch.zeros(2, 4), WRONG_LOGITS[wrong]])
+
+
+def test_layers_that_do_not_go_together_are_refused() -> None:
+    with pytest.raises(UnsupportedOptionError, match="layer 1 have 5 columns, .* 0 have 4"):
+        router_z_loss([torch.zeros(2, 4), torch.zeros(2, 5)])
+    with pytest.raises(UnsupportedOptionError, match="no router logits; accepted"):
+        router_losses([], 2)
+    with pytest.raises(UnsupportedOptionError, match="top_k=5; accepted: 1 to 4"):
+        router_losses([torch.zeros(2, 4)], 5)
 
 
 def check_sums(T: int, E: int, K: int, dtype: torch.dtype, device: str) -> None:

@@ -17,6 +17,7 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.product_key import product_key_reference, product_key_topk, product_key_triton
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close, rel_err
+from tests.routing_cases import WRONG_LOGITS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF = float("inf")
@@ -237,6 +238,16 @@ def test_gradients_of_the_definition() -> None:
 def test_what_is_not_covered_is_refused(x: Tensor, y: Tensor, options: dict, word: str) -> None:
     with pytest.raises(UnsupportedOptionError, match=word):
         product_key_topk(x, y, options.pop("top_k", 2), **options)
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOGITS, ids=str)
+@pytest.mark.parametrize("function", [product_key_topk, product_key_reference])
+def test_logits_that_are_no_matrix_of_numbers_are_refused(function, wrong: str) -> None:
+    logits, good = WRONG_LOGITS[wrong], torch.zeros(2, 4)
+    for name, pair in (("logits_x_TP", (logits, good)), ("logits_y_TP", (good, logits))):
+        said = rf"{name} is {wrong}; accepted: a tensor \[tokens, keys\] of float64, float32"
+        with pytest.raises(UnsupportedOptionError, match=said):
+            function(*pair, 2)
 
 
 @pytest.mark.gpu

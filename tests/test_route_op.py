@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from moe_patch import routing
 from moe_patch.balance_loss import router_losses
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.product_key import product_key_triton
-from moe_patch.route_op import _SPEC_FIELDS, route_with_stats
+from moe_patch.route_op import _SPEC_FIELDS, route_impl, route_with_stats
 from moe_patch.route_op import route as triton_route
 from moe_patch.routing import RouteSpec
 from tests.numerics import assert_bits
-from tests.routing_cases import BF16, F16, F32, SPECS, inputs
+from tests.routing_cases import BF16, F16, F32, SPECS, WRONG_LOGITS, inputs
 
 
 @pytest.mark.parametrize(
@@ -40,6 +41,28 @@ def test_what_the_kernels_do_not_cover_is_refused(
     with pytest.raises(UnsupportedOptionError, match=word) as error:
         triton_route(logits, spec)
     assert "backend='torch'" in str(error.value)
+
+
+ROUTES = {
+    "triton": lambda logits: triton_route(logits, RouteSpec(2)),
+    "stats": lambda logits: route_with_stats(logits, RouteSpec(2)),
+    "torch": lambda logits: routing.route(logits, RouteSpec(2)),
+    "chosen": lambda logits: route_impl("auto")(logits, RouteSpec(2)),
+    "softmax_topk": lambda logits: routing.softmax_topk(logits, top_k=2),
+    "topk_softmax": lambda logits: routing.topk_softmax(logits, top_k=2),
+    "sigmoid_topk": lambda logits: routing.sigmoid_topk(logits, top_k=2),
+    "greedy_or_groups": lambda logits: routing.greedy_or_groups(
+        logits, top_k=2, method="group_limited_greedy", groups=2, top_groups=1
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOGITS, ids=str)
+@pytest.mark.parametrize("name", ROUTES)
+def test_logits_that_are_no_matrix_of_numbers_are_refused(name: str, wrong: str) -> None:
+    said = rf"logits_TE is {wrong}; accepted: a tensor \[tokens, experts\] of float64, float32"
+    with pytest.raises(UnsupportedOptionError, match=said):
+        ROUTES[name](WRONG_LOGITS[wrong])
 
 
 @pytest.mark.parametrize(
