@@ -30,6 +30,7 @@ from moe_patch.cli import (
     verify,
     warmup,
 )
+from moe_patch.cli.limits import cpu_memory_named
 from moe_patch.cli.output import Parser, complain
 from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, PROGRAM, UNUSABLE
 from moe_patch.errors import MoePatchError
@@ -65,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "command" not in args:
             parser.print_help()
             return 0
-        return args.command(args)
+        with cpu_memory_named():
+            return args.command(args)
     except MoePatchError as error:
         complain(str(error))
         return UNUSABLE

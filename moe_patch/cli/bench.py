@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import moe_patch
 from moe_patch.cli import models
+from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
 from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover
@@ -75,8 +77,12 @@ def command(args: argparse.Namespace) -> int:
     with progress(5, "building the block") as steps:
         model = models.build(config, models.DTYPES[name], "meta")
         found = _one_block(model)
+        shape = tokens, _hidden(found, model)
+        bytes_of_x = math.prod(shape) * models.DTYPES[name].itemsize
+        held = "the block's input, its gradient and the output"
+        check_fits(f"--tokens {tokens}", 3 * bytes_of_x, held, device)
         block = _fill(found, device)
-        rows = _measure(found, (tokens, _hidden(found, model)), options, steps.step)
+        rows = _measure(found, shape, options, steps.step)
     result = {
         "model": args.model,
         "block": f"{type(block).__module__}.{type(block).__name__}",

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_patch.cli.limits import check_fits, cpu_memory_named
 from moe_patch.cli.output import quiet_libraries
 from moe_patch.discover import discover
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
@@ -37,16 +38,12 @@ def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> 
         OutOfMemoryError: the CPU's allocator, which raises a plain RuntimeError, has no memory.
     """
     try:
-        yield
+        with cpu_memory_named():
+            yield
     except (MoePatchError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # theirs are of any kind: SafetensorError, IndexError, pickle's
-        said = _one_line(error)
-        if "DefaultCPUAllocator" in said:
-            raise torch.OutOfMemoryError(
-                f"{said.partition('DefaultCPUAllocator: ')[2]}."
-            ) from error
-        raise kind(f"{what}: {said}") from error
+        raise kind(f"{what}: {_one_line(error)}") from error
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -231,6 +228,8 @@ def with_adapters(model: Any, rank: int) -> Any:
 
     from moe_patch.lora_targets import lora_targets
 
+    # The adapters of a model on "meta" are made on the CPU, in fp32.
+    check_fits(f"--lora {rank}", 4 * rank, "a column of one factor", torch.device("cpu"))
     with explained(f"--lora {rank}"):
         return get_peft_model(model, LoraConfig(r=rank, **lora_targets(model)))
 

@@ -11,6 +11,7 @@ import torch
 
 from moe_patch.cli import models
 from moe_patch.cli.compare import Run, compare, run
+from moe_patch.cli.limits import check_fits, check_seed
 from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.errors import UnsupportedOptionError
@@ -47,6 +48,9 @@ def command(args: argparse.Namespace) -> int:
 
     if args.batch < 1 or args.length < 2:
         raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")
+    if args.limit is not None and not args.limit >= 0:
+        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number from 0 on")
+    check_seed(args.seed)
     device, name = models.device_of(args), args.dtype or "float32"
     with progress(4, "reading the config") as steps:
         config = models.load_config(args.model)
@@ -143,7 +147,11 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(args.seed)
     name, size = type(model).__name__, (args.batch, args.length)
     with models.explained(f"MODEL: {name} takes no token ids"):
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        weight = model.get_input_embeddings().weight
+        vocabulary, D = weight.shape
+    needed = args.batch * args.length * (8 + D * weight.element_size())
+    held = "the token ids and their embeddings"
+    check_fits(f"--batch {args.batch} --length {args.length}", needed, held, model.device)
     with models.explained(f"--batch {args.batch} --length {args.length}"):
         ids = torch.randint(vocabulary, size, generator=generator).to(model.device)
     batch: dict[str, Any] = {"input_ids": ids, "use_cache": False}

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from moe_patch.cli import models
+from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.errors import UnsupportedOptionError
 
@@ -42,6 +43,10 @@ def command(args: argparse.Namespace) -> int:
         config = models.load_config(args.model)
         dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
         steps.step("building on the meta device")
+        if args.tokens is not None:
+            most = max(args.tokens)
+            held = "one column of the tokens"
+            check_fits(f"--tokens {most}", most * dtype.itemsize, held, device)
         model = models.build(config, dtype, "meta")
         if args.lora is not None:
             model = models.with_adapters(model, args.lora)

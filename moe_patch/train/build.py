@@ -119,6 +119,9 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
     for key, least in LEAST.items():
         if not (found := getattr(args, key)) >= least:
             raise UnsupportedOptionError(f"training.{key} is {found}; at least {least}")
+    seed = args.data_seed
+    if seed is not None and not 0 <= seed < 2**63:  # the sampler adds the epoch, in 64 bits
+        raise UnsupportedOptionError(f"training.data_seed is {seed}; accepted: 0 to {2**63 - 1}")
     checkpoint = args.resume_from_checkpoint
     if checkpoint is not None:
         if not Path(checkpoint).is_dir():

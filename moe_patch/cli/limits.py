@@ -1,0 +1,71 @@
+"""Limits of the numbers on a command line: what a generator takes, and what memory holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from moe_patch.cli.output import bytes_text
+from moe_patch.errors import UnsupportedOptionError
+
+# torch.manual_seed takes what fits into 64 bits, with or without a sign.
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1
+_ALLOCATOR = "DefaultCPUAllocator: "
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take.
+
+    Raises:
+        UnsupportedOptionError: it has more than 64 bits.
+    """
+    if not LEAST_SEED <= seed <= MOST_SEED:
+        raise UnsupportedOptionError(f"--seed {seed}: accepted: {LEAST_SEED} to {MOST_SEED}")
+
+
+def check_fits(what: str, needed: int, holds: str, device: torch.device) -> None:
+    """Refuse a size whose largest tensors alone are beyond the device's memory.
+
+    Args:
+        what: the options, with their values.
+        needed: a lower bound in bytes.
+        holds: what takes them.
+        device: where.
+
+    Raises:
+        UnsupportedOptionError: says how much is needed and how much there is.
+    """
+    there = memory_of(device)
+    if there is not None and needed > there:
+        raise UnsupportedOptionError(
+            f"{what}: {holds} alone would take {bytes_text(needed)}, {device} has "
+            f"{bytes_text(there)}; accepted: what fits into it (fewer, or another --dtype)"
+        )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of the device's memory; None where there is no way to know."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu" or not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def cpu_memory_named() -> Iterator[None]:
+    """Turn the plain RuntimeError of a CPU without memory into what a GPU raises.
+
+    Raises:
+        OutOfMemoryError: the CPU's allocator has no memory.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0]
+        if _ALLOCATOR not in said:
+            raise
+        raise torch.OutOfMemoryError(f"{said.partition(_ALLOCATOR)[2]}.") from error
