@@ -43,7 +43,8 @@ def bindings_of(
         if function is not None:
             path, module = found
             own = block.spec_of(module) if role == "router" else spec
-            record = ModulePatch(role, own, config, self_check=self_check)
+            why = block.mismatch if role == "experts" else ""
+            record = ModulePatch(role, own, config, self_check=self_check, reason=why)
             todo.append((path, Binding(module, function, record, slot)))
 
     for router in block.routers:

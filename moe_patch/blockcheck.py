@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moe_patch.bindings import Binding
 from moe_patch.discover import FoundBlock
+from moe_patch.entryfit import fitting, mismatch, require_call
 from moe_patch.lora import is_param_wrapper
 from moe_patch.patch_record import RECORD, bind, is_ours
 from moe_patch.selfcheck import TOKENS, Direct, compare, limit_for, random_tensors
@@ -27,25 +28,37 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
 
     Raises:
         UnsupportedModelError: a difference above the limit, with block, error and limit.
+        EntryMismatchError: the block class is unlike its entry.
     """
     block: Any = found.block
     ours, theirs = twins(block), twins(block)
     for module, function, record, slot in bindings:
         if record.role != "lora":
             bind(ours[module], function, record, slot)
-    router: nn.Module = getattr(theirs[block], found.spec.router_attr)
-    tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
-    width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
+    with fitting(block):
+        router: nn.Module = getattr(theirs[block], found.spec.router_attr)
+        tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
+        width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
     # The experts: some families keep the router in fp32 beside them.
     weight = max((p for p in block.parameters() if p.is_floating_point()), key=Tensor.numel)
     x = torch.randn(2, TOKENS // 2, width, device=weight.device, dtype=weight.dtype)
     limit = limit_for(weight)
     exact = limit <= 1e-5
     call = found.spec.check_call or _call
-    results = [_run(Direct(t[block], call), tensors, x, exact) for t in (ours, theirs)]
-    for name, reference in results[1].items():
-        pair = results[0][name], reference
+    if found.spec.check_call is None:
+        require_call(block, (x,))
+    reference = _run(Direct(theirs[block], call), tensors, x, exact)
+    with fitting(block):
+        mine = _run(Direct(ours[block], call), tensors, x, exact)
+    if (shapes := _shapes(reference)) != _shapes(mine):
+        raise mismatch(block, f"it returns {shapes}, its entry {_shapes(mine)}")
+    for name, theirs_of in reference.items():
+        pair = mine[name], theirs_of
         compare(found.path, name, *(pair if exact else _closest_rows(*pair)), limit)
+
+
+def _shapes(results: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(result.shape) for name, result in results.items()}
 
 
 def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:

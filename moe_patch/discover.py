@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +11,7 @@ from torch import nn
 from moe_patch.families import lookup
 from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
+from moe_patch.patch_record import record_of
 
 Named = tuple[str, Any]
 # The path of the row that stands for a model without any MoE block.
@@ -39,6 +40,7 @@ class FoundBlock:
     ``path`` is the block's module path; where a family has no block class, that of the module that
     holds the experts. ``routers`` may be several (PEFT's modules_to_save keeps a second one).
     ``plain_path`` is the path without what wrappers (PEFT, DDP, a compiled module) add to it.
+    ``mismatch`` says why the entry serves the experts alone; ``routers`` is then empty.
     """
 
     path: str
@@ -49,6 +51,11 @@ class FoundBlock:
     wrappers: list[Named] = field(default_factory=list)
     reason: str = ""
     plain_path: str = ""
+    mismatch: str = ""
+
+    def experts_only(self, mismatch: str) -> FoundBlock:
+        """The same block with its router and its own forward left to transformers."""
+        return replace(self, spec=self.spec.experts_only(), routers=[], mismatch=mismatch)
 
     def spec_of(self, router: nn.Module) -> FamilySpec:
         """The entry that serves a router: the block's, or its own where a family has two kinds."""
@@ -105,10 +112,19 @@ def discover(model: nn.Module) -> list[FoundBlock]:
             base = module.get_base_layer()
             if any(base is experts for _, experts in blocks[owner].experts):
                 blocks[owner].wrappers.append((path, module))
+    for path, block in blocks.items():
+        if why := _experts_alone(block):
+            blocks[path] = block.experts_only(why)
     added = {f"{path}.{child}".lstrip(".") for path, m in named if (child := _wrapped_child(m))}
     for block in blocks.values():
         block.plain_path = _without(added, block.path)
     return [blocks[path] for path in order]
+
+
+def _experts_alone(block: FoundBlock) -> str:
+    """The reason why a patch serves the experts alone, from the record on them; else empty."""
+    records = (record_of(experts) for _, experts in block.experts)
+    return next((r.reason for r in records if r is not None and r.role == "experts"), "")
 
 
 def refused_block(path: str, module: nn.Module, reason: str) -> FoundBlock:

@@ -22,6 +22,10 @@ class UnsupportedModelError(MoePatchError):
     """A model, or one of its MoE blocks, cannot be patched."""
 
 
+class EntryMismatchError(UnsupportedModelError):
+    """A router or block class of the installed transformers is unlike what its entry describes."""
+
+
 class UnsupportedOptionError(MoePatchError):
     """An option is unknown, has a wrong value, or cannot hold on this model or machine."""
 

@@ -21,12 +21,19 @@ from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
 from moe_patch.discover import FoundBlock
-from moe_patch.errors import PatchStateError, UnsupportedModelError
+from moe_patch.errors import EntryMismatchError, PatchStateError, UnsupportedModelError
 from moe_patch.families import is_shipped
 from moe_patch.lora_targets import missed_experts
 from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
 from moe_patch.quant.merging import PATCH, free_merging, guard_merging
-from moe_patch.resolve import chosen_blocks, refusals, warn_of
+from moe_patch.resolve import (
+    chosen_blocks,
+    falls_to_experts,
+    fitted,
+    refusals,
+    warn_of,
+    warn_of_mismatches,
+)
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -54,17 +61,21 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         logger.info("moe_patch: false, the model is left as it is")
         return model
     again = _check_state(model, parsed)
-    blocks = chosen_blocks(model, parsed)
+    found = chosen_blocks(model, parsed)
+    blocks = fitted(found)
     refused = refusals(model, blocks, parsed)
     checks = _self_checks(blocks, parsed, refused) if parsed.self_check else {}
     warn_of(refused, blocks)
+    warn_of_mismatches(found, [b for b in blocks if b.path not in refused])
     forward.register_experts()
     bound = 0
-    for block in blocks:
+    for before, block in zip(found, blocks, strict=True):
         if block.path in refused:
-            _mark_refused(block, parsed, refused[block.path])
-        else:
-            bound += _bind_block(block, parsed, checks.get(block.path, "off"))
+            _mark_refused(before, parsed, refused[block.path])
+            continue
+        if block.mismatch and not before.mismatch:
+            _give_back(before)
+        bound += _bind_block(block, parsed, checks.get(block.path, "off"))
     probe.attach(model, [b for b in blocks if b.path not in refused], parsed)
     guard_merging(model, PATCH)
     if again:
@@ -144,10 +155,13 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
 def _self_checks(
     blocks: list[FoundBlock], config: PatchConfig, refused: dict[str, str]
 ) -> dict[str, str]:
-    """What the self-check says of each block, by path; without ``strict`` it may refuse more."""
-    results: dict[tuple, str] = {}
+    """What the self-check says of each block, by path; without ``strict`` it may refuse more.
+
+    Where an entry fits a block's experts alone, these take the block's place in ``blocks``.
+    """
+    results: dict[tuple, tuple[str, str]] = {}
     by_path = {}
-    for block in blocks:
+    for place, block in enumerate(blocks):
         if block.path in refused:
             continue
         kind = selfcheck.kind_of(block)
@@ -155,7 +169,7 @@ def _self_checks(
             # Its classes may read what we know nothing of, layer by layer.
             kind = (*kind, block.path)
         # A block that could not be checked speaks for itself only.
-        if results.get(kind) != "passed":
+        if results.get(kind, ("", ""))[0] != "passed":
             try:
                 results[kind] = _self_check(block, config)
             except UnsupportedModelError as error:
@@ -163,11 +177,30 @@ def _self_checks(
                     raise
                 refused[block.path] = str(error)
                 continue
-        by_path[block.path] = results[kind]
+        by_path[block.path], mismatch = results[kind]
+        if mismatch and not block.mismatch:
+            blocks[place] = block.experts_only(mismatch)
     return by_path
 
 
-def _self_check(block: FoundBlock, config: PatchConfig) -> str:
+def _self_check(block: FoundBlock, config: PatchConfig) -> tuple[str, str]:
+    """The result, and why it is that of the experts alone where the entry does not fit the rest."""
+    if not block.mismatch:
+        try:
+            return _compare(block, config), ""
+        except EntryMismatchError as error:
+            if not falls_to_experts(block):
+                raise UnsupportedModelError(f"{block.path}: self-check: {error}") from error
+            block = block.experts_only(str(error))
+    try:
+        return _compare(block, config), block.mismatch
+    except UnsupportedModelError as error:
+        # Where the experts are what the entry does not fit, both say so.
+        why = "; nor do the experts pass alone: ".join(dict.fromkeys((block.mismatch, str(error))))
+        raise UnsupportedModelError(f"{block.path}: self-check: {why}") from error
+
+
+def _compare(block: FoundBlock, config: PatchConfig) -> str:
     # What a shipped family does in training alone is in its entry; of others nobody has looked.
     for training in (False,) if is_shipped(block.spec) else (False, True):
         result = selfcheck.check(block, config.backend, training)
@@ -189,7 +222,10 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     for _, experts in block.experts:
         if record_of(experts) is None:
             _point_at_registry(
-                experts, forward.ExpertsPatch("experts", spec, config, self_check=self_check)
+                experts,
+                forward.ExpertsPatch(
+                    "experts", spec, config, self_check=self_check, reason=block.mismatch
+                ),
             )
             bound += 1
     return bound
@@ -206,11 +242,16 @@ def _point_at_registry(experts: Any, record: ModulePatch) -> None:
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
     """Leave the block to transformers, also where an earlier call had patched it."""
+    _give_back(block)
+    _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
+
+
+def _give_back(block: FoundBlock) -> None:
+    """Undo what an earlier call bound in the block."""
     bound = [block.block, *(m for _, m in [*block.routers, *block.experts, *block.wrappers])]
     for module in bound:
         if module is not None and RECORD in module.__dict__:
             _undo(module)
-    _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
 
 
 def _unmark_refused(block: FoundBlock) -> None:

@@ -33,7 +33,8 @@ class BlockReport:
         shared: the shared expert: "none", "added by the bound block" or "transformers".
         lora: adapters on the experts: "none", "fused (...)" or why PEFT's own path runs.
         self_check: "passed", "off" or "skipped: why".
-        reason: why a block is refused, or why its backend or its kernels are not the usual ones.
+        reason: why a block is refused, why only its experts are patched though the family has an
+            entry, or why its backend or its kernels are not the usual ones.
     """
 
     path: str
@@ -130,7 +131,7 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
         shared=_shared(spec, found.block),
         lora=_lora(found, record),
         self_check=record.self_check,
-        reason="; ".join(part for part in (reason, why) if part),
+        reason="; ".join(part for part in (reason, why, record.reason) if part),
     )
 
 

@@ -19,8 +19,10 @@ from moe_patch.discover import (
     some_paths,
     unmatched,
 )
-from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.entryfit import mismatch
+from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
+from moe_patch.families import is_shipped
 from moe_patch.families.spec import FamilySpec, read
 from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import origin_of, record_of
@@ -98,6 +100,54 @@ def warn_of(refused: dict[str, str], blocks: list[FoundBlock]) -> None:
         )
 
 
+def falls_to_experts(block: FoundBlock) -> bool:
+    """Whether the experts are patched alone where the entry does not fit the rest of the block.
+
+    An entry of the user's own is refused: there the mistake may be in the entry.
+    """
+    spec = block.spec
+    return bool(block.experts) and spec.serves_experts_alone and is_shipped(spec)
+
+
+def fitted(blocks: list[FoundBlock]) -> list[FoundBlock]:
+    """The blocks, with the experts alone of those whose classes lack what their entry reads.
+
+    A class lacks what none of its modules has. A module that lost what others have is refused
+    later: transformers' own code would not run on it.
+    """
+    lacks = [_misfit(block) if falls_to_experts(block) else "" for block in blocks]
+    fit = {_classes(block) for block, why in zip(blocks, lacks, strict=True) if not why}
+    return [
+        block.experts_only(why) if why and _classes(block) not in fit else block
+        for block, why in zip(blocks, lacks, strict=True)
+    ]
+
+
+def _classes(block: FoundBlock) -> tuple[type, ...]:
+    return type(block.block), *(type(router) for _, router in block.routers)
+
+
+def _misfit(block: FoundBlock) -> str:
+    """Name what the block's classes lack of what the entry reads; else empty."""
+    try:
+        _check_attributes(block)
+    except EntryMismatchError as error:
+        return str(error)
+    return ""
+
+
+def warn_of_mismatches(found: list[FoundBlock], served: list[FoundBlock]) -> None:
+    """Warn once about blocks whose router and block stay transformers', if any are new."""
+    known = {block.path for block in found if block.mismatch}
+    new = [block for block in served if block.mismatch and block.path not in known]
+    if new:
+        warnings.warn(
+            f"moe_patch patches only the experts of {len(new)} of {len(found)} MoE blocks, first "
+            f"{new[0].path}: {new[0].mismatch}",
+            stacklevel=3,
+        )
+
+
 def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if block.refused:
         return block.reason
@@ -146,7 +196,7 @@ def _check_attributes(block: FoundBlock) -> None:
     """Every attribute that the family entry names is there, before a forward asks for it.
 
     Raises:
-        UnsupportedModelError: one is missing (names class, attribute, versions).
+        EntryMismatchError: one is missing (names class, attribute, versions).
     """
     for _, router in block.routers:
         own = block.spec_of(router)
@@ -154,6 +204,10 @@ def _check_attributes(block: FoundBlock) -> None:
             if isinstance(source, str):
                 read(router, source)
     spec = block.spec
+    if spec.routing is not None and spec.router is not None and not block.routers:
+        raise mismatch(
+            block.block or block.experts[0][1], f"there is no {spec.router} in the block"
+        )
     if block.block is not None and spec.shared is not None and spec.block_forward is None:
         for name in (spec.router_attr, spec.shared, spec.shared_gate):
             if name is not None:

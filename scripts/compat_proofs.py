@@ -222,6 +222,10 @@ NOTES = """\
   transformers 5.24's sharded experts, or attaches them (with FSDP) and fails in its own forward.
 - **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
   well; the router stays its own, the experts are ours (tier `experts`).
+- **A release whose classes a family's entry does not describe** (other arguments, other values
+  returned, missing attributes): router and block stay transformers', the experts are ours (tier
+  `experts`), with one warning and the reason in the report. Seen with deepseek_v2 and ernie4_5_moe
+  of transformers 5.9.
 - **Training under expert parallelism needs transformers 5.17.** 5.16 does not sum the gradients of
   the routing weights over the ranks, with or without a patch: loss and logits are right there, the
   gradients of everything before the last experts are not.

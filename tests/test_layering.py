@@ -33,6 +33,7 @@ LAYERS = (
     {"forward"},
     {"families."},
     {"discover"},
+    {"entryfit"},
     {"bindings", "lora_targets", "quant.", "selfcheck"},
     {"blockcheck", "debug.unpatched", "report", "resolve"},
     {"debug.nan_file", "debug.shadow"},

@@ -60,7 +60,7 @@ def later_families() -> tuple[FamilySpec, ...]:
 
 def is_shipped(spec: FamilySpec) -> bool:
     """Whether an entry is one of this package's own, as it came."""
-    return any(spec == own for own in _SHIPPED)
+    return any(spec in (own, alone) for own, alone in _SHIPPED)
 
 
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
@@ -134,4 +134,4 @@ def _described(spec: FamilySpec) -> bool:
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name):
     for _spec in vars(importlib.import_module(f"{__name__}.{_file.name}")).get("FAMILIES", ()):
         register_family(_spec)
-_SHIPPED = tuple(_FAMILIES)
+_SHIPPED = tuple((spec, spec.experts_only()) for spec in _FAMILIES)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError
+from moe_patch.errors import EntryMismatchError
 from moe_patch.routing import RouteImpl
 from moe_patch.routing import route as torch_route
 from moe_patch.types import Routing
@@ -235,6 +235,24 @@ class FamilySpec:
         decides = self.routing or self.block_forward or self.router_forward
         return "transformers" if decides is None else decides.__name__
 
+    @property
+    def serves_experts_alone(self) -> bool:
+        """Whether the experts run below transformers' own router and block, as it calls them."""
+        return self.experts is not None and self.experts_forward is None
+
+    def experts_only(self) -> FamilySpec:
+        """The part of the entry that serves the experts; transformers routes and runs the block."""
+        return FamilySpec(
+            model_types=self.model_types,
+            module=self.module,
+            experts=self.experts,
+            shared_by_block=self.shared or self.shared_by_block,
+            glu=self.glu,
+            experts_fp32=self.experts_fp32,
+            layout=self.layout,
+            tier="experts",
+        )
+
     def route(
         self,
         router: nn.Module,
@@ -253,7 +271,7 @@ class FamilySpec:
             ties, impl: tie rule and implementation of ``route``.
 
         Raises:
-            UnsupportedModelError: the router lacks an attribute this entry names.
+            EntryMismatchError: the router lacks an attribute this entry names.
         """
         assert self.logits is not None
         return self.choose(router, self.logits(router, hidden), hidden, args, ties=ties, impl=impl)
@@ -288,7 +306,7 @@ def read(module: nn.Module, source: Source) -> Any:
     """The value of a Const, or of an attribute path on ``module``; never a default.
 
     Raises:
-        UnsupportedModelError: the attribute is missing (names class, attribute, versions).
+        EntryMismatchError: the attribute is missing (names class, attribute, versions).
     """
     if isinstance(source, Const):
         return source.value
@@ -299,9 +317,11 @@ def read(module: nn.Module, source: Source) -> Any:
         except AttributeError:
             import transformers
 
-            raise UnsupportedModelError(
-                f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r} "
-                f"(transformers {transformers.__version__}, torch {torch.__version__}); its family "
-                "entry expects one: update moe_patch or correct the entry"
+            raise EntryMismatchError(
+                f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r}: "
+                "its family entry, which reads it, does not fit this class (transformers "
+                f"{transformers.__version__}, torch {torch.__version__}); accepted: a release of "
+                "transformers that the entry describes, or an entry that describes this one "
+                "(register_family)"
             ) from None
     return value
