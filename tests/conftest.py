@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in set(gone)]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exempt what the imports made from garbage collection: a full one takes a second otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker whole runs of files, so that a module's fixtures are made once.
+
+    xdist's default hands out tests in small turns: both workers then make every such fixture.
+    An explicit ``--dist`` other than the default is left alone.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling  # only where xdist is installed
+
+    return WorkStealingScheduling(config, log)
 
 
 def _recipes_of(item: pytest.Item) -> set[str]:
