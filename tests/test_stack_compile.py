@@ -84,15 +84,15 @@ def assert_one_graph_of_a_model(model, order, backend, limit):
     ("name", "layers", "order"),
     [
         ("qwen3_moe", 2, "patch first"),
-        ("qwen3_moe", 1, "compile first"),
-        ("gpt_oss", 1, "patch first"),
+        ("gpt_oss", 1, "compile first"),
     ],
 )
 def test_a_whole_model_is_one_graph(name, layers, order):
+    """Backward's graph is compiled block by block above: here the compiler stops at forward's."""
     over = {"output_router_logits": False, "num_hidden_layers": layers}
     if name == "gpt_oss":  # a sliding window is transformers' own reason to compile again
         over["layer_types"] = ["full_attention"]
-    assert_one_graph_of_a_model(tiny_models.build(name, **over), order, "aot_eager", LIMIT)
+    assert_one_graph_of_a_model(tiny_models.build(name, **over), order, "eager", LIMIT)
 
 
 def test_a_compiled_model_follows_patch_and_undo():
