@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Linter, type checker and the CPU tests on a bare machine, in their own environment.
+# Linter, type checker and the CPU tests on a bare machine, in their own environment. Tests marked
+# `slow` are left out; scripts/matrix.py runs them too, and so does this with -m "not gpu".
 # Usage: bash scripts/test.sh [arguments for pytest]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,7 +13,7 @@ failed=()
 "$venv_python" -m mypy || failed+=("mypy")
 # Two workers with one thread each: more threads than cores make small tensors many times slower.
 env HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
-    "$venv_python" -m pytest -n 2 -m "not gpu" "$@" || failed+=("pytest")
+    "$venv_python" -m pytest -n 2 -m "not gpu and not slow" "$@" || failed+=("pytest")
 if ((${#failed[@]})); then
     printf 'scripts/test.sh: failed: %s\n' "${failed[@]}" >&2
     exit 1

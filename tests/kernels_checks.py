@@ -116,7 +116,7 @@ def check_norms(
 
 def check_needs(device: str) -> None:
     """Each gradient asked for alone is the one of the full call, and no other comes back."""
-    inputs = make_inputs(SMALL["lora"], torch.float32, device)
+    inputs = make_inputs(replace(SMALL["lora"], E=3), torch.float32, device)
     everything, _ = run_kernels(inputs)
     for name in NAMES:
         found, backward = run_kernels(inputs, ExpertsNeeds(**{name: True}))
@@ -126,7 +126,7 @@ def check_needs(device: str) -> None:
 
 def check_kept(device: str) -> None:
     """What forward did not keep backward computes again, to the same bits."""
-    inputs = make_inputs(replace(SMALL["lora"], norms=False), torch.float32, device)
+    inputs = make_inputs(replace(SMALL["lora"], E=3, norms=False), torch.float32, device)
     everything, _ = run_kernels(inputs)
     for save_h, save_u in ((False, False), (True, False), (False, True)):
         inputs.case = replace(inputs.case, save_h=save_h, save_u=save_u)
@@ -143,7 +143,7 @@ def check_over_h(device: str) -> None:
     A row tile that is not full reads rows of the expert after it, which may be gradients already.
     """
     for name in ("silu", "lora", "gpt_oss", "ungated", "recompute"):
-        inputs = make_inputs(SMALL[name], torch.float32, device)
+        inputs = make_inputs(replace(SMALL[name], E=3), torch.float32, device)
         (expected, _), (found, _) = run_kernels(inputs), run_kernels(inputs, overwrite_h=True)
         for result in expected:
             assert_bits(found[result], expected[result], f"{name} {result}")

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 
 from moe_patch import (
     UnsupportedModelError,
@@ -25,6 +24,7 @@ from moe_patch.signals.updates import keep_updates
 from tests import signals_cases as cases
 from tests import tiny_models
 from tests.adapters import EXPERTS
+from tests.dist_helpers import run_ranks
 from tests.numerics import FP32, FP64, assert_bits, assert_close
 from tests.signals_cases import (
     CHECKPOINTS,
@@ -40,9 +40,7 @@ def patched(model_type: str) -> Any:
     return patch_model(tiny_models.build(model_type), self_check=False)
 
 
-def _rank(rank: int, file: str, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+def _rank(rank: int, folder: str) -> tuple[Any, ...]:
     model = patched("deepseek_v3")
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     with record(parallel) as recorder:
@@ -51,12 +49,12 @@ def _rank(rank: int, file: str, folder: str) -> None:
         own = {path: layer.load for path, layer in recorder.layers.items()}
         closed = recorder.step(group=dist.group.WORLD)
     norms = {path: layer.grad_norm_params for path, layer in recorder.layers.items()}
-    torch.save([own, closed.load, signs, correction_biases(model), norms], f"{folder}/{rank}.pt")
+    found = own, closed.load, signs, correction_biases(model), norms
     _sharded()
     _sharded_with_adapters()
     _one_layer_less(rank)
     _nan_under_fsdp(rank, folder)
-    dist.destroy_process_group()
+    return found
 
 
 def _sharded_with_adapters() -> None:
@@ -144,9 +142,8 @@ def _sharded() -> None:
 
 
 def test_two_ranks_under_ddp_stay_equal_and_under_fsdp2_record_the_same(tmp_path) -> None:
-    spawn(_rank, (str(tmp_path / "store"), str(tmp_path)), nprocs=2)
-    (own0, sum0, signs0, bias0, norms0), (own1, sum1, signs1, bias1, norms1) = (
-        torch.load(tmp_path / f"{rank}.pt") for rank in range(2)
+    (own0, sum0, signs0, bias0, norms0), (own1, sum1, signs1, bias1, norms1) = run_ranks(
+        _rank, str(tmp_path)
     )
     for seed, norms in ((1, norms0), (2, norms1)):
         model = patched("deepseek_v3")

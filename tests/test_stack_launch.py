@@ -72,7 +72,6 @@ def need_deepspeed(name):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 
-@pytest.mark.slow
 def test_ddp_cpu_on_two_processes(tmp_path):
     train(tmp_path, LAUNCH / "ddp_cpu.yaml")
 

@@ -109,13 +109,15 @@ RANKS = {2: "ranks2", 4: "ranks4"}
 # Four ranks share four heads, so that they need keys and values for each.
 CASES += [("qwen3_moe", layout, 4) for layout in ("ep", "tp", "fsdp")]
 CASES += [("qwen2_moe", "tp", 4), ("gpt_oss", "ep", 4), ("gpt_oss", "tp", 4)]
+MARKS = {2: (), 4: pytest.mark.slow}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "world"),
-    CASES,
-    ids=[f"{name}-{layout}-{RANKS[world]}" for name, layout, world in CASES],
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}-{RANKS[case[2]]}", marks=MARKS[case[2]])
+        for case in CASES
+    ],
 )
 def test_ranks_equal_one_process(tmp_path, name, layout, world):
     over = {"num_key_value_heads": 4} if world == 4 else {}
@@ -160,7 +162,6 @@ if not WRAPS_ROUTER:
     REFUSED.append(("qwen3_moe", "ep and fsdp", True, message))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "lora", "message"), REFUSED, ids=lambda v: str(v)[:11])
 def test_what_cannot_hold_is_refused_by_name(tmp_path, name, layout, lora, message):
     """Experts that transformers does not decorate; adapters on experts that live elsewhere.

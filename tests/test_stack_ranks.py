@@ -161,13 +161,11 @@ def check(results, expected):
             assert_close(value, expected[1][name], LIMIT, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_ddp_without_unused_parameter_search(lora):
     check(run_ranks(ddp, lora), one_process(lora))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("units", "order"),
@@ -215,7 +213,6 @@ def resumed(rank, kind, lora, folder):
     return expected, train(again, batch, 3, optimizer)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_save_and_resume(kind, lora, tmp_path):
@@ -238,7 +235,6 @@ def mixed_precision(rank):
     return gradients
 
 
-@pytest.mark.slow
 def test_fsdp2_mixed_precision_equals_a_bf16_model():
     model = patch_model(build(lora=False))
     for p in model.parameters():  # buffers stay in fp32, as under the policy
