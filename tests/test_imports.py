@@ -117,11 +117,27 @@ def test_patching_works_and_triton_is_refused_by_name(bare_python):
     assert refusal.startswith("backend='triton' cannot hold: ")
 
 
-@pytest.mark.parametrize("argument", ["--version", "--help", ""], ids=lambda a: a or "no argument")
-def test_command_line(bare_python, argument):
-    done = bare_python("-m", "moe_patch", *([argument] if argument else []))
+COMMANDS = """
+import runpy, sys
+for arguments in (["--version"], ["--help"], []):
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module("moe_patch", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        assert not stopped.code, (arguments, stopped.code)
+    print("END")
+"""
+
+
+def test_command_line(bare_python):
+    """As ``python -m moe_patch``, three times in one process."""
+    done = bare_python("-c", COMMANDS)
     assert done.returncode == 0, done.stderr
-    assert (__version__ if argument == "--version" else "train") in done.stdout
+    version, shown, nothing, rest = done.stdout.split("END\n")
+    assert __version__ in version
+    assert "train" in shown
+    assert "train" in nothing
+    assert not rest
     assert not done.stderr
 
 
