@@ -22,6 +22,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Exempt what earlier files imported from garbage collection: a full one takes a second else.
+
+    Trainer asks for several a run.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Where a test that asks for it runs: on the CPU, and again with ``-m gpu`` on the GPU."""
@@ -69,12 +79,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in set(gone)]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Exempt what the imports made from garbage collection: a full one takes a second otherwise."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
