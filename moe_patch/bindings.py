@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -145,3 +146,27 @@ def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> st
                 "not be in a forward, exclude leaves the block to transformers"
             )
     return None
+
+
+def watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
+    """Roles and modules that a probe watches; empty where nothing compares with transformers."""
+    spec = block.spec
+    if spec.block_forward is not None and spec.block_slot == "forward":
+        return [] if block.block is None else [("block", block.block)]
+    experts = [("experts", module) for _, module in block.experts if _as_in_transformers(module)]
+    if len(experts) < len(block.experts):
+        return []
+    routers = [
+        ("router", module)
+        for _, module in block.routers
+        if (own := block.spec_of(module)).routing is not None
+        and own.router_forward is None
+        and own.returns is None
+    ]
+    return [*experts, *routers] if experts else []
+
+
+def _as_in_transformers(experts: nn.Module) -> bool:
+    """Whether the experts' own forward takes hidden states, ids and weights."""
+    forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
+    return len(inspect.signature(forward).parameters) == 4

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from moe_patch import forward, selfcheck
-from moe_patch.bindings import bindings_of
+from moe_patch.bindings import bindings_of, watched
 from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
@@ -76,7 +76,9 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         if block.mismatch and not before.mismatch:
             _give_back(before)
         bound += _bind_block(block, parsed, checks.get(block.path, "off"))
-    probe.attach(model, [b for b in blocks if b.path not in refused], parsed)
+    if parsed.shadow_check or parsed.debug_nan:
+        patched_blocks = [b for b in blocks if b.path not in refused]
+        probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
     guard_merging(model, PATCH)
     if again:
         logger.info(

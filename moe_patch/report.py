@@ -16,8 +16,7 @@ from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.patch_record import ModulePatch, record_of
 from moe_patch.route_op import route_obstacle
-from moe_patch.routing import RouteSpec
-from moe_patch.types import Glu, Routing
+from moe_patch.types import Glu, RouteSpec, Routing
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from moe_patch.errors import (
     refuse_forward_mode,
 )
 from moe_patch.op_direct import unwatched
-from moe_patch.routing import RouteImpl, RouteSpec
+from moe_patch.routing import RouteImpl
 from moe_patch.routing import route as torch_route
-from moe_patch.types import Routing
+from moe_patch.types import RouteSpec, Routing
 
 MAX_EXPERTS = 512
 MAX_TOP_K = 32

@@ -13,56 +13,12 @@ Rules, whatever the family:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_patch.errors import check_logits
-from moe_patch.types import Routing
-
-NEG_INF = float("-inf")
-
-
-@dataclass(frozen=True)
-class RouteSpec:
-    """The choices that tell one family's routing from another's.
-
-    Attributes:
-        top_k: experts per token.
-        score: "softmax", "sigmoid", "sqrtsoftplus" or "none".
-        order: "score_topk" scores all experts and picks the best; "topk_score" picks the best
-            logits and scores only those.
-        fp32: evaluate the score in fp32; otherwise in the dtype of the logits.
-        bias_on: the correction bias is added to "scores" or to "logits" (for the choice only).
-        groups, top_groups: keep only the experts of the best ``top_groups`` of ``groups`` groups;
-            0 means no group limit.
-        group_score: a group's score is the sum of its two best ("top2") or its best ("max").
-        group_fill: what excluded experts' scores become: -inf, or 0.0 in some families.
-        renormalize: divide a token's weights by their sum plus ``eps`` (or, with ``clamp_eps``, by
-            their sum clamped to at least ``eps``).
-        scale: multiplies the weights at the end.
-        weights_dtype: dtype of the weights; None keeps the dtype of the score.
-        ties: "lower" (stable, lower id first) or "torch" (whatever torch.topk picks).
-        batch_invariant: the Triton kernels sum a row in the same order for any number of rows.
-    """
-
-    top_k: int
-    score: str = "softmax"
-    order: str = "score_topk"
-    fp32: bool = True
-    bias_on: str = "scores"
-    groups: int = 0
-    top_groups: int = 0
-    group_score: str = "top2"
-    group_fill: float = NEG_INF
-    renormalize: bool = False
-    eps: float = 0.0
-    clamp_eps: bool = False
-    scale: float = 1.0
-    weights_dtype: torch.dtype | None = None
-    ties: str = "lower"
-    batch_invariant: bool = False
+from moe_patch.types import NEG_INF, RouteSpec, Routing
 
 
 def best_ids(scores_TE: Tensor, k: int, ties: str = "lower") -> Tensor:

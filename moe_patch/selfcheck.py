@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch.compare import Direct, compare, limit_for
 from moe_patch.discover import FoundBlock
 from moe_patch.entryfit import fitting, require_call, require_form
 from moe_patch.errors import MoePatchError, UnsupportedModelError
@@ -28,8 +29,6 @@ from moe_patch.weights import foreign_class
 
 TOKENS = 48
 EXPERTS = 4
-# fp64: transformers' routers and some experts cast to fp32 inside, whatever the model's dtype.
-LIMITS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
 def obstacle(found: FoundBlock) -> str | None:
@@ -116,25 +115,6 @@ def check(found: FoundBlock, backend: str, training: bool = False) -> str:
             if found.spec.experts_forward is None:
                 _check_experts(path, experts, found.spec, backend)
     return "passed"
-
-
-def limit_for(weight: Tensor) -> float:
-    """The largest relative error accepted; wider where fp32 products may run in TF32."""
-    if weight.dtype == torch.float32 and weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        return LIMITS[torch.float16]
-    return LIMITS[weight.dtype]
-
-
-class Direct(nn.Module):
-    """Runs a function of a module under functional_call without calling the module (no hooks)."""
-
-    def __init__(self, module: nn.Module, function: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self.module, *args)
 
 
 def random_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -254,25 +234,6 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
     names += [f"gradient of {name.removeprefix('module.')}" for name in tensors]
     for name, ours_of, theirs_of in zip(names, mine, reference, strict=True):
         compare(path, name, ours_of, theirs_of, limit_for(weight))
-
-
-def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
-    """Refuse a relative difference above ``limit``, naming the block and what differs."""
-    if ours.shape != theirs.shape:
-        raise UnsupportedModelError(
-            f"{path}: self-check: {what} has shape {tuple(ours.shape)}, transformers' "
-            f"{tuple(theirs.shape)}; the family entry was written for another release"
-        )
-    norm = theirs.double().norm()
-    error = (
-        (ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)
-    ).item()
-    if not error <= limit:
-        raise UnsupportedModelError(
-            f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), "
-            f"limit {limit:.0e}; report this with the model's config; "
-            "self_check=False patches anyway"
-        )
 
 
 @contextmanager

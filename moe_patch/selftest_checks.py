@@ -14,8 +14,8 @@ from moe_patch.backend import choose_backend
 from moe_patch.ops import experts_mlp
 from moe_patch.product_key import product_key_reference, product_key_topk
 from moe_patch.route_op import route_impl
-from moe_patch.routing import RouteSpec, route
-from moe_patch.types import ExpertWeights, Glu, Lora
+from moe_patch.routing import route
+from moe_patch.types import ExpertWeights, Glu, Lora, RouteSpec
 
 # Largest relative error in fp32, and in lower precision: this many times that of the same formulas
 # evaluated by torch in the same dtype, plus what never leaves fp32.

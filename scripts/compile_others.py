@@ -22,8 +22,7 @@ from moe_patch.kernels import (
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.quant.packed import STORAGES, PackedWeight, pack
-from moe_patch.routing import RouteSpec
-from moe_patch.types import Glu
+from moe_patch.types import Glu, RouteSpec
 
 ROUTES = (
     (128, RouteSpec(8, renormalize=True)),

@@ -32,8 +32,12 @@ from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
 from moe_patch.ops import Signals, experts_mlp  # noqa: E402
 from moe_patch.quant import mxfp4  # noqa: E402
 from moe_patch.quant.packed import READABLE, PackedWeight, pack  # noqa: E402
-from moe_patch.routing import RouteSpec  # noqa: E402
-from moe_patch.types import ExpertWeights, Glu, Lora  # noqa: E402
+from moe_patch.types import (  # noqa: E402
+    ExpertWeights,
+    Glu,
+    Lora,
+    RouteSpec,
+)
 
 D, F, E, K, R = 256, 128, 8, 2, 16
 Launch = tuple[object, str, tuple]

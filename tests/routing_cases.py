@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_patch.routing import RouteSpec
+from moe_patch.types import RouteSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF = float("inf")

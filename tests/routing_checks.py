@@ -9,7 +9,7 @@ import torch
 
 from moe_patch.route_op import route as triton_route
 from moe_patch.route_op import route_with_stats
-from moe_patch.routing import RouteSpec
+from moe_patch.types import RouteSpec
 from tests.numerics import assert_bits
 from tests.routing_cases import F32, inputs
 from tests.watching import Watching

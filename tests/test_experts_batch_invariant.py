@@ -11,8 +11,7 @@ from torch import Tensor
 from moe_patch import PatchConfig, UnsupportedOptionError, patch_model, patch_report
 from moe_patch.backend import choose_backend
 from moe_patch.route_op import route_impl
-from moe_patch.routing import RouteSpec
-from moe_patch.types import Glu
+from moe_patch.types import Glu, RouteSpec
 from tests import tiny_models
 from tests.experts_cases import Case as TorchCase
 from tests.experts_cases import make_inputs as torch_inputs

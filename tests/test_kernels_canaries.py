@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 from moe_patch.kernels import plan as plans
 from moe_patch.kernels import product_key, routing, routing_losses
-from moe_patch.routing import RouteSpec
+from moe_patch.types import RouteSpec
 from tests import interpreted
 from tests.guards import Guards
 from tests.kernels_cases import LARGE, SMALL, Case, Inputs, make_inputs, run_kernels

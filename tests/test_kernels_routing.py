@@ -14,7 +14,8 @@ import torch
 
 from moe_patch.route_op import route as triton_route
 from moe_patch.route_op import route_with_stats
-from moe_patch.routing import RouteSpec, route
+from moe_patch.routing import route
+from moe_patch.types import RouteSpec
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close
 from tests.routing_cases import BF16, F16, F32, INF, LIMITS, SPECS, in_fp64, inputs, strided

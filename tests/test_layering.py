@@ -22,7 +22,7 @@ LAYERS = (
     {"quant.nf4", "quant.fp8", "quant.mxfp4", "model_files", "tensor_file"},
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
-    {"backend", "definition", "routing", "weights"},
+    {"backend", "compare", "definition", "routing", "weights"},
     {"activations", "config", "grouped", "kernels.", "op_direct", "op_options", "plan_rows"},
     {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
     {"op_library"},
@@ -194,12 +194,12 @@ def test_no_environment_variable_is_read_at_import(path):
 @pytest.mark.parametrize(
     ("source", "dotted"),
     [
-        ("from moe_patch.kernels import plan", "kernels.plan"),
-        ("from moe_patch.kernels.plan import build_plan", "kernels.plan"),
-        ("import moe_patch.kernels.plan", "kernels.plan"),
+        ("from moe_patch.train import loop", "train.loop"),
+        ("from moe_patch.train.loop import Loop", "train.loop"),
+        ("import moe_patch.train.loop", "train.loop"),
         ("from moe_patch import patch_model", "__init__"),
-        ("from moe_patch import routing", "routing"),
-        ("def f():\n    from moe_patch.patch import patch_model", "patch"),
+        ("from moe_patch import config", "config"),
+        ("def f():\n    from moe_patch.errors import MoePatchError", "errors"),
         ("import torch", None),
     ],
 )

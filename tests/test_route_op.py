@@ -16,7 +16,7 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.product_key import product_key_triton
 from moe_patch.route_op import _SPEC_FIELDS, route_impl, route_with_stats
 from moe_patch.route_op import route as triton_route
-from moe_patch.routing import RouteSpec
+from moe_patch.types import RouteSpec
 from tests.numerics import assert_bits
 from tests.routing_cases import BF16, F16, F32, SPECS, WRONG_LOGITS, inputs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch.routing import RouteSpec, route, stable_topk
-from moe_patch.types import Routing
+from moe_patch.routing import route, stable_topk
+from moe_patch.types import RouteSpec, Routing
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close
 

@@ -11,10 +11,9 @@ between modules, copies of a model work, and data-parallel ranks compare the sam
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
-from moe_patch.discover import FoundBlock
 from moe_patch.errors import MoePatchError
 from moe_patch.patch_record import record_of
 from moe_patch.signals.slot import eagerly, inside_backward
@@ -129,12 +127,17 @@ def _copies(args: tuple) -> tuple:
     return tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in args)
 
 
-def attach(model: nn.Module, blocks: Sequence[FoundBlock], config: PatchConfig) -> None:
-    """Put probes where the options ask for them; blocks that cannot be probed are named once."""
-    if not (config.shadow_check or config.debug_nan):
-        return
+def attach(
+    model: nn.Module, watched: Mapping[str, Sequence[tuple[str, nn.Module]]], config: PatchConfig
+) -> None:
+    """Put probes on modules; blocks that cannot be probed are named once in the log.
+
+    Args:
+        model: the patched model.
+        watched: role and module of what is probed, by the block's path; empty where nothing is.
+        config: with ``shadow_check`` or ``debug_nan``.
+    """
     nan = FirstNan() if config.debug_nan else None
-    watched = {block.path: _watched(block) for block in blocks}
     kept = [path for path, modules in watched.items() if modules]
     homeless: list[str] = []
     for index, path in enumerate(kept):
@@ -180,27 +183,3 @@ def _config_above(model: nn.Module, path: str) -> Any:
         if isinstance(around, PreTrainedModel):
             return around.config
     return None
-
-
-def _watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
-    """Role and module of what is probed in a block; nothing where there is no comparison."""
-    spec = block.spec
-    if spec.block_forward is not None and spec.block_slot == "forward":
-        return [] if block.block is None else [("block", block.block)]
-    experts = [("experts", module) for _, module in block.experts if _as_in_transformers(module)]
-    if len(experts) < len(block.experts):
-        return []
-    routers = [
-        ("router", module)
-        for _, module in block.routers
-        if (own := block.spec_of(module)).routing is not None
-        and own.router_forward is None
-        and own.returns is None
-    ]
-    return [*experts, *routers] if experts else []
-
-
-def _as_in_transformers(experts: nn.Module) -> bool:
-    """Whether the experts' own forward takes hidden states, ids and weights."""
-    forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
-    return len(inspect.signature(forward).parameters) == 4

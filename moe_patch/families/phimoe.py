@@ -17,7 +17,8 @@ from torch import Tensor
 from moe_patch.families.logits import linear
 from moe_patch.families.spec import FamilySpec
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.routing import NEG_INF, stable_topk
+from moe_patch.routing import stable_topk
+from moe_patch.types import NEG_INF
 
 KEEP_PROBABILITY_THRESHOLD = 0.75
 CUT, REST = 0.3333, 0.6667

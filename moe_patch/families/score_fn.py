@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.routing import RouteImpl, RouteSpec, route
-from moe_patch.types import Routing
+from moe_patch.routing import RouteImpl, route
+from moe_patch.types import RouteSpec, Routing
 
 SCORES = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
 

@@ -18,7 +18,7 @@ from moe_patch.kernels.launcher import Constants, Launcher
 from moe_patch.kernels.routing_kernels import backward_kernel, forward_kernel
 from moe_patch.kernels.routing_math import TRITON_DTYPE
 from moe_patch.kernels.routing_select import Tile, tile_of
-from moe_patch.routing import RouteSpec
+from moe_patch.types import RouteSpec
 
 # Columns of one row per thread. More save shuffles, which pays as long as the registers suffice: a
 # column is one packed key where logits are packed, and a logit, a score and keys elsewhere.

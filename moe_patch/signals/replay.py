@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patch_record import ModulePatch, record_of
-from moe_patch.routing import RouteImpl, RouteSpec
+from moe_patch.routing import RouteImpl
 from moe_patch.routing import route as torch_route
 from moe_patch.signals.recorder import (
     Recorder,
@@ -35,7 +35,7 @@ from moe_patch.signals.recorder import (
 )
 from moe_patch.signals.slot import Taps
 from moe_patch.signals.trace import RoutingTrace
-from moe_patch.types import Routing
+from moe_patch.types import RouteSpec, Routing
 
 # One step of the choice score that no router's logits reach.
 _STEP = 1e30

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bench_lib.rotating import RotatingInputs
 from bench_lib.spec import Program
-from moe_patch.routing import RouteSpec, route
+from moe_patch.routing import route
+from moe_patch.types import RouteSpec
 
 
 def build(inputs: RotatingInputs, spec: RouteSpec, bias_E: Tensor | None) -> Program:

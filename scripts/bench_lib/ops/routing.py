@@ -11,7 +11,8 @@ from bench_lib.impls import te_router
 from bench_lib.rotating import RotatingInputs, rotate
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program, Work
-from moe_patch.routing import RouteSpec, route
+from moe_patch.routing import route
+from moe_patch.types import RouteSpec
 
 SEED = 2026
 # Groups of the shapes that limit them; what DeepSeek-V3 does with the rest of its choices.
