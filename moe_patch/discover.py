@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from moe_patch.families import lookup
-from moe_patch.families.spec import FamilySpec
 from moe_patch.lora import is_param_wrapper
 from moe_patch.patch_record import record_of
+from moe_patch.runtime.spec import FamilySpec
 
 Named = tuple[str, Any]
 # The path of the row that stands for a model without any MoE block.

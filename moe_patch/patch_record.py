@@ -22,7 +22,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
 
 if TYPE_CHECKING:
-    from moe_patch.families.spec import FamilySpec
+    from moe_patch.runtime.spec import FamilySpec
 
 RECORD = "_moe_patch"
 _MARK = "_moe_patch_bound"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from moe_patch import definition as reference
 from moe_patch import experts_torch, forward, lora
-from moe_patch.families.spec import FamilySpec, GluRule
 from moe_patch.routing import route, sigmoid_topk, softmax_topk, topk_softmax
+from moe_patch.runtime.spec import FamilySpec, GluRule
 from moe_patch.types import ExpertWeights, Routing
 
 ALL = ("router", "router in bf16", "block", "model", "adapters", "self-check")

@@ -12,8 +12,8 @@ import moe_patch
 from moe_patch import supported_model_types
 from moe_patch.families import drift, families, later_families
 from moe_patch.families.installed import models_folder, moe_model_types
-from moe_patch.families.spec import FamilySpec
 from moe_patch.families.table import END, START, table
+from moe_patch.runtime.spec import FamilySpec
 
 README = Path(moe_patch.__file__).parents[1] / "README.md"
 TODO = "see scripts/families.py: correct the entries, run scripts/parity.py, then --accept"

@@ -18,9 +18,9 @@ from moe_patch import forward, register_family
 from moe_patch.definition import activate, split_gate
 from moe_patch.families import families
 from moe_patch.families.logits import linear_then_fp32
-from moe_patch.families.spec import Const, FamilySpec, GluRule
 from moe_patch.patch_record import bound
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import NEG_INF
 from tests import tiny_models
 from tests.all_families import check

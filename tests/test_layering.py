@@ -18,7 +18,7 @@ PACKAGE = Path(moe_patch.__file__).parent
 
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
-    {"_version", "errors", "types"},
+    {"_version", "errors", "types", "runtime"},
     {"quant.nf4", "quant.fp8", "quant.mxfp4", "model_files", "tensor_file"},
     {"quant.packed"},
     {"quant.operands", "quant.tensor"},
@@ -27,7 +27,7 @@ LAYERS = (
     {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
     {"op_library"},
     {"composed", "ops"},
-    {"families.spec", "families.logits"},
+    {"runtime.spec", "families.logits"},
     {"lora", "patch_record", "signals.rows", "signals.slot"},
     {"experts_module"},
     {"forward"},

@@ -21,8 +21,8 @@ from moe_patch import (
     unpatch_model,
 )
 from moe_patch.families import logits as logits_of
-from moe_patch.families.spec import Arg, Const, GluRule
 from moe_patch.routing import sigmoid_topk, softmax_topk
+from moe_patch.runtime.spec import Arg, Const, GluRule
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, assert_same_step, lora_config
 from tests.adapters import Pair as AdaptedPair

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_patch import supported_model_types
 from moe_patch.families import lookup
-from moe_patch.families.spec import Arg, FamilySpec
+from moe_patch.runtime.spec import Arg, FamilySpec
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close, dense_weights
 from tests.parity import theirs

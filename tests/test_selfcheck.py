@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from moe_patch import UnsupportedModelError, patch_model, patch_report, register_family, selfcheck
 from moe_patch.discover import discover
 from moe_patch.families import families, logits
-from moe_patch.families.spec import Const, FamilySpec, GluRule
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import Glu, Routing
 from tests import tiny_models
 from tests.numerics import assert_bits

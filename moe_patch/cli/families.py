@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from moe_patch.cli.output import add_json, print_json, print_table, progress
-from moe_patch.families.spec import TIERS
+from moe_patch.runtime.spec import TIERS
 
 
 def add(subparsers: Any) -> None:

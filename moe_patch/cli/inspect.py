@@ -17,8 +17,8 @@ from moe_patch.config import PatchConfig
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
-from moe_patch.families.spec import read
 from moe_patch.report import BlockReport
+from moe_patch.runtime.spec import read
 
 HF = "transformers"
 # Kept per row beside h: row_of_N and slot_of_TK of the plan, int32 each.

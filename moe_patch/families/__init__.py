@@ -13,7 +13,7 @@ import pkgutil
 from torch import nn
 
 from moe_patch.families.installed import is_decorated, moe_model_types
-from moe_patch.families.spec import TIERS, FamilySpec
+from moe_patch.runtime.spec import TIERS, FamilySpec
 
 ROLES = ("experts", "router", "block")
 

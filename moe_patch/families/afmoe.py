@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_patch.families.spec import Arg, Const, FamilySpec
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Arg, Const, FamilySpec
 
 
 def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.families.spec import Const, FamilySpec, GluRule
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 
 PARAMS = {
     "top_k": "top_k",

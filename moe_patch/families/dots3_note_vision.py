@@ -1,8 +1,8 @@
 """The vision tower of dots3-note: sigmoid scores, the block keeps the correction bias."""
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.families.spec import Arg, Const, FamilySpec
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Arg, Const, FamilySpec
 
 DOTS3_NOTE_VISION = FamilySpec(
     model_types=("dots3_note_vision_encoder",),

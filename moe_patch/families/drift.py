@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe_patch.families.installed import modeling_file, moe_model_types
-from moe_patch.families.spec import FamilySpec
+from moe_patch.runtime.spec import FamilySpec
 
 STORE = Path(__file__).with_name("hashes.json")
 Hashes = dict[str, dict[str, str]]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec
 from moe_patch.types import Routing
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.families.score_fn import scored_topk
-from moe_patch.families.spec import Const, FamilySpec
+from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def linear_of_fp32(router: Any, hidden: Tensor) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.families.spec import FamilySpec, Layout
 from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import FamilySpec, Layout
 
 
 def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ The noise that their blocks multiply onto the hidden states in training stays tr
 """
 
 from moe_patch.families.logits import linear
-from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def mixtral_like(prefix: str, module: str) -> FamilySpec:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def scaled_linear_fp32(router: Any, hidden: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from moe_patch.families.logits import linear
-from moe_patch.families.spec import FamilySpec
 from moe_patch.patch_record import ModulePatch, bound
 from moe_patch.routing import stable_topk
+from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import NEG_INF
 
 KEEP_PROBABILITY_THRESHOLD = 0.75

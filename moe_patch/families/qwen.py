@@ -3,8 +3,8 @@
 from typing import Any
 
 from moe_patch.families.logits import linear
-from moe_patch.families.spec import Const, FamilySpec, Source
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec, Source
 
 
 def qwen_like(

@@ -1,6 +1,6 @@
 """Families that stay with transformers, each with the reason."""
 
-from moe_patch.families.spec import FamilySpec
+from moe_patch.runtime.spec import FamilySpec
 
 _CAPACITY = (
     "routes with a capacity limit (tokens past it are dropped by their position in the sequence), "

@@ -10,8 +10,8 @@ from moe_patch.families.logits import (
     linear_then_fp32,
     linear_weight_dtype,
 )
-from moe_patch.families.spec import Arg, Const, FamilySpec, GluRule
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Arg, Const, FamilySpec, GluRule
 
 
 def _laguna_logits(router: nn.Module, hidden: Tensor) -> Tensor:

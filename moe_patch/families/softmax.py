@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.families.logits import linear, linear_fp32, linear_fp32_no_autocast
-from moe_patch.families.spec import Const, FamilySpec
 from moe_patch.routing import softmax_topk
+from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def _hunyuan_logits(router: nn.Module, hidden: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ The block scales the routed output and adds the shared expert.
 """
 
 from moe_patch.families.logits import linear_weight_dtype
-from moe_patch.families.spec import Const, FamilySpec, GluRule, Layout
 from moe_patch.routing import sigmoid_topk
+from moe_patch.runtime.spec import Const, FamilySpec, GluRule, Layout
 
 STEP3P7 = FamilySpec(
     model_types=("step3p5", "step3p7"),

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from moe_patch.families.installed import DECORATOR, modeling_file, moe_model_types
-from moe_patch.families.spec import Arg, Const, FamilySpec, Layout
+from moe_patch.runtime.spec import Arg, Const, FamilySpec, Layout
 
 START, END = "<!-- families:start -->", "<!-- families:end -->"
 HEAD = ("model type", "router", "bias", "groups", "shared expert", "experts' layout", "tier")

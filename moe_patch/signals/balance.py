@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.families.spec import read
 from moe_patch.patch_record import record_of
+from moe_patch.runtime.spec import read
 from moe_patch.signals.recorder import (
     Recorder,
     StepSignals,

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.families.spec import read
 from moe_patch.lora import is_param_wrapper, paused
 from moe_patch.patch_record import record_of
+from moe_patch.runtime.spec import read
 from moe_patch.signals.recorder import Recorder, require_whole
 from moe_patch.signals.slot import LayerSignals
 

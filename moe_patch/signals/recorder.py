@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.families.spec import read
 from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.runtime.spec import read
 from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps, fused
 
 KEEP = ("load", "all")

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.families.spec import Arg, FamilySpec
 from moe_patch.ops import Signals
 from moe_patch.routing import RouteImpl
+from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Routing
 
 SIGNALS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")

@@ -18,7 +18,7 @@ from transformers import Trainer
 from moe_patch.balance_loss import router_losses
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.families.spec import read
+from moe_patch.runtime.spec import read
 from moe_patch.train.schema import check_factor
 
 
