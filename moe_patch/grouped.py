@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from moe_patch.quant.packed import PackedWeight
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.types import Lora, Plan
 
 

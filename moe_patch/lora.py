@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError, refuse_forward_mode
+from moe_patch.formats.weights import is_packed
 from moe_patch.types import Lora
-from moe_patch.weights import is_packed
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
 

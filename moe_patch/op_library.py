@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.formats.operands import packed_weights
 from moe_patch.op_fakes import experts_bwd_fake, experts_fake
 from moe_patch.op_options import read_glu, read_options, with_scales
-from moe_patch.quant.operands import packed_weights
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}

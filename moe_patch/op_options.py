@@ -24,7 +24,7 @@ class Options(NamedTuple):
 
 
 def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
-    """The options in words; ``storage`` is :func:`moe_patch.quant.operands.plain_weights`'s."""
+    """The options in words; ``storage`` is :func:`moe_patch.formats.operands.plain_weights`'s."""
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
     return f"{activation} {backend} {batch_invariant:d} {storage}"
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from moe_patch import op_library
 from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
+from moe_patch.formats.operands import plain_weights
 from moe_patch.op_direct import unwatched
 from moe_patch.op_library import LIBRARY, OVERLOADS
 from moe_patch.op_options import spell_options, with_scales
-from moe_patch.quant.operands import plain_weights
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 

@@ -23,10 +23,10 @@ from moe_patch.entryfit import mismatch
 from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families import is_shipped
+from moe_patch.formats.weights import projection, require_float
 from moe_patch.lora import fusion_obstacle
 from moe_patch.patch_record import origin_of, record_of
 from moe_patch.runtime.spec import FamilySpec, read
-from moe_patch.weights import projection, require_float
 
 
 def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:

@@ -21,11 +21,11 @@ from moe_patch.discover import FoundBlock
 from moe_patch.entryfit import fitting, require_call, require_form
 from moe_patch.errors import MoePatchError, UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
+from moe_patch.formats.tensor import QuantTensor
+from moe_patch.formats.weights import foreign_class
 from moe_patch.patch_record import is_ours
-from moe_patch.quant.tensor import QuantTensor
 from moe_patch.route_op import route_impl
 from moe_patch.runtime.spec import Arg, FamilySpec, read
-from moe_patch.weights import foreign_class
 
 TOKENS = 48
 EXPERTS = 4

@@ -149,8 +149,8 @@ class ExpertWeights(NamedTuple):
 
     A transposed storage ([E, in, out], gpt_oss and llama4) arrives as a transposed view, so strides
     are arbitrary and gradients are allocated with the strides of the weight they belong to. Frozen
-    weights in 4 or 8 bits arrive as :class:`moe_patch.quant.packed.PackedWeight`, both projections
-    alike.
+    weights in 4 or 8 bits arrive as :class:`moe_patch.formats.packed.PackedWeight`, both
+    projections alike.
 
     Attributes:
         w13_EHD: up projection (gate and up together when gated).

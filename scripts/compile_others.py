@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+from moe_patch.formats.packed import STORAGES, PackedWeight, pack
 from moe_patch.kernels import (
     activation,
     dequant,
@@ -21,7 +22,6 @@ from moe_patch.kernels import (
 )
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
-from moe_patch.quant.packed import STORAGES, PackedWeight, pack
 from moe_patch.types import Glu, RouteSpec
 
 ROUTES = (

@@ -24,10 +24,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from moe_patch import lora_targets, patch_model
+from moe_patch.formats.packed import PackedWeight, pack
+from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import memory, state
-from moe_patch.quant.packed import PackedWeight, pack
 from moe_patch.quant.surgery import expert_projections
-from moe_patch.quant.tensor import QuantTensor, parameter
 
 QWEN3_30B = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,

@@ -26,12 +26,12 @@ import triton  # noqa: E402
 from compile_only import CompileOnly, compiling_for  # noqa: E402
 
 import moe_patch.kernels.experts  # noqa: E402, F401
+from moe_patch.formats import mxfp4  # noqa: E402
+from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
 from moe_patch.kernels import dequant, routing  # noqa: E402
 from moe_patch.kernels.call import Call  # noqa: E402
 from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
 from moe_patch.ops import Signals, experts_mlp  # noqa: E402
-from moe_patch.quant import mxfp4  # noqa: E402
-from moe_patch.quant.packed import READABLE, PackedWeight, pack  # noqa: E402
 from moe_patch.types import (  # noqa: E402
     ExpertWeights,
     Glu,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.quant.tensor import QuantTensor
+from moe_patch.formats.tensor import QuantTensor
 from tests import tiny_models
 from tests.adapters import adapt, lora_config
 

@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
+from moe_patch.formats.packed import READABLE, pack
 from moe_patch.kernels import call, rows_packed
 from moe_patch.kernels.device import Device
-from moe_patch.quant.packed import READABLE, pack
 from tests import interpreted
 from tests.kernels_cases import make_inputs, run_kernels
 from tests.numerics import assert_bits

@@ -18,11 +18,11 @@ PACKAGE = Path(moe_patch.__file__).parent
 
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
-    {"_version", "errors", "types", "runtime"},
-    {"quant.nf4", "quant.fp8", "quant.mxfp4", "model_files", "tensor_file"},
-    {"quant.packed"},
-    {"quant.operands", "quant.tensor"},
-    {"backend", "compare", "definition", "routing", "weights"},
+    {"_version", "errors", "types", "formats", "runtime"},
+    {"formats.nf4", "formats.fp8", "formats.mxfp4", "model_files", "tensor_file"},
+    {"formats.packed"},
+    {"formats.operands", "formats.tensor"},
+    {"backend", "compare", "definition", "routing", "formats.weights"},
     {"activations", "config", "grouped", "kernels.", "op_direct", "op_options", "plan_rows"},
     {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
     {"op_library"},

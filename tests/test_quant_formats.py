@@ -10,8 +10,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moe_patch import UnsupportedModelError
-from moe_patch.quant import memory, nf4, state
-from moe_patch.quant.packed import check_packable, pack
+from moe_patch.formats import nf4
+from moe_patch.formats.packed import check_packable, pack
+from moe_patch.quant import memory, state
 from tests.numerics import assert_bits, rel_err
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 from moe_patch import UnsupportedModelError, load_quantized, patch_model, quantize_experts
 from moe_patch.cli import main
-from moe_patch.quant import fp8
+from moe_patch.formats import fp8
 from tests import tiny_models
 from tests.cli_calls import answer
 from tests.numerics import assert_bits, rel_err

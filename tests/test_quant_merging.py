@@ -17,9 +17,9 @@ from moe_patch import (
     quantize_experts,
     unpatch_model,
 )
-from moe_patch.quant.packed import READABLE
+from moe_patch.formats.packed import READABLE
+from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant.state import watch
-from moe_patch.quant.tensor import QuantTensor, parameter
 from tests.adapters import adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.quant_cases import packed_like

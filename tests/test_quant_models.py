@@ -19,8 +19,8 @@ from moe_patch import (
     quantize_experts,
     unpatch_model,
 )
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant.memory import experts_memory
-from moe_patch.quant.tensor import QuantTensor
 from tests import tiny_models
 from tests.adapters import adapt, adapter_gradients, lora_config, step
 from tests.numerics import FP32, assert_bits, assert_close

@@ -23,7 +23,8 @@ from moe_patch import (
     patch_report,
     quantize_experts,
 )
-from moe_patch.quant import memory, mxfp4
+from moe_patch.formats import mxfp4
+from moe_patch.quant import memory
 from moe_patch.quant.memory import experts_memory
 from tests import tiny_models
 from tests.adapters import adapter_gradients, limit_on, step

@@ -20,8 +20,8 @@ from moe_patch import (
     patch_model,
     quantize_experts,
 )
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant.surgery import ignore_in_ddp
-from moe_patch.quant.tensor import QuantTensor
 from tests import tiny_models
 from tests.adapters import adapter_gradients, step
 from tests.numerics import assert_bits

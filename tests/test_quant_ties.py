@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from moe_patch import UnsupportedModelError, dequantize_experts, patch_model, quantize_experts
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant.surgery import ignore_in_ddp
-from moe_patch.quant.tensor import QuantTensor
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.quant_models import STORAGES, build, logits, quantised
 from tests.snapshots import assert_unchanged, snapshot

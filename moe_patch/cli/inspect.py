@@ -85,9 +85,9 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
         sizes, and the bytes that the experts keep per token from forward to backward (absent where
         a family's experts are not the operator's).
     """
+    from moe_patch.formats.packed import STORAGES
     from moe_patch.patch import patch_model
     from moe_patch.quant.memory import experts_memory
-    from moe_patch.quant.packed import STORAGES
     from moe_patch.report import patch_report
 
     with warnings.catch_warnings():

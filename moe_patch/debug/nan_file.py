@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.formats.tensor import plain
 from moe_patch.lora import Factors
 from moe_patch.patch_record import handed_down, record_of
-from moe_patch.quant.tensor import plain
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")

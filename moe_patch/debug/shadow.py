@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from moe_patch.compare import LIMITS, Direct
 from moe_patch.debug.unpatched import paused, unobserved
+from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.lora import Factors
 from moe_patch.patch_record import RECORD, handed_down, is_ours, record_of
-from moe_patch.quant.tensor import QuantTensor, plain
 
 INPUTS = ("hidden states", "ids", "routing weights")
 # A live batch has more rows and less even values than the self-check's, whose limits these extend.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.activation import activation
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.dh import HiddenGradients, hidden_gradients
@@ -23,7 +24,6 @@ from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.rows_packed import decoding_tile, packed_linear
 from moe_patch.kernels.tiles import Tile, pick_tile, resized, rows_bucket
 from moe_patch.kernels.up import up
-from moe_patch.quant.packed import PackedWeight
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 

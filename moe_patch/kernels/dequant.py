@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.formats import fp8, mxfp4, nf4
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.e4m3 import e4m3_value
 from moe_patch.kernels.launcher import Launcher
-from moe_patch.quant import fp8, mxfp4, nf4
-from moe_patch.quant.packed import PackedWeight
 
 # Blocks of 64 values a program decodes, and of 32.
 _BLOCKS = 128

@@ -7,7 +7,7 @@ import struct
 import triton
 import triton.language as tl
 
-from moe_patch.quant import nf4
+from moe_patch.formats import nf4
 
 
 def _lane_level() -> list[str]:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.dequant import dequantize_into
 from moe_patch.kernels.launch import Rows, RowTiles
 from moe_patch.kernels.sizes import cdiv
-from moe_patch.quant.packed import PackedWeight
 
 # The products with the experts' weights; the thin ones have factors instead.
 PACKED_OPS = ("up", "down", "dh", "dx")

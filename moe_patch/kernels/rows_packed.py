@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.formats import fp8
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.dequant import decoded_scales
 from moe_patch.kernels.device import INTERPRETER, Device, device_of
 from moe_patch.kernels.e4m3 import e4m3_pair
@@ -24,8 +26,6 @@ from moe_patch.kernels.nf4_levels import nf4_levels
 from moe_patch.kernels.specialised import known_triton
 from moe_patch.kernels.tiles import Tile
 from moe_patch.kernels.tiling import locate_tile
-from moe_patch.quant import fp8
-from moe_patch.quant.packed import PackedWeight
 
 # Rows of an average expert up to which an H100 was faster this way than through the buffer, by
 # storage: of two models NF4 won on both at 256 and on one at 384, FP8 on both at 512

@@ -11,9 +11,10 @@ from torch import nn
 from moe_patch.discover import FoundBlock, discover, selected
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.experts_module import layout_of
-from moe_patch.quant import fp8, state
-from moe_patch.quant.packed import PackedWeight
-from moe_patch.quant.tensor import QuantTensor, parameter
+from moe_patch.formats import fp8
+from moe_patch.formats.packed import PackedWeight
+from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.quant import state
 
 
 def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats.packed import READABLE, check_packable, pack
+from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import memory, mxfp4_checkpoint, state
-from moe_patch.quant.packed import READABLE, check_packable, pack
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
-from moe_patch.quant.tensor import QuantTensor, parameter
 
 logger = logging.getLogger("moe_patch")
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import nn
 
-from moe_patch.quant import fp8, mxfp4, nf4
-from moe_patch.quant.packed import READABLE, STORAGES
+from moe_patch.formats import fp8, mxfp4, nf4
+from moe_patch.formats.packed import READABLE, STORAGES
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant.stored import stored_method
 from moe_patch.quant.surgery import expert_projections
-from moe_patch.quant.tensor import QuantTensor
 
 
 class ExpertsMemory(NamedTuple):

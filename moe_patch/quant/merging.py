@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.lora import is_param_wrapper
-from moe_patch.quant.tensor import QuantTensor
 
 QUANTIZE, PATCH = "quantize_experts", "patch_model"
 _METHODS = ("merge_and_unload", "merge_adapter")

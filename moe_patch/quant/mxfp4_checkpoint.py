@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant import mxfp4, state
-from moe_patch.quant.packed import PackedWeight
+from moe_patch.formats import mxfp4
+from moe_patch.formats.packed import PackedWeight
+from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.quant import state
 from moe_patch.quant.surgery import Projection, expert_projections
-from moe_patch.quant.tensor import QuantTensor, parameter
 
 Expected = list[tuple[Projection, torch.dtype]]
 

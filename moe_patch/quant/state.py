@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant import mxfp4, nf4
-from moe_patch.quant.packed import PackedWeight
-from moe_patch.quant.tensor import QuantTensor
+from moe_patch.formats import mxfp4, nf4
+from moe_patch.formats.packed import PackedWeight
+from moe_patch.formats.tensor import QuantTensor
 
 _WATCHED = "_moe_patch_quant_state"
 _SAVING = "save_pretrained"

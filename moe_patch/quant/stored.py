@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant import fp8
+from moe_patch.formats import fp8
 
 UNNAMED = "a method without a name"
 _READ = f"16 or 32 bits, FP8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, MXFP4"

@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from moe_patch.discover import FoundBlock, discover, selected, unmatched
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import layout_of, read_glu
+from moe_patch.formats.packed import STORAGES, PackedWeight, check_packable, pack
+from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.formats.weights import foreign_class
 from moe_patch.lora import is_param_wrapper
 from moe_patch.quant import merging, state
 from moe_patch.quant.fp8_checkpoint import adopt
-from moe_patch.quant.packed import STORAGES, PackedWeight, check_packable, pack
-from moe_patch.quant.tensor import QuantTensor, parameter
 from moe_patch.quant.ties import refuse_outside, tied
 from moe_patch.runtime.spec import FamilySpec
-from moe_patch.weights import foreign_class
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)

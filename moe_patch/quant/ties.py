@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant.tensor import QuantTensor
+from moe_patch.formats.tensor import QuantTensor
 
 
 class Held(Protocol):

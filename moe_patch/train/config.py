@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.quant.packed import READABLE
+from moe_patch.formats.packed import READABLE
 from moe_patch.train.paths import expand_paths
 from moe_patch.train.schema import check_known, check_mapping, check_type
 from moe_patch.train.text_file import read_text

@@ -9,7 +9,7 @@ import torch
 
 from bench_lib import moe_layer
 from bench_lib.shapes import Point
-from moe_patch.quant.packed import PackedWeight, pack
+from moe_patch.formats.packed import PackedWeight, pack
 
 
 @dataclass(frozen=True)

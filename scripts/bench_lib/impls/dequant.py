@@ -19,8 +19,8 @@ from bench_lib.impls.torch_grouped import sort_rows, weighted_activation
 from bench_lib.quantised import QuantInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
-from moe_patch.quant import fp8
-from moe_patch.quant.packed import PackedWeight
+from moe_patch.formats import fp8
+from moe_patch.formats.packed import PackedWeight
 
 Dequantise = Callable[[], Tensor]
 

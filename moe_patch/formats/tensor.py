@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant.packed import FORMATS, PackedWeight
+from moe_patch.formats.packed import FORMATS, PackedWeight
 
 SCALES = ("scale_0", "scale_1", "scale_2", "scale_3", "scale_4")
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.quant.packed import PackedWeight
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.types import ExpertWeights
 
 

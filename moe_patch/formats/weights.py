@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant.tensor import QuantTensor
+from moe_patch.formats.tensor import QuantTensor
 
 
 def is_packed(dtype: torch.dtype) -> bool:

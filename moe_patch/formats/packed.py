@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.quant import fp8, mxfp4, nf4
+from moe_patch.formats import fp8, mxfp4, nf4
 
 # What weights can be packed into; and with what checkpoints hold already.
 STORAGES = ("nf4", "fp8")
