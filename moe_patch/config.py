@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_patch.backend import BACKENDS
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.ops.backend import BACKENDS
 
 _CHOICES = {
     "backend": BACKENDS,

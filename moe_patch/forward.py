@@ -1,4 +1,5 @@
-"""The forwards that a patch binds: where the library meets the model. Read after definition.py.
+"""The forwards that a patch binds: where the library meets the model. Read after
+ops/experts/definition.py.
 
     router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
     experts_forward  in transformers' ExpertsInterface, chosen per instance by its config
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.experts_module import run_experts
 from moe_patch.lora import active_factors, fusion_obstacle, paused
-from moe_patch.op_flops import register_flop_formulas
+from moe_patch.ops.experts.flops import register_flop_formulas
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.patch_record import (
     ModulePatch,
     bound,
@@ -29,7 +31,6 @@ from moe_patch.patch_record import (
     record_of,
     take_back,
 )
-from moe_patch.route_op import route_impl
 
 EXPERTS_NAME = "moe_patch"
 

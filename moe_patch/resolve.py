@@ -6,7 +6,6 @@ import warnings
 
 from torch import nn
 
-from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.bindings import bindings_of, customised, foreign_forward, overridden
 from moe_patch.config import PatchConfig
 from moe_patch.discover import (
@@ -25,6 +24,7 @@ from moe_patch.experts_module import layout_of, read_glu, stored_weight
 from moe_patch.families import is_shipped
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.lora import fusion_obstacle
+from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.patch_record import origin_of, record_of
 from moe_patch.runtime.spec import FamilySpec, read
 

@@ -23,8 +23,8 @@ from moe_patch.errors import MoePatchError, UnsupportedModelError
 from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.formats.weights import foreign_class
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.patch_record import is_ours
-from moe_patch.route_op import route_impl
 from moe_patch.runtime.spec import Arg, FamilySpec, read
 
 TOKENS = 48

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_patch.backend import choose_backend
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.ops.backend import choose_backend
 from moe_patch.selftest_checks import Failed, groups_of
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch import definition as reference
-from moe_patch.backend import choose_backend
-from moe_patch.ops import experts_mlp
-from moe_patch.product_key import product_key_reference, product_key_topk
-from moe_patch.route_op import route_impl
-from moe_patch.routing import route
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import experts_mlp
+from moe_patch.ops.product_key import product_key_reference, product_key_topk
+from moe_patch.ops.routing import route
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.types import ExpertWeights, Glu, Lora, RouteSpec
 
 # Largest relative error in fp32, and in lower precision: this many times that of the same formulas

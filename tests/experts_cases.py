@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests.numerics import probe
 

@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from moe_patch import definition as reference  # noqa: E402
 from moe_patch.kernels import dh, rows, up  # noqa: E402
 from moe_patch.kernels.launch import RowTiles  # noqa: E402
 from moe_patch.kernels.tiles import Tile  # noqa: E402
 from moe_patch.kernels.tiling import POINTERS, weight_operand  # noqa: E402
+from moe_patch.ops.experts import definition as reference  # noqa: E402
 from moe_patch.types import ExpertsBackward, ExpertsNeeds, Glu  # noqa: E402
 from tests import interpreted  # noqa: E402
 from tests.kernels_cases import (  # noqa: E402

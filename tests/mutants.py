@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch import definition as reference
-from moe_patch import experts_torch, forward, lora
-from moe_patch.routing import route, sigmoid_topk, softmax_topk, topk_softmax
+from moe_patch import forward, lora
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts import torch_backend
+from moe_patch.ops.routing import route, sigmoid_topk, softmax_topk, topk_softmax
 from moe_patch.runtime.spec import FamilySpec, GluRule
 from moe_patch.types import ExpertWeights, Routing
 
@@ -141,7 +142,7 @@ def gate_and_up_swapped(h: Tensor, glu: Any) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def without(name: str, backward: Callable[..., Any] = experts_torch.experts_backward):
+def without(name: str, backward: Callable[..., Any] = torch_backend.experts_backward):
     """The backward with one gradient all zero."""
 
     def run(*args: Any, **options: Any) -> Any:
@@ -154,7 +155,7 @@ def without(name: str, backward: Callable[..., Any] = experts_torch.experts_back
 
 def last_slot_dropped(
     x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeights, *rest: Any,
-    forward: Callable[..., Any] = experts_torch.experts_forward, **kwargs: Any,
+    forward: Callable[..., Any] = torch_backend.experts_forward, **kwargs: Any,
 ) -> Any:  # fmt: skip
     return forward(x, torch.cat([ids[:, :-1], torch.full_like(ids[:, :1], -1)], 1), weights, w,
                    *rest, **kwargs)  # fmt: skip
@@ -225,12 +226,12 @@ MUTANTS = [
     ),
     Mutant(
         "last slot of each token dropped", "mixtral", EXPERTS_ONLY,
-        attribute=(experts_torch, "experts_forward", last_slot_dropped),
+        attribute=(torch_backend, "experts_forward", last_slot_dropped),
     ),
     *(
         Mutant(
             f"gradient left out: {name}", "gpt_oss", ("block", "model", "self-check", *more),
-            attribute=(experts_torch, "experts_backward", without(name)),
+            attribute=(torch_backend, "experts_backward", without(name)),
         )
         for name, more in [
             ("x", ("adapters",)), ("weights", ("adapters",)),

@@ -31,7 +31,7 @@ from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
 from moe_patch.kernels import dequant, routing  # noqa: E402
 from moe_patch.kernels.call import Call  # noqa: E402
 from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
-from moe_patch.ops import Signals, experts_mlp  # noqa: E402
+from moe_patch.ops.experts.op import Signals, experts_mlp  # noqa: E402
 from moe_patch.types import (  # noqa: E402
     ExpertWeights,
     Glu,
@@ -201,7 +201,7 @@ def main() -> None:
     runs = cases()
     launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
     with (
-        mock.patch("moe_patch.backend.triton_obstacle", return_value=None),
+        mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None),
         mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
         mock.patch.object(CompileOnly.utils, "fill_tma_descriptor", encoded, create=True),
         # By a plan that no kernel has written.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.families import lookup
-from moe_patch.routing import RouteImpl, route
+from moe_patch.ops.routing import RouteImpl, route
 from tests.numerics import assert_close, assert_same_choice, bf16_rule, dense_weights, probe
 from tests.tiny_models import hidden_output
 

@@ -19,7 +19,6 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from moe_patch import definition as reference
 from moe_patch.formats.packed import PackedWeight, pack
 from moe_patch.kernels import call
 from moe_patch.kernels.dequant import dequantize_into
@@ -28,6 +27,7 @@ from moe_patch.kernels.parts import PackedParts
 from moe_patch.kernels.rows import grouped_linear
 from moe_patch.kernels.rows_packed import packed_linear
 from moe_patch.kernels.tiles import Tile
+from moe_patch.ops.experts import definition as reference
 from moe_patch.types import ExpertsNeeds
 from tests import interpreted
 from tests.kernels_cases import (

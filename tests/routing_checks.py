@@ -7,8 +7,8 @@ from unittest import mock
 
 import torch
 
-from moe_patch.route_op import route as triton_route
-from moe_patch.route_op import route_with_stats
+from moe_patch.ops.routing_op import route as triton_route
+from moe_patch.ops.routing_op import route_with_stats
 from moe_patch.types import RouteSpec
 from tests.numerics import assert_bits
 from tests.routing_cases import F32, inputs

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-import moe_patch.backend
+import moe_patch.ops.backend
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
-from moe_patch.backend import choose_backend
+from moe_patch.ops.backend import choose_backend
 from tests import tiny_models
 
 CUDA = torch.device("cuda", 0)
@@ -20,7 +20,7 @@ def card(monkeypatch):
     """Pretend a card of a compute capability, with triton there or not."""
 
     def pretend(capability, triton=True, hip=None):
-        monkeypatch.setattr(moe_patch.backend, "_capability", lambda device: capability)
+        monkeypatch.setattr(moe_patch.ops.backend, "_capability", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         if triton:
             monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))

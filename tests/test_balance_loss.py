@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch.balance_loss import (
+from moe_patch.errors import UnsupportedOptionError
+from moe_patch.ops.balance_loss import (
     load_balancing_loss,
     router_losses,
     router_z_loss,
     sums_backward_torch,
     sums_torch,
 )
-from moe_patch.errors import UnsupportedOptionError
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close
 from tests.routing_cases import WRONG_LOGITS

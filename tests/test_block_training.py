@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_patch import patch_model, patch_report
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from tests import tiny_models
 from tests.numerics import FP32, assert_bits, assert_close, bf16_rule, probe, rel_err
 from tests.pairs import EIGHT, blocks, gate_of, pair

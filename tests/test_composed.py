@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_patch import definition as reference
-from moe_patch.composed import experts_composed
-from moe_patch.grouped import Groups
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.composed import experts_composed
+from moe_patch.ops.experts.grouped import Groups
 from tests.experts_cases import (
     FULL,
     Case,

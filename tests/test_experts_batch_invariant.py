@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_patch import PatchConfig, UnsupportedOptionError, patch_model, patch_report
-from moe_patch.backend import choose_backend
-from moe_patch.route_op import route_impl
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.types import Glu, RouteSpec
 from tests import tiny_models
 from tests.experts_cases import Case as TorchCase

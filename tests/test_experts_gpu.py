@@ -9,8 +9,8 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from moe_patch import definition as reference
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests.numerics import FP32, assert_bits, assert_close, bf16_rule
 

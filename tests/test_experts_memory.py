@@ -11,9 +11,9 @@ from packaging.version import Version
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_patch import definition as reference
-from moe_patch.op_options import read_glu, read_options, spell_options
-from moe_patch.ops import Signals
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import Signals
+from moe_patch.ops.experts.options import read_glu, read_options, spell_options
 from moe_patch.types import Glu
 from tests.experts_cases import (
     FULL,

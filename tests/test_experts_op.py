@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_patch import definition as reference
-from moe_patch.grouped import _aligned
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.grouped import _aligned
 from tests.experts_cases import (
     CASES,
     FULL,

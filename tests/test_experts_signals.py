@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 import torch
 
-from moe_patch import definition as reference
-from moe_patch.ops import Signals
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import Signals
 from tests.experts_cases import (
     FULL,
     Case,

@@ -15,11 +15,11 @@ import pytest
 from torch import Tensor, nn
 
 from moe_patch import forward, register_family
-from moe_patch.definition import activate, split_gate
 from moe_patch.families import families
 from moe_patch.families.logits import linear_then_fp32
+from moe_patch.ops.experts.definition import activate, split_gate
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.patch_record import bound
-from moe_patch.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import NEG_INF
 from tests import tiny_models
@@ -114,7 +114,7 @@ FAULTS = [
     Fault("gate and up not clamped", "glm5_next", fields(glu=GluRule("silu")), CLAMP),
     Fault(
         "clamped after the activation", "hy_v4", None, CLAMP,
-        attribute=("moe_patch.experts_torch.gated_activation", clamped_afterwards),
+        attribute=("moe_patch.ops.experts.torch_backend.gated_activation", clamped_afterwards),
     ),
     Fault(
         "alpha left out", "minimax_m3_vl",

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from moe_patch import patch_model
-from moe_patch.composed import grouped_linear
-from moe_patch.definition import build_plan
-from moe_patch.op_flops import experts_bwd_flops, register_flop_formulas
-from moe_patch.op_options import spell_options
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts.composed import grouped_linear
+from moe_patch.ops.experts.definition import build_plan
+from moe_patch.ops.experts.flops import experts_bwd_flops, register_flop_formulas
+from moe_patch.ops.experts.op import experts_mlp
+from moe_patch.ops.experts.options import spell_options
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapted_pair
@@ -174,7 +174,7 @@ def test_norms_of_adapters_take_the_factors_products() -> None:
 
 def test_the_counts_are_what_the_torch_backend_multiplies(monkeypatch) -> None:
     """Without the operator the counter sees the products; B13ᵀ dh is formed twice there."""
-    monkeypatch.setattr("moe_patch.ops.unwatched", lambda tensors: True)
+    monkeypatch.setattr("moe_patch.ops.experts.op.unwatched", lambda tensors: True)
     t = make_inputs(BOTH)
     seen = count(lambda: probe(ours(BOTH, t)).backward())
     assert seen == {"aten.mm": 2 * N * (3 * (UP + DOWN) + 3 * FACTORS + B13)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_patch import patch_model
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu
 from tests import tiny_models
 from tests.test_gpu_stacks import DEVICE, assert_ours

@@ -15,7 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import definition as reference
 from moe_patch.kernels import (
     dh,
     dh_hopper,
@@ -30,6 +29,7 @@ from moe_patch.kernels import (
 from moe_patch.kernels.device import device_of
 from moe_patch.kernels.launch import RowTiles
 from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
+from moe_patch.ops.experts import definition as reference
 from tests import interpreted
 from tests.kernels_cases import LARGE, SILU, Case, make_inputs, run_kernels
 from tests.kernels_checks import (

@@ -12,9 +12,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import grouped
-from moe_patch.definition import build_plan
 from moe_patch.kernels import groups
+from moe_patch.ops.experts import grouped
+from moe_patch.ops.experts.definition import build_plan
 from moe_patch.types import Lora
 from tests import interpreted
 from tests.numerics import FP32, assert_bits, assert_close, bf16_rule

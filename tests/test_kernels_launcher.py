@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import definition as reference
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu
 from tests.limits import HANG_S
 from tests.numerics import assert_bits

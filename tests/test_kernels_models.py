@@ -20,8 +20,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import backend, patch_model, patch_report
+from moe_patch import patch_model, patch_report
 from moe_patch.kernels import experts, groups, product_key, routing, routing_losses
+from moe_patch.ops import backend
 from tests import interpreted, test_router_losses, test_routing_doge, tiny_models
 from tests.adapters import EXPERTS, adapted_pair, assert_same_step, lora_config, recipe
 from tests.numerics import FP32

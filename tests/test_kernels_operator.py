@@ -17,8 +17,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import definition as reference
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts import definition as reference
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests import interpreted
 from tests.kernels_cases import GPT_OSS, SILU, Case, Inputs, make_inputs
@@ -31,7 +31,7 @@ LORA = {"up": ("lora13_A", "lora13_B"), "down": ("lora2_A", "lora2_B")}
 @contextmanager
 def triton_anywhere() -> Iterator[None]:
     """Let the operator take the Triton backend on a CPU, as it does on a card."""
-    with mock.patch("moe_patch.backend.triton_obstacle", return_value=None):
+    with mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None):
         yield
 
 

@@ -11,7 +11,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.definition import build_plan as reference_plan
 from moe_patch.kernels.plan import (
     build_plan,
     build_plan_blocked,
@@ -20,6 +19,7 @@ from moe_patch.kernels.plan import (
     tile_bound,
     tile_table,
 )
+from moe_patch.ops.experts.definition import build_plan as reference_plan
 from tests import interpreted
 
 # T, K, E, rows per program, experts per program, integer dtype: why

@@ -17,12 +17,12 @@ import triton
 
 import moe_patch.report
 from moe_patch import PatchStateError, patch_model, patch_report
-from moe_patch.backend import BackendChoice
 from moe_patch.kernels import device, dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import Device
 from moe_patch.kernels.launch import Rows
 from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
 from moe_patch.kernels.tiles import OPS, Tile, pick_tile
+from moe_patch.ops.backend import BackendChoice
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
 from tests.limits import HANG_S

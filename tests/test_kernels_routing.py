@@ -1,4 +1,4 @@
-"""Triton routing against its definition, ``moe_patch.routing.route``: ids exactly, NaN included.
+"""Triton routing against its definition, ``ops.routing.route``: ids exactly, NaN included.
 
 Logits are small integers, so that ties are certain and everywhere. Gradients are held against
 autograd through the definition in fp64. Runs natively on a GPU (``-m gpu``) and, on a CPU, under
@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 import torch
 
-from moe_patch.route_op import route as triton_route
-from moe_patch.route_op import route_with_stats
-from moe_patch.routing import route
+from moe_patch.ops.routing import route
+from moe_patch.ops.routing_op import route as triton_route
+from moe_patch.ops.routing_op import route_with_stats
 from moe_patch.types import RouteSpec
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close

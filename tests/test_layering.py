@@ -18,15 +18,30 @@ PACKAGE = Path(moe_patch.__file__).parent
 
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
-    {"_version", "errors", "types", "formats", "runtime"},
+    {"_version", "errors", "types", "ops.experts", "ops.experts.op", "formats", "runtime"},
     {"formats.nf4", "formats.fp8", "formats.mxfp4", "model_files", "tensor_file"},
     {"formats.packed"},
     {"formats.operands", "formats.tensor"},
-    {"backend", "compare", "definition", "routing", "formats.weights"},
-    {"activations", "config", "grouped", "kernels.", "op_direct", "op_options", "plan_rows"},
-    {"balance_loss", "experts_torch", "op_fakes", "op_flops", "product_key", "route_op"},
-    {"op_library"},
-    {"composed", "ops"},
+    {"ops.backend", "compare", "ops.experts.definition", "ops.routing", "formats.weights"},
+    {
+        "ops.experts.activations",
+        "config",
+        "ops.experts.grouped",
+        "kernels.",
+        "ops.direct",
+        "ops.experts.options",
+        "ops.experts.rows",
+    },
+    {
+        "ops.balance_loss",
+        "ops.experts.torch_backend",
+        "ops.experts.fakes",
+        "ops.experts.flops",
+        "ops.product_key",
+        "ops.routing_op",
+    },
+    {"ops.experts.schema"},
+    {"ops.experts.composed", "ops.experts.op"},
     {"runtime.spec", "families.logits"},
     {"lora", "patch_record", "signals.rows", "signals.slot"},
     {"experts_module"},
@@ -53,7 +68,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """ "routing", "kernels.plan"; a package is its own ``__init__``, a folder's drops that."""
+    """ "ops.routing", "kernels.plan"; a package is its own ``__init__``, a folder's drops that."""
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name if name == "__init__" else name.removesuffix(".__init__")
 

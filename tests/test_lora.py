@@ -12,7 +12,7 @@ import torch
 from peft import inject_adapter_in_model
 from peft.tuners.lora import layer as peft_layer
 
-import moe_patch.grouped
+import moe_patch.ops.experts.grouped
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.lora import is_param_wrapper
 from tests import tiny_models
@@ -79,13 +79,13 @@ def outer_sums(monkeypatch, device):
             monkeypatch.setattr(module, "outer_sum", counted(dw.outer_sum, like=3))
         monkeypatch.setattr(call, "factor_backward", counted(factors.factor_backward, like=2))
         return shapes
-    original = moe_patch.grouped.Groups.outer_sum
+    original = moe_patch.ops.experts.grouped.Groups.outer_sum
 
     def outer_sum(self, dy_NO, x_NI, like_EOI):
         shapes.append(tuple(like_EOI.shape))
         return original(self, dy_NO, x_NI, like_EOI)
 
-    monkeypatch.setattr(moe_patch.grouped.Groups, "outer_sum", outer_sum)
+    monkeypatch.setattr(moe_patch.ops.experts.grouped.Groups, "outer_sum", outer_sum)
     return shapes
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_patch import experts_torch
+from moe_patch.ops.experts import torch_backend
 from tests.adapters import (
     EXPERTS,
     ORDERS,
@@ -225,14 +225,14 @@ def test_a_trained_weight_gets_its_gradient_without_a_copy(trained, monkeypatch)
     """Autograd takes over what the operator returned, also through the alias."""
     pair = pair_of("qwen3_moe")
     trained(pair)
-    returned, backward = set(), experts_torch.experts_backward
+    returned, backward = set(), torch_backend.experts_backward
 
     def watched(*args, **options):
         grads = backward(*args, **options)
         returned.update(g.data_ptr() for g in (grads.w13, grads.w2))
         return grads
 
-    monkeypatch.setattr(experts_torch, "experts_backward", watched)
+    monkeypatch.setattr(torch_backend, "experts_backward", watched)
     gradients(pair.ours, pair.batch, lambda model, batch: loss_of(model, batch).backward())
     assert {w.grad.data_ptr() for w in base_weights(pair.ours)} == returned
 

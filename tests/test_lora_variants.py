@@ -138,7 +138,7 @@ def test_the_fused_path_ran_and_nothing_of_peft_or_transformers(device):
     merging = {
         inspect.unwrap(f).__code__ for f in (ParamWrapper.get_delta_weight, ParamWrapper.forward)
     }
-    from moe_patch.ops import experts_mlp
+    from moe_patch.ops.experts.op import experts_mlp
 
     assert experts_mlp.__code__ in ran
     assert not ran & transformers_experts(pair.ours)

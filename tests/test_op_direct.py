@@ -12,9 +12,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from moe_patch import op_library
-from moe_patch.op_direct import unwatched
-from moe_patch.ops import Signals
+from moe_patch.ops.direct import unwatched
+from moe_patch.ops.experts import schema
+from moe_patch.ops.experts.op import Signals
 from tests.experts_cases import Case, gradients, make_inputs, ours
 from tests.numerics import assert_bits
 from tests.watching import Watching
@@ -101,9 +101,9 @@ def test_the_same_bits_by_the_operators_and_without_them(full: bool, recompute: 
 def test_no_operator_is_called_where_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     for name in ("experts", "experts_bwd", "inference"):
-        run = getattr(op_library, name)
+        run = getattr(schema, name)
         monkeypatch.setattr(
-            op_library, name, lambda *a, n=name, r=run, **k: called.append(n) or r(*a, **k)
+            schema, name, lambda *a, n=name, r=run, **k: called.append(n) or r(*a, **k)
         )
     t = make_inputs(Case(), torch.float32)
     gradients(ours(Case(), t), t)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch.definition import build_plan
+from moe_patch.ops.experts.definition import build_plan
 
 
 def check_plan(ids_TK: Tensor, E: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.product_key import product_key_reference, product_key_topk, product_key_triton
+from moe_patch.ops.product_key import product_key_reference, product_key_topk, product_key_triton
 from tests import interpreted
 from tests.numerics import assert_bits, assert_close, rel_err
 from tests.routing_cases import WRONG_LOGITS

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_patch import UnsupportedOptionError
 from moe_patch.formats.packed import PackedWeight, pack
-from moe_patch.ops import Signals, experts_mlp
+from moe_patch.ops.experts.op import Signals, experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests.numerics import assert_bits, bf16_rule
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_patch import definition as reference
+from moe_patch.ops.experts import definition as reference
 from moe_patch.types import ExpertWeights, Glu
 from tests import tiny_models
 from tests.numerics import FP64, assert_close, probe

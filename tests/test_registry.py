@@ -21,7 +21,7 @@ from moe_patch import (
     unpatch_model,
 )
 from moe_patch.families import logits as logits_of
-from moe_patch.routing import sigmoid_topk, softmax_topk
+from moe_patch.ops.routing import sigmoid_topk, softmax_topk
 from moe_patch.runtime.spec import Arg, Const, GluRule
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, assert_same_step, lora_config
@@ -94,7 +94,7 @@ def spec_of(model_type: str) -> FamilySpec:
         ({"params": {"top_k": "chosen", "renormalize": True}}, r"or Const\(value\)"),
         ({"params": None}, "params is None; accepted: a mapping"),
         ({"bias": Const(0.0)}, "bias is Const"),
-        ({"routing": "softmax_topk"}, "accepted: a function of moe_patch.routing"),
+        ({"routing": "softmax_topk"}, "accepted: a function of moe_patch.ops.routing"),
         ({"since": "soon"}, "since is 'soon'; accepted: a release"),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",

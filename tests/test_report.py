@@ -10,7 +10,7 @@ from torch import nn
 
 import moe_patch.report
 from moe_patch import BlockReport, patch_model, patch_report, unpatch_model
-from moe_patch.backend import BackendChoice
+from moe_patch.ops.backend import BackendChoice
 from tests import tiny_models
 from tests.adapters import EXPERTS, UP, adapt, lora_config
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from moe_patch import routing
-from moe_patch.balance_loss import router_losses
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.product_key import product_key_triton
-from moe_patch.route_op import _SPEC_FIELDS, route_impl, route_with_stats
-from moe_patch.route_op import route as triton_route
+from moe_patch.ops import routing
+from moe_patch.ops.balance_loss import router_losses
+from moe_patch.ops.product_key import product_key_triton
+from moe_patch.ops.routing_op import _SPEC_FIELDS, route_impl, route_with_stats
+from moe_patch.ops.routing_op import route as triton_route
 from moe_patch.types import RouteSpec
 from tests.numerics import assert_bits
 from tests.routing_cases import BF16, F16, F32, SPECS, WRONG_LOGITS, inputs

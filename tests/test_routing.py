@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.families import families, lookup
-from moe_patch.routing import route
+from moe_patch.ops.routing import route
 from moe_patch.types import RouteSpec, Routing
 from tests import tiny_models
 from tests.numerics import (

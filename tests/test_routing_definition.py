@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch.routing import route, stable_topk
+from moe_patch.ops.routing import route, stable_topk
 from moe_patch.types import RouteSpec, Routing
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close
@@ -36,9 +36,9 @@ EXPERTS = 12
 
 
 IMPLEMENTATIONS = [  # of ``route``: module, device
-    pytest.param(("moe_patch.routing", "cpu"), id="torch"),
-    pytest.param(("moe_patch.routing", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
-    pytest.param(("moe_patch.route_op", "cuda"), id="triton", marks=pytest.mark.gpu),
+    pytest.param(("moe_patch.ops.routing", "cpu"), id="torch"),
+    pytest.param(("moe_patch.ops.routing", "cuda"), id="torch-cuda", marks=pytest.mark.gpu),
+    pytest.param(("moe_patch.ops.routing_op", "cuda"), id="triton", marks=pytest.mark.gpu),
 ]
 
 

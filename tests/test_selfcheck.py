@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moe_patch import UnsupportedModelError, patch_model, patch_report, register_family, selfcheck
 from moe_patch.discover import discover
 from moe_patch.families import families, logits
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import Glu, Routing
 from tests import tiny_models
@@ -95,15 +95,15 @@ def test_a_wrong_entry_is_caught_and_nothing_is_bound(mutate, model_type, change
 
 def test_a_wrong_gradient_alone_is_caught(monkeypatch) -> None:
     """Right outputs over a wrong backward: only the gradients can show it."""
-    from moe_patch import experts_torch
+    from moe_patch.ops.experts import torch_backend
 
-    backward = experts_torch.experts_backward
+    backward = torch_backend.experts_backward
 
     def halved(*args: Any, **options: Any) -> Any:
         grads = backward(*args, **options)
         return grads._replace(x=grads.x / 2)
 
-    monkeypatch.setattr(experts_torch, "experts_backward", halved)
+    monkeypatch.setattr(torch_backend, "experts_backward", halved)
     with pytest.raises(UnsupportedModelError, match="experts.*hidden-state gradient"):
         patch_model(tiny_models.build("qwen3_moe"))
 

@@ -17,7 +17,7 @@ from moe_patch import (
     record,
     smk_loss,
 )
-from moe_patch.ops import Signals
+from moe_patch.ops.experts.op import Signals
 from moe_patch.signals.losses import router_logits
 from moe_patch.signals.recorder import Recorder
 from moe_patch.signals.slot import LayerSignals, count_rows

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from moe_patch.families import families, lookup
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close, bf16_rule
 from tests.parity import Run, assert_parity, run_block, run_model

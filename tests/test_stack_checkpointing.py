@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-import moe_patch.experts_torch
+import moe_patch.ops.experts.torch_backend
 from moe_patch import patch_model
 from tests import tiny_models
 from tests.numerics import assert_bits
@@ -210,9 +210,9 @@ def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch
     x = tiny_models.hidden(block, 2, 7)
     parameters = [x, *block.parameters()]
     expected = torch.autograd.grad(block(x).square().sum(), parameters)
-    ran, forward = [], moe_patch.experts_torch.experts_forward
+    ran, forward = [], moe_patch.ops.experts.torch_backend.experts_forward
     monkeypatch.setattr(
-        moe_patch.experts_torch,
+        moe_patch.ops.experts.torch_backend,
         "experts_forward",
         lambda *args, **kwargs: (ran.append(1), forward(*args, **kwargs))[1],
     )

@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from moe_patch import patch_model, patch_report, unpatch_model
-from moe_patch.ops import experts_mlp
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.types import ExpertWeights, Glu, Lora
 from tests import tiny_models
 from tests.numerics import FP32, assert_close

@@ -13,7 +13,7 @@ import torch
 
 import moe_patch.report
 from moe_patch import patch_model, patch_report, unpatch_model
-from moe_patch.backend import BackendChoice
+from moe_patch.ops.backend import BackendChoice
 from tests import tiny_models
 from tests.numerics import assert_bits
 from tests.snapshots import logits

@@ -21,7 +21,7 @@ from moe_patch import (
     patch_model,
     record,
 )
-from moe_patch.backend import BackendChoice
+from moe_patch.ops.backend import BackendChoice
 from moe_patch.warmup import warmup
 from tests import tiny_models
 from tests.limits import HANG_S

@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from moe_patch import composed, forward, ops
+from moe_patch import forward
 from moe_patch.families import families, lookup
+from moe_patch.ops.experts import composed, op
 
 
 def executed(function: Callable[[], Any]) -> set[CodeType]:
@@ -78,7 +79,7 @@ def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
 
 def our_experts() -> set[CodeType]:
     """What computes experts here: the operator, its steps, and forwards that a family brings."""
-    common = (ops.experts_mlp, composed.experts_composed, composed.grouped_linear)
+    common = (op.experts_mlp, composed.experts_composed, composed.grouped_linear)
     brought = [(spec.experts_forward, spec.block_forward) for spec in families()]
     return {_code(f) for f in (*common, *sum(brought, ())) if f is not None}
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_patch.routing import sigmoid_topk
+from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Arg, Const, FamilySpec
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.logits import linear
-from moe_patch.routing import RouteImpl, route
+from moe_patch.ops.routing import RouteImpl, route
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import RouteSpec, Routing
 

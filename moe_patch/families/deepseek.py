@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.routing import sigmoid_topk
+from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 
 PARAMS = {

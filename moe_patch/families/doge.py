@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_patch.config import PatchConfig
+from moe_patch.ops.product_key import product_key_topk
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.product_key import product_key_topk
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import Routing
 

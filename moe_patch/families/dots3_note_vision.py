@@ -1,7 +1,7 @@
 """The vision tower of dots3-note: sigmoid scores, the block keeps the correction bias."""
 
 from moe_patch.families.logits import linear_fp32
-from moe_patch.routing import sigmoid_topk
+from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Arg, Const, FamilySpec
 
 DOTS3_NOTE_VISION = FamilySpec(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
 from moe_patch.types import Routing
 

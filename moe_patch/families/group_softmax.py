@@ -1,7 +1,7 @@
 """Softmax scores with a group limit: DeepSeek-V2 (best score of a group) and Mistral (best two)."""
 
 from moe_patch.families.logits import linear, linear_fp32
-from moe_patch.routing import greedy_or_groups, softmax_topk
+from moe_patch.ops.routing import greedy_or_groups, softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_patch.composed import combine_rows, gather_rows, grouped_linear
-from moe_patch.definition import build_plan
+from moe_patch.ops.experts.composed import combine_rows, gather_rows, grouped_linear
+from moe_patch.ops.experts.definition import build_plan
+from moe_patch.ops.routing import topk_softmax
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.route_op import route_impl
-from moe_patch.routing import topk_softmax
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import Plan
 

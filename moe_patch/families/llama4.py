@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moe_patch.families.logits import linear
+from moe_patch.ops.routing import RouteImpl, route, stable_topk
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.route_op import route_impl
-from moe_patch.routing import RouteImpl, route, stable_topk
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import RouteSpec, Routing
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.routing import softmax_topk
 from moe_patch.runtime.spec import FamilySpec, Layout
 
 

@@ -4,7 +4,7 @@ The noise that their blocks multiply onto the hidden states in training stays tr
 """
 
 from moe_patch.families.logits import linear
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.routing import RouteImpl, route, topk_softmax
+from moe_patch.ops.routing import RouteImpl, route, topk_softmax
 from moe_patch.runtime.spec import FamilySpec, GluRule
 from moe_patch.types import Routing
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from moe_patch.families.logits import linear
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec, Source
 
 

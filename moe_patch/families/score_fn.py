@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.routing import RouteImpl, route
+from moe_patch.ops.routing import RouteImpl, route
 from moe_patch.types import RouteSpec, Routing
 
 SCORES = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
 
 
 def score_name(score_fn: nn.Module) -> str:
-    """The name that :func:`moe_patch.routing.score` knows a score module by.
+    """The name that :func:`moe_patch.ops.routing.score` knows a score module by.
 
     Raises:
         UnsupportedModelError: it is none of those.

@@ -10,7 +10,7 @@ from moe_patch.families.logits import (
     linear_then_fp32,
     linear_weight_dtype,
 )
-from moe_patch.routing import sigmoid_topk
+from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Arg, Const, FamilySpec, GluRule
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.families.logits import linear, linear_fp32, linear_fp32_no_autocast
-from moe_patch.routing import softmax_topk
+from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

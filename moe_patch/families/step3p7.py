@@ -5,7 +5,7 @@ The block scales the routed output and adds the shared expert.
 """
 
 from moe_patch.families.logits import linear_weight_dtype
-from moe_patch.routing import sigmoid_topk
+from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule, Layout
 
 STEP3P7 = FamilySpec(

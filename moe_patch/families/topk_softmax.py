@@ -1,7 +1,7 @@
 """The best logits first, then softmax over those alone: gpt_oss, Granite-MoE, Aria."""
 
 from moe_patch.families.logits import linear, linear_bias, linear_then_fp32
-from moe_patch.routing import topk_softmax
+from moe_patch.ops.routing import topk_softmax
 from moe_patch.runtime.spec import FamilySpec, GluRule
 
 GPT_OSS = FamilySpec(

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from moe_patch.ops.routing import softmax_topk
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.patch_record import ModulePatch, bound
-from moe_patch.route_op import route_impl
-from moe_patch.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

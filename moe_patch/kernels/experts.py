@@ -1,7 +1,7 @@
 """The experts on the Triton backend: forward and backward, saving x, h, the plan and u.
 
-Same names, signatures and meaning as ``moe_patch.experts_torch``, whose docstring has the formulas.
-The kernels, and what passes between them, rows in plan order:
+Same names, signatures and meaning as ``moe_patch.ops.experts.torch_backend``, whose docstring has
+the formulas. The kernels, and what passes between them, rows in plan order:
 
     plan.py    ids_TK                        -> row_of_N, slot_of_TK, offsets_S, tile tables
     up.py      x_TD, W13                     -> h_NH (kept), a_NF

@@ -1,7 +1,7 @@
 """Grouped products one at a time, for experts whose own code runs between them.
 
-Same name and meaning as ``moe_patch.grouped.Groups``: there the reference, here the kernels of the
-fused operator.
+Same name and meaning as ``moe_patch.ops.experts.grouped.Groups``: there the reference, here the
+kernels of the fused operator.
 """
 
 from __future__ import annotations

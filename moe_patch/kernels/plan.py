@@ -65,7 +65,7 @@ def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
         num_experts: E.
 
     Returns:
-        Plan, int32, equal bit for bit to ``moe_patch.definition.build_plan``.
+        Plan, int32, equal bit for bit to ``moe_patch.ops.experts.definition.build_plan``.
     """
     return build_plan_blocked(ids_TK, num_experts, row_block=ROW_BLOCK, expert_block=EXPERT_BLOCK)
 

@@ -1,6 +1,6 @@
 """Product-key top-k in Triton: two rows of P logits -> K of P*P expert ids, in one launch each way.
 
-The meaning is ``moe_patch.product_key.product_key_reference``. Forward, per token:
+The meaning is ``moe_patch.ops.product_key.product_key_reference``. Forward, per token:
 
 1. The best K of x and of y: a partial bitonic sort of keys with the inverted index below the value.
 2. With both sorted, the pair (i, j) has (i + 1)(j + 1) - 1 pairs at or above its sum, so the

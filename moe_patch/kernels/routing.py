@@ -1,6 +1,6 @@
 """Routing in Triton: logits_TE -> ids_TK, weights_TK in one launch, and dlogits_TE in one launch.
 
-The meaning is ``moe_patch.routing.route``, its order of ties and its rounding included. A program
+The meaning is ``ops.routing.route``, its order of ties and its rounding included. A program
 owns whole rows: nothing is accumulated across programs except, on request, integer token counts.
 """
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import EntryMismatchError
-from moe_patch.routing import RouteImpl
-from moe_patch.routing import route as torch_route
+from moe_patch.ops.routing import RouteImpl
+from moe_patch.ops.routing import route as torch_route
 from moe_patch.types import Routing
 
 TIERS = ("full", "experts", "refused")
@@ -95,7 +95,7 @@ class FamilySpec:
             the class names in any module.
         experts, router, block: class names; None where the family has none.
         logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
-        routing: one of the functions of moe_patch.routing.
+        routing: one of the functions of moe_patch.ops.routing.
         params: routing parameter -> attribute path on the router, or Const.
         bias: correction bias, flattened to [E]: attribute path on the router, Arg(i) when the block
             passes it, None.
@@ -215,7 +215,7 @@ class FamilySpec:
         if not (self.bias is None or isinstance(self.bias, (str, Arg))):
             fail(f"bias is {self.bias!r}; accepted: an attribute path, Arg(index) or None")
         if self.routing is not None and not callable(self.routing):
-            fail(f"routing is {self.routing!r}; accepted: a function of moe_patch.routing")
+            fail(f"routing is {self.routing!r}; accepted: a function of moe_patch.ops.routing")
         if self.since and not re.fullmatch(r"\d+(\.\d+)+", self.since):
             fail(f"since is {self.since!r}; accepted: a release, as '5.21'")
 

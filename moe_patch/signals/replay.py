@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.ops.routing import RouteImpl
+from moe_patch.ops.routing import route as torch_route
 from moe_patch.patch_record import ModulePatch, record_of
-from moe_patch.routing import RouteImpl
-from moe_patch.routing import route as torch_route
 from moe_patch.signals.recorder import (
     Recorder,
     drop_idle,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_patch.definition import build_plan
-from moe_patch.ops import Signals
-from moe_patch.plan_rows import rows_to_slots
+from moe_patch.ops.experts.definition import build_plan
+from moe_patch.ops.experts.op import Signals
+from moe_patch.ops.experts.rows import rows_to_slots
 
 Step = Callable[[Tensor], Tensor]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_patch import tensor_file
-from moe_patch.ops import Signals
+from moe_patch.ops.experts.op import Signals
 from moe_patch.signals.recorder import Recorder, StepSignals
 from moe_patch.signals.slot import LayerSignals
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.ops import Signals
-from moe_patch.routing import RouteImpl
+from moe_patch.ops.experts.op import Signals
+from moe_patch.ops.routing import RouteImpl
 from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Routing
 

@@ -1,8 +1,8 @@
 """Load-balance and z loss of the routers in a Trainer run, added to the language model's loss.
 
-The logits come from hooks on the routers, the losses from :mod:`moe_patch.balance_loss`: no one-hot
-of the choices, whatever the number of layers and tokens. It works on a patched and an unpatched
-model alike, and for families whose model has no auxiliary loss of its own.
+The logits come from hooks on the routers, the losses from :mod:`moe_patch.ops.balance_loss`: no
+one-hot of the choices, whatever the number of layers and tokens. It works on a patched and an
+unpatched model alike, and for families whose model has no auxiliary loss of its own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from moe_patch.balance_loss import router_losses
 from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.ops.balance_loss import router_losses
 from moe_patch.runtime.spec import read
 from moe_patch.train.schema import check_factor
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads
-from moe_patch import definition as reference
+from moe_patch.ops.experts import definition as reference
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 GLU = Glu("silu")

@@ -8,7 +8,7 @@ from bench_lib.moe_layer import GLU, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
-MODULES = ("moe_patch.ops", "moe_patch.kernels.experts")
+MODULES = ("moe_patch.ops.experts.op", "moe_patch.kernels.experts")
 
 
 def build(
@@ -19,8 +19,8 @@ def build(
     recompute: bool = False,
     batch_invariant: bool = False,
 ) -> Program:
-    """``moe_patch.ops.experts_mlp`` on the op's own tensors."""
-    from moe_patch.ops import experts_mlp
+    """``moe_patch.ops.experts.op.experts_mlp`` on the op's own tensors."""
+    from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights
 
     w = ExpertWeights(inputs.w13_EHD, inputs.w2_EDF)

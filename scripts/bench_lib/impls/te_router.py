@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench_lib.rotating import RotatingInputs
 from bench_lib.spec import Program
-from moe_patch.routing import route
+from moe_patch.ops.routing import route
 from moe_patch.types import RouteSpec
 
 

@@ -13,7 +13,7 @@ from bench_lib.measure import WrongResultError
 from bench_lib.rotating import copies_of
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program, Work
-from moe_patch import definition
+from moe_patch.ops.experts import definition
 from moe_patch.types import Plan
 
 SEED = 2026

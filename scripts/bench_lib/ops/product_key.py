@@ -12,7 +12,7 @@ from bench_lib.ops.routing import compare
 from bench_lib.rotating import RotatingInputs, rotate
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Op, Program, Work
-from moe_patch.product_key import product_key_reference, product_key_triton
+from moe_patch.ops.product_key import product_key_reference, product_key_triton
 
 SEED = 2026
 

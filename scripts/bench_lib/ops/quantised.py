@@ -20,8 +20,8 @@ from bench_lib.spec import Impl, Program, Work
 
 
 def build(inputs: QuantInputs, point: Point) -> Program:
-    """``moe_patch.ops.experts_mlp`` on the storage as it is."""
-    from moe_patch.ops import experts_mlp
+    """``moe_patch.ops.experts.op.experts_mlp`` on the storage as it is."""
+    from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights
 
     stored = inputs.packed13 or inputs.w13_EHD, inputs.packed2 or inputs.w2_EDF

@@ -11,7 +11,7 @@ from bench_lib.impls import te_router
 from bench_lib.rotating import RotatingInputs, rotate
 from bench_lib.shapes import Point
 from bench_lib.spec import Grads, Impl, Op, Program, Work
-from moe_patch.routing import route
+from moe_patch.ops.routing import route
 from moe_patch.types import RouteSpec
 
 SEED = 2026
@@ -44,12 +44,14 @@ def _bias(inputs: RotatingInputs, point: Point) -> Tensor | None:
 
 
 def build_triton(inputs: RotatingInputs, point: Point) -> Program:
-    """``moe_patch.route_op.route`` with int32 ids."""
-    from moe_patch import route_op
+    """``moe_patch.ops.routing_op.route`` with int32 ids."""
+    from moe_patch.ops import routing_op
 
     spec, bias_E = spec_of(point), _bias(inputs, point)
     return inputs.program(
-        lambda leaf: route_op.route(leaf["logits"], spec, bias_E, ids_dtype=torch.int32).weights_TK
+        lambda leaf: (
+            routing_op.route(leaf["logits"], spec, bias_E, ids_dtype=torch.int32).weights_TK
+        )
     )
 
 

@@ -19,7 +19,7 @@ from bench_lib.spec import Impl, Program
 
 def build(inputs: LayerInputs, point: Point, *, recording: bool) -> Program:
     """The experts as a patched layer calls them."""
-    from moe_patch.ops import experts_mlp
+    from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.signals.slot import LayerSignals
     from moe_patch.types import ExpertWeights
 

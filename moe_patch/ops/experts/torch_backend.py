@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_patch.activations import gated_activation, gated_activation_backward
-from moe_patch.definition import build_plan
-from moe_patch.grouped import Groups
-from moe_patch.plan_rows import (
+from moe_patch.ops.experts.activations import gated_activation, gated_activation_backward
+from moe_patch.ops.experts.definition import build_plan
+from moe_patch.ops.experts.grouped import Groups
+from moe_patch.ops.experts.rows import (
     expert_rows,
     gather_sum,
     row_norm,

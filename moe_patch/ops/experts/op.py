@@ -2,9 +2,9 @@
 
 ``experts_mlp`` is what everything above calls. It dispatches to ``torch.ops.moe_patch.experts``
 (and ``experts_bwd`` in backward), opaque operators with fake implementations, so that compile, CUDA
-graphs and checkpointing see one call (op_library.py); inside, a backend module supplies
+graphs and checkpointing see one call (ops/experts/schema.py); inside, a backend module supplies
 ``experts_forward`` and ``experts_backward``. In plain eager work those are called without torch's
-dispatcher (op_direct.py).
+dispatcher (ops/direct.py).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch import op_library
-from moe_patch.backend import choose_backend
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
 from moe_patch.formats.operands import plain_weights
-from moe_patch.op_direct import unwatched
-from moe_patch.op_library import LIBRARY, OVERLOADS
-from moe_patch.op_options import spell_options, with_scales
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.direct import unwatched
+from moe_patch.ops.experts import schema
+from moe_patch.ops.experts.options import spell_options, with_scales
+from moe_patch.ops.experts.schema import LIBRARY, OVERLOADS
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 
@@ -90,7 +90,7 @@ def experts_mlp(
     operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, *numbers, spelled
     if not grad and signals is None:
         if unwatched((ids_TK, *inputs)):
-            return op_library.inference(*operands, scales)
+            return schema.inference(*operands, scales)
         return torch.ops.moe_patch.experts.inference(*operands, scales)
     graph = grad and any(t is not None and t.requires_grad for t in inputs)
     keep, norms = graph and not recompute, signals is not None
@@ -139,7 +139,7 @@ def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
     operators = torch.ops.moe_patch.experts_bwd
     run: Any = operators.over_h if once else operators.default
     if not torch.is_grad_enabled() and unwatched((dout, x, weights, *tensors, *from_forward)):
-        run = functools.partial(op_library.experts_bwd, overwrite_h=once)
+        run = functools.partial(schema.experts_bwd, overwrite_h=once)
     *grads, out_TK, params_TK, lora_TK = run(
         dout, x, weights, *tensors, *ctx.scalars, *from_forward, needs, scales
     )
@@ -169,7 +169,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         tensors = (t for t in args if isinstance(t, Tensor))
-        output = (op_library.experts if unwatched(tensors) else _operator)(*args)
+        output = (schema.experts if unwatched(tensors) else _operator)(*args)
         ctx.mark_non_differentiable(output[-1])
         _save(ctx, args, output)
         return output[0], output[-1]

@@ -1,7 +1,8 @@
 """The experts' operators as torch knows them: schemas, implementations, fakes.
 
-``experts``, ``inference`` and ``experts_bwd`` are what the operators run. :mod:`moe_patch.ops` adds
-autograd's rules, and calls these functions itself where nobody watches operators.
+``experts``, ``inference`` and ``experts_bwd`` are what the operators run.
+:mod:`moe_patch.ops.experts.op` adds autograd's rules, and calls these functions itself where nobody
+watches operators.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.operands import packed_weights
-from moe_patch.op_fakes import experts_bwd_fake, experts_fake
-from moe_patch.op_options import read_glu, read_options, with_scales
+from moe_patch.ops.experts.fakes import experts_bwd_fake, experts_fake
+from moe_patch.ops.experts.options import read_glu, read_options, with_scales
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
-_BACKEND_MODULES = {"torch": "moe_patch.experts_torch", "triton": "moe_patch.kernels.experts"}
+_BACKEND_MODULES = {
+    "torch": "moe_patch.ops.experts.torch_backend",
+    "triton": "moe_patch.kernels.experts",
+}
 
 LIBRARY = torch.library.Library("moe_patch", "DEF")
 # Few arguments, since torch spends time on each: what is no tensor travels as one string. A list of

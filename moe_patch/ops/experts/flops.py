@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_patch.formats.operands import packed_weights
-from moe_patch.op_options import read_options, with_scales
+from moe_patch.ops.experts.options import read_options, with_scales
 from moe_patch.types import ExpertsNeeds, ExpertWeights
 
 

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.backend import choose_backend
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
     no_second_derivative,
     refuse_forward_mode,
 )
-from moe_patch.routing import best_ids, stable_topk
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.routing import best_ids, stable_topk
 from moe_patch.types import Routing
 
 NEG_INF = float("-inf")
 MAX_KEYS = 1024
 MAX_TOP_K = 64
 SCORES = ("softmax", "none")
-_WHERE = "moe_patch.product_key.product_key_topk"
+_WHERE = "moe_patch.ops.product_key.product_key_topk"
 
 
 def product_key_reference(

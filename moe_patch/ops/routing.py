@@ -1,7 +1,8 @@
 """Routing: from router logits to the chosen experts and their weights. Pure functions, torch only.
 
 Every family's router is one of the named functions below, each a set of fixed choices for
-:func:`route`, which is the definition (the Triton ``route`` of route_op.py has the same signature).
+:func:`route`, which is the definition (the Triton ``route`` of ops/routing_op.py has the same
+signature).
 
 Rules, whatever the family:
     ties      equal scores go to the lower expert id, equal groups to the lower group: a stable
@@ -90,7 +91,7 @@ def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> R
     Raises:
         UnsupportedOptionError: logits of another dtype, or that are no matrix.
     """
-    check_logits(logits_TE, "moe_patch.routing.route", "logits_TE")
+    check_logits(logits_TE, "moe_patch.ops.routing.route", "logits_TE")
     if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
         scored_TE = logits_TE.float()
     else:
@@ -180,7 +181,7 @@ def greedy_or_groups(
         ValueError: another method, or groups too small for ``top_k``.
         UnsupportedOptionError: as :func:`route`.
     """
-    check_logits(logits_TE, "moe_patch.routing.greedy_or_groups", "logits_TE")
+    check_logits(logits_TE, "moe_patch.ops.routing.greedy_or_groups", "logits_TE")
     if method == "greedy":
         groups = top_groups = 0
     elif method != "group_limited_greedy":

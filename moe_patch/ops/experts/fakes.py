@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.operands import packed_weights
-from moe_patch.op_options import read_options, with_scales
+from moe_patch.ops.experts.options import read_options, with_scales
 from moe_patch.types import ExpertWeights
 
 

@@ -1,8 +1,8 @@
 """The Triton-backed :func:`route`: one custom op forward, one backward, under autograd and compile.
 
-In plain eager work what the ops run is called without torch's dispatcher (op_direct.py).
+In plain eager work what the ops run is called without torch's dispatcher (ops/direct.py).
 
-Same name, signature and meaning as ``moe_patch.routing.route``, which stays the definition and the
+Same name, signature and meaning as ``ops.routing.route``, which stays the definition and the
 default on a CPU. Triton is imported by the first call, not by this module.
 """
 
@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_patch.backend import choose_backend, refuse_batch_invariant
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
     no_second_derivative,
     refuse_forward_mode,
 )
-from moe_patch.op_direct import unwatched
-from moe_patch.routing import RouteImpl
-from moe_patch.routing import route as torch_route
+from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
+from moe_patch.ops.direct import unwatched
+from moe_patch.ops.routing import RouteImpl
+from moe_patch.ops.routing import route as torch_route
 from moe_patch.types import RouteSpec, Routing
 
 MAX_EXPERTS = 512
@@ -101,11 +101,12 @@ def route_with_stats(
 def _call(
     logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_logits(logits_TE, "moe_patch.route_op.route", "logits_TE")
+    check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
     obstacle = route_obstacle(logits_TE, spec, bias_E)
     if obstacle is not None:
         raise UnsupportedOptionError(
-            f"moe_patch.route_op.route: {obstacle}; use moe_patch.routing.route (backend='torch')"
+            f"moe_patch.ops.routing_op.route: {obstacle}; use moe_patch.ops.routing.route "
+            "(backend='torch')"
         )
     refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
@@ -160,7 +161,7 @@ def _route_on(
     spec: RouteSpec,
     bias_E: Tensor | None = None,
 ) -> Routing:
-    check_logits(logits_TE, "moe_patch.route_op.route_impl", "logits_TE")
+    check_logits(logits_TE, "moe_patch.ops.routing_op.route_impl", "logits_TE")
     device, dtype = logits_TE.device, logits_TE.dtype
     triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
     if batch_invariant:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.backend import choose_backend
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
     no_second_derivative,
     refuse_forward_mode,
 )
-from moe_patch.routing import best_ids
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.routing import best_ids
 
 
 def load_balancing_loss(
@@ -57,7 +57,7 @@ def load_balancing_loss(
     _check(layers, top_k)
     if num_experts is not None and num_experts != (width := layers[0].shape[1]):
         raise UnsupportedOptionError(
-            f"moe_patch.balance_loss: num_experts={num_experts}, the logits have {width} columns"
+            f"balance_loss: num_experts={num_experts}, the logits have {width} columns"
         )
     balance, _ = router_losses(layers, top_k, attention_mask)
     return balance
@@ -114,7 +114,7 @@ def _check_mask(mask: Tensor, layers: Sequence[Tensor]) -> None:
     for place, logits_TE in enumerate(layers):
         if mask.numel() != logits_TE.shape[0]:
             raise UnsupportedOptionError(
-                f"moe_patch.balance_loss: attention_mask is {tuple(mask.shape)}, {mask.numel()} "
+                f"balance_loss: attention_mask is {tuple(mask.shape)}, {mask.numel()} "
                 f"tokens, the logits of layer {place} are of {logits_TE.shape[0]}; accepted: "
                 "[batch, sequence] of the tokens that the logits are of"
             )
@@ -129,18 +129,18 @@ def _layers(gate_logits: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
 def _check(layers: Sequence[Tensor], top_k: int) -> None:
     if not layers:
         raise UnsupportedOptionError(
-            "moe_patch.balance_loss: no router logits; accepted: those of at least one layer"
+            "moe_patch.ops.balance_loss: no router logits; accepted: those of at least one layer"
         )
     for place, logits_TE in enumerate(layers):
-        check_logits(logits_TE, "moe_patch.balance_loss", f"gate_logits of layer {place}")
+        check_logits(logits_TE, "moe_patch.ops.balance_loss", f"gate_logits of layer {place}")
         if logits_TE.shape[1] != (width := layers[0].shape[1]):
             raise UnsupportedOptionError(
-                f"moe_patch.balance_loss: the logits of layer {place} have {logits_TE.shape[1]} "
+                f"balance_loss: the logits of layer {place} have {logits_TE.shape[1]} "
                 f"columns, those of layer 0 have {width}; accepted: one number of experts"
             )
     if not 1 <= top_k <= width:
         raise UnsupportedOptionError(
-            f"moe_patch.balance_loss: top_k={top_k}; accepted: 1 to {width}, the number of experts"
+            f"balance_loss: top_k={top_k}; accepted: 1 to {width}, the number of experts"
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_patch.definition import activate, gated_activation, split_gate
+from moe_patch.ops.experts.definition import activate, gated_activation, split_gate
 from moe_patch.types import Glu
 
 __all__ = ["gated_activation", "gated_activation_backward"]

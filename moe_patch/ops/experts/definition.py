@@ -1,7 +1,8 @@
 """READ FIRST. What the experts compute, in plain differentiable torch: the meaning of every kernel.
 
 Small, slow and obvious. Autograd differentiates it, in fp64 when a test needs certainty. The torch
-backend (experts_torch.py) and the Triton kernels must agree with it; nothing in training calls it.
+backend (ops/experts/torch_backend.py) and the Triton kernels must agree with it; nothing in
+training calls it.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.backend import choose_backend
-from moe_patch.definition import build_plan
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
-from moe_patch.plan_rows import gather_sum, row_weights, rows_to_slots, token_rows
+from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.experts.definition import build_plan
+from moe_patch.ops.experts.rows import gather_sum, row_weights, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 # Each has a class Groups of the same methods.
-_GROUPS = {"torch": "moe_patch.grouped", "triton": "moe_patch.kernels.groups"}
+_GROUPS = {"torch": "moe_patch.ops.experts.grouped", "triton": "moe_patch.kernels.groups"}
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
 _lib = torch.library.Library("moe_patch_steps", "DEF")
 _lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")

@@ -1,0 +1,1 @@
+"""The experts operator. Read ops/experts/definition.py first."""
