@@ -15,11 +15,11 @@ from moe_patch.errors import (
     UnsupportedOptionError,
 )
 from moe_patch.families import register_family, supported_model_types
-from moe_patch.lora_targets import lora_targets
-from moe_patch.patch import patch_model, patched, unpatch_model
+from moe_patch.patching.lora_targets import lora_targets
+from moe_patch.patching.patch import patch_model, patched, unpatch_model
+from moe_patch.patching.report import BlockReport, patch_report
 from moe_patch.quant.loading import load_quantized
 from moe_patch.quant.surgery import dequantize_experts, quantize_experts
-from moe_patch.report import BlockReport, patch_report
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.signals.balance import update_expert_bias
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.runtime.taps import LayerSignals
 from moe_patch.signals.balance import balance
 from moe_patch.signals.losses import delta_sc
 from moe_patch.signals.recorder import Recorder
 from moe_patch.signals.saved import load_recorder
-from moe_patch.signals.slot import LayerSignals
 
 Source = Recorder | str | Path
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.config import PatchConfig
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.experts_module import compute_dtype, layout_of, stored_weight
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.patch import patch_model
-from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.patching.patch import patch_model
+from moe_patch.patching.selfcheck import kind_of, obstacle
+from moe_patch.runtime.experts import compute_dtype, layout_of, stored_weight
+from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, read
-from moe_patch.selfcheck import kind_of, obstacle
 from moe_patch.types import Routing
 
 # Rows of an average expert beyond decode's: one for each further size class of kernels/tiles.py.

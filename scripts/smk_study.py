@@ -30,9 +30,9 @@ from bench_lib import rows as bench_rows  # noqa: E402
 from transformers import __version__ as transformers_version  # noqa: E402
 
 from moe_patch import gate_accuracy, patch_model, record, smk_loss  # noqa: E402
+from moe_patch.runtime.taps import LayerSignals  # noqa: E402
 from moe_patch.signals.balance import balance  # noqa: E402
 from moe_patch.signals.losses import GRADIENTS, TARGETS  # noqa: E402
-from moe_patch.signals.slot import LayerSignals  # noqa: E402
 from moe_patch.train import build  # noqa: E402
 from moe_patch.train.config import TrainConfig, load_config  # noqa: E402
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts  # noqa: E402

@@ -17,7 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from moe_patch import patch_model
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.record import record_of
 from tests import tiny_models
 from tests.numerics import FP32, assert_close, rel_err
 

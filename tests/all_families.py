@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
-from moe_patch.discover import discover
+from moe_patch.patching.discover import discover
 from tests import tiny_models
 from tests.adapters import adapt, lora_config
 from tests.numerics import rel_err

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.record import record_of
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import assert_bits

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch import forward, lora
 from moe_patch.ops.experts import definition as reference
 from moe_patch.ops.experts import torch_backend
 from moe_patch.ops.routing import route, sigmoid_topk, softmax_topk, topk_softmax
+from moe_patch.runtime import adapters, forward
 from moe_patch.runtime.spec import FamilySpec, GluRule
 from moe_patch.types import ExpertWeights, Routing
 
@@ -109,13 +109,13 @@ def topk_before_softmax(logits: Tensor, bias: Tensor | None, *, renormalize: boo
     return topk_softmax(logits, bias, fp32=True, **kw)
 
 
-def b_factor_expert_major(wrapper: Any) -> list[lora.Factors]:
+def b_factor_expert_major(wrapper: Any) -> list[adapters.Factors]:
     factors = []
     for name in wrapper.active_adapters:
         lhs, rhs, scaling = wrapper.get_delta_factors(name)
         E, out, R = lhs.shape
         wrong = wrapper.lora_B[name].weight.view(out, E, R).permute(1, 0, 2)
-        factors.append(lora.Factors(wrong, rhs, scaling))
+        factors.append(adapters.Factors(wrong, rhs, scaling))
     return factors
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import patch_model, record
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.record import record_of
 from tests import tiny_models
 from tests.adapters import adapt, lora_config
 

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import moe_patch
-from moe_patch import forward, supported_model_types
+from moe_patch import supported_model_types
 from moe_patch.cli import CHECK_FAILED, bench, main
 from moe_patch.ops.routing import route
+from moe_patch.runtime import forward
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
 from tests.numerics import FP32

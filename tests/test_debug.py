@@ -13,8 +13,6 @@ from torch import Tensor
 
 from moe_patch import (
     PatchStateError,
-    forward,
-    lora_targets,
     patch_model,
     patch_report,
     record,
@@ -22,6 +20,8 @@ from moe_patch import (
     shadow_results,
     unpatch_model,
 )
+from moe_patch.patching import lora_targets
+from moe_patch.runtime import forward
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 from tests.debug_cases import (

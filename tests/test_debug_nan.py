@@ -13,13 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from moe_patch import (
-    UnsupportedOptionError,
-    forward,
-    patch_model,
-    record,
-    replay_file,
-)
+from moe_patch import UnsupportedOptionError, patch_model, record, replay_file
+from moe_patch.runtime import forward
 from tests import tiny_models
 from tests.debug_cases import (
     assert_same_bits,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import patch_model, patch_report, supported_model_types
-from moe_patch.discover import discover
 from moe_patch.families import families, lookup
+from moe_patch.patching.discover import discover
 from tests import tiny_models
 from tests.numerics import FP32, assert_bits, assert_close, probe, rel_err
 from tests.parity import Run, assert_bf16_parity, assert_parity, run_block, run_model

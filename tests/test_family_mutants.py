@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from moe_patch import forward, register_family
+from moe_patch import register_family
 from moe_patch.families import families
 from moe_patch.families.logits import linear_then_fp32
 from moe_patch.ops.experts.definition import activate, split_gate
 from moe_patch.ops.routing import softmax_topk
-from moe_patch.patch_record import bound
+from moe_patch.runtime import forward
+from moe_patch.runtime.record import bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import NEG_INF
 from tests import tiny_models

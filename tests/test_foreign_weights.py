@@ -20,7 +20,7 @@ from moe_patch import (
     quantize_experts,
     unpatch_model,
 )
-from moe_patch.discover import discover
+from moe_patch.patching.discover import discover
 from tests import tiny_models
 from tests.numerics import FP32, assert_close
 from tests.snapshots import assert_unchanged, logits, snapshot

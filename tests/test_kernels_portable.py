@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 import triton
 
-import moe_patch.report
+import moe_patch.patching.report
 from moe_patch import PatchStateError, patch_model, patch_report
 from moe_patch.kernels import device, dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
 from moe_patch.kernels.device import Device
@@ -239,7 +239,9 @@ def test_another_triton_needs_no_gluon() -> None:
 
 def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> None:
     model = patch_model(tiny_models.build("qwen3_moe", moe_intermediate_size=20).bfloat16())
-    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(
+        moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")
+    )
     cards = {0: Device(HOPPER, 227 << 10, 132), 1: Device((8, 0), 48 << 10, 100)}
     monkeypatch.setattr(device, "_cuda_device", cards.get)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

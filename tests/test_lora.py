@@ -14,7 +14,7 @@ from peft.tuners.lora import layer as peft_layer
 
 import moe_patch.ops.experts.grouped
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
-from moe_patch.lora import is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper
 from tests import tiny_models
 from tests.adapters import (
     DOWN,

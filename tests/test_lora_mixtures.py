@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
-from moe_patch.lora import fusion_obstacle, is_param_wrapper
+from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
 from tests import tiny_models
 from tests.adapters import (
     DOWN,

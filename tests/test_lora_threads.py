@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import UnsupportedOptionError
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.record import record_of
 from tests.adapters import EXPERTS, adapted_pair, expert_modules, no_factors_left
 from tests.limits import HANG_S
 from tests.numerics import assert_bits

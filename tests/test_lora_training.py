@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft.tuners.lora import layer as peft_layer
 
-import moe_patch.experts_module
+import moe_patch.runtime.experts
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from tests import tiny_models
 from tests.adapters import (
@@ -81,7 +81,7 @@ def test_an_exception_leaves_no_factors_behind(order, monkeypatch, device):
         raise Boom
 
     with monkeypatch.context() as patching:
-        patching.setattr(moe_patch.experts_module, "experts_mlp", fail)
+        patching.setattr(moe_patch.runtime.experts, "experts_mlp", fail)
         with pytest.raises(Boom):
             pair.ours(**pair.batch)
     assert seen[0][0] is not None

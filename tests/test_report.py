@@ -8,7 +8,7 @@ import warnings
 import pytest
 from torch import nn
 
-import moe_patch.report
+import moe_patch.patching.report
 from moe_patch import BlockReport, patch_model, patch_report, unpatch_model
 from moe_patch.ops.backend import BackendChoice
 from tests import tiny_models
@@ -169,7 +169,9 @@ def test_lora_column_names_what_cannot_be_fused():
 def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, monkeypatch):
     """Where Triton would run, it routes unless torch.topk's own ties are asked for."""
     model = patch_model(tiny_models.build(model_type), ties=ties)
-    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(
+        moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")
+    )
     for row in patch_report(model):
         assert (row.router, row.router_backend) == (
             routing,
@@ -184,7 +186,9 @@ def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, mon
 def test_sizes_that_the_routing_kernels_lack_are_named(experts, top_k, said, monkeypatch):
     sizes = {"num_experts": experts, "num_experts_per_tok": top_k, "num_hidden_layers": 1}
     model = patch_model(tiny_models.build("qwen3_moe", **sizes), self_check=False)
-    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(
+        moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")
+    )
     (row,) = patch_report(model)
     assert (row.router_backend, row.experts_backend) == ("torch", "triton")
     assert f"routing: {said}" in row.reason
@@ -198,7 +202,9 @@ OWN_ROUTING = {"hash_router_forward", "sparsemixer"}
 def test_every_family_on_a_pretended_gpu(model_type, monkeypatch):
     """Every choice by scores is a Triton kernel there; what is no such choice says so."""
     model = patch_model(tiny_models.build(model_type), self_check=False)
-    monkeypatch.setattr(moe_patch.report, "choose_backend", lambda *_: BackendChoice("triton", ""))
+    monkeypatch.setattr(
+        moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")
+    )
     for row in patch_report(model):
         if row.tier == "experts":  # in releases before the entry's first
             assert row.router_backend == "transformers"

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_patch import UnsupportedModelError, patch_model, patch_report, register_family, selfcheck
-from moe_patch.discover import discover
+from moe_patch import UnsupportedModelError, patch_model, patch_report, register_family
 from moe_patch.families import families, logits
 from moe_patch.ops.routing import softmax_topk
+from moe_patch.patching import selfcheck
+from moe_patch.patching.discover import discover
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import Glu, Routing
 from tests import tiny_models

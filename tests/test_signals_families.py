@@ -15,8 +15,8 @@ from moe_patch import (
     patch_report,
     record,
 )
-from moe_patch.discover import discover
-from moe_patch.signals import slot
+from moe_patch.patching.discover import discover
+from moe_patch.runtime import taps
 from moe_patch.signals.losses import router_logits
 from tests import tiny_models
 from tests.numerics import FP32, assert_close
@@ -80,7 +80,7 @@ def test_every_field_of_every_family_is_recorded_or_named_as_missing(model_type)
         if "logits" not in expected:
             assert layer.logits.shape[0] == layer.router_input.shape[0] == T
             assert layer.logits.shape[1] >= E
-        assert torch.equal(layer.tokens_per_expert, slot.count_rows(layer.ids, E))
+        assert torch.equal(layer.tokens_per_expert, taps.count_rows(layer.ids, E))
         for name in {"weights", "act_norm", *GRADIENTS} - missing:
             values = getattr(layer, name)
             assert values.shape == (T, K), name

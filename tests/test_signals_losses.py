@@ -18,9 +18,9 @@ from moe_patch import (
     smk_loss,
 )
 from moe_patch.ops.experts.op import Signals
+from moe_patch.runtime.taps import LayerSignals, count_rows
 from moe_patch.signals.losses import router_logits
 from moe_patch.signals.recorder import Recorder
-from moe_patch.signals.slot import LayerSignals, count_rows
 from moe_patch.signals.updates import keep_updates
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config

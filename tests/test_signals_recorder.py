@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
 from moe_patch.ops.experts import torch_backend
-from moe_patch.signals import slot
+from moe_patch.runtime import taps
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close
 from tests.signals_cases import (
@@ -131,7 +131,7 @@ def test_off_no_norm_and_no_count_is_computed(monkeypatch) -> None:
     model = patched("qwen3_moe", layers=2)
     batch = tiny_models.inputs(model)
     monkeypatch.setattr(torch_backend, "row_norm", fail)
-    monkeypatch.setattr(slot, "count_rows", fail)
+    monkeypatch.setattr(taps, "count_rows", fail)
     sum_loss(model, batch).backward()
     with record(model), pytest.raises(AssertionError, match="computed"):
         sum_loss(model, batch)

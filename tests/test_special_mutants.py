@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moe_patch import UnsupportedModelError, forward, patch_model
+from moe_patch import UnsupportedModelError, patch_model
 from moe_patch.families import families, inkling, register_family, zaya
 from moe_patch.families.logits import linear_fp32
 from moe_patch.ops.product_key import product_key_topk
 from moe_patch.ops.routing import topk_softmax
-from moe_patch.patch_record import bound
+from moe_patch.runtime import forward
+from moe_patch.runtime.record import bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from tests import tiny_models
 from tests.parity import assert_parity

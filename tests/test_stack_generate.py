@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.generation import CompileConfig
 
-import moe_patch.experts_module
+import moe_patch.runtime.experts
 from moe_patch import patch_model, unpatch_model
 from tests import tiny_models
 
@@ -41,13 +41,13 @@ def test_tokens_equal_the_unpatched_models(name, way, monkeypatch):
     expected = generate(model, **options)
     setting = model.get_experts_implementation()
     patch_model(model)
-    rows, inner = [], moe_patch.experts_module.experts_mlp
+    rows, inner = [], moe_patch.runtime.experts.experts_mlp
 
     def count(x_TD, *args, **kwargs):
         rows.append(x_TD.shape[0])
         return inner(x_TD, *args, **kwargs)
 
-    monkeypatch.setattr(moe_patch.experts_module, "experts_mlp", count)
+    monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", count)
     assert torch.equal(generate(model, **options), expected)
     beams = options.get("num_beams", 1)
     assert len(rows) == 2 * NEW, "some steps were not ours"

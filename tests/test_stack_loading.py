@@ -11,7 +11,7 @@ import accelerate
 import pytest
 import torch
 
-import moe_patch.report
+import moe_patch.patching.report
 from moe_patch import patch_model, patch_report, unpatch_model
 from moe_patch.ops.backend import BackendChoice
 from tests import tiny_models
@@ -104,7 +104,7 @@ def test_weights_of_no_size_are_not_read_when_patched(monkeypatch):
     }
     with monkeypatch.context() as on_a_card:
         choice = BackendChoice("triton", "")
-        on_a_card.setattr(moe_patch.report, "choose_backend", lambda *_: choice)
+        on_a_card.setattr(moe_patch.patching.report, "choose_backend", lambda *_: choice)
         assert {row.router_backend for row in patch_report(model)} == {"triton"}
     for name, p in model.named_parameters():
         p.data = held[name]

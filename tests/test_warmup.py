@@ -14,14 +14,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import moe_patch.warmup
-from moe_patch import (
-    PatchStateError,
-    UnsupportedOptionError,
-    lora_targets,
-    patch_model,
-    record,
-)
+from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
 from moe_patch.ops.backend import BackendChoice
+from moe_patch.patching import lora_targets
 from moe_patch.warmup import warmup
 from tests import tiny_models
 from tests.limits import HANG_S
@@ -81,7 +76,7 @@ def test_one_row_per_kind_and_nothing_left_behind(lora) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
     calls = []
-    original = moe_patch.experts_module.experts_mlp
+    original = moe_patch.runtime.experts.experts_mlp
 
     def count(x_TD, ids_TK, weights_TK, w, glu, **options):
         leaves = {"x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "A": options["lora13"].A_ERI}
@@ -94,7 +89,7 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
     model = tiny_models.build("qwen3_moe", num_hidden_layers=1)
     model = patch_model(get_peft_model(model, LoraConfig(r=2, **lora_targets(model))))
     x = torch.randn(1, 6, tiny_models.SIZES["hidden_size"], requires_grad=training)
-    monkeypatch.setattr(moe_patch.experts_module, "experts_mlp", count)
+    monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", count)
     with torch.set_grad_enabled(training):
         blocks(model)[0][1](x)
     warmup(model, [6], training=training, progress=False)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from moe_patch import forward
 from moe_patch.families import families, lookup
 from moe_patch.ops.experts import composed, op
+from moe_patch.runtime import forward
 
 
 def executed(function: Callable[[], Any]) -> set[CodeType]:

@@ -18,8 +18,8 @@ from moe_patch.cli import models
 from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
 from moe_patch.config import PatchConfig
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.patching.discover import FoundBlock, discover
 
 SCRIPT = Path("scripts") / "bench.py"
 # The first argument of scripts/bench.py; a folder of such a name is given as ./experts.
@@ -140,8 +140,8 @@ def _measure(
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Times of both passes, unpatched and patched, for an input of (tokens, columns)."""
-    from moe_patch.patch import patch_model
-    from moe_patch.report import patch_report
+    from moe_patch.patching.patch import patch_model
+    from moe_patch.patching.report import patch_report
 
     block: Any = found.block
     weight = next(p for p in block.parameters() if p.dim() > 1)

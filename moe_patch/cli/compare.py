@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.discover import discover
+from moe_patch.patching.discover import discover
 
 # Relative errors. Values: fp32 rounding through dozens of layers; in 16 bits both sides round.
 # Gradients have passed twice as many layers.
@@ -75,8 +75,8 @@ def compare(
     Raises:
         UnsupportedModelError: a block cannot be patched.
     """
-    from moe_patch.patch import patch_model
-    from moe_patch.report import patch_report
+    from moe_patch.patching.patch import patch_model
+    from moe_patch.patching.report import patch_report
 
     patch_model(model, backend=backend)
     free = run(model, batch)

@@ -14,10 +14,10 @@ from moe_patch.cli import models
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.config import PatchConfig
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.experts_module import layout_of, read_glu, stored_weight
-from moe_patch.report import BlockReport
+from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.patching.report import BlockReport
+from moe_patch.runtime.experts import layout_of, read_glu, stored_weight
 from moe_patch.runtime.spec import read
 
 HF = "transformers"
@@ -86,9 +86,9 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
         a family's experts are not the operator's).
     """
     from moe_patch.formats.packed import STORAGES
-    from moe_patch.patch import patch_model
+    from moe_patch.patching.patch import patch_model
+    from moe_patch.patching.report import patch_report
     from moe_patch.quant.memory import experts_memory
-    from moe_patch.report import patch_report
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what they say of refused blocks is in the rows

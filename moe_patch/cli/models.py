@@ -15,9 +15,9 @@ from torch import nn
 
 from moe_patch.cli.limits import check_fits, cpu_memory_named
 from moe_patch.cli.output import quiet_libraries
-from moe_patch.discover import discover
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.model_files import refuse_other_kind
+from moe_patch.patching.discover import discover
 from moe_patch.runtime.spec import read
 
 DTYPES = {
@@ -226,7 +226,7 @@ def with_adapters(model: Any, rank: int) -> Any:
     """
     from peft import LoraConfig, get_peft_model
 
-    from moe_patch.lora_targets import lora_targets
+    from moe_patch.patching.lora_targets import lora_targets
 
     # The adapters of a model on "meta" are made on the CPU, in fp32.
     check_fits(f"--lora {rank}", 4 * rank, "a column of one factor", torch.device("cpu"))

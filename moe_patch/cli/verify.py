@@ -44,7 +44,7 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Compare and print; status 1 when a check fails."""
-    from moe_patch.patch import patch_model, unpatch_model
+    from moe_patch.patching.patch import patch_model, unpatch_model
 
     if args.batch < 1 or args.length < 2:
         raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")

@@ -33,7 +33,7 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Compile, and print one row per kind of block."""
-    from moe_patch.patch import patch_model
+    from moe_patch.patching.patch import patch_model
     from moe_patch.warmup import warmup
 
     if args.tokens is not None and min(args.tokens) < 1:

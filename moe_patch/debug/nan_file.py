@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import plain
-from moe_patch.lora import Factors
-from moe_patch.patch_record import handed_down, record_of
+from moe_patch.runtime.adapters import Factors
+from moe_patch.runtime.record import handed_down, record_of
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
 from moe_patch.errors import MoePatchError
-from moe_patch.patch_record import record_of
-from moe_patch.signals.slot import eagerly, inside_backward
+from moe_patch.runtime.record import record_of
+from moe_patch.runtime.taps import eagerly, inside_backward
 
 logger = logging.getLogger("moe_patch")
 

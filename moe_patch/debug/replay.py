@@ -14,9 +14,9 @@ from moe_patch.debug import nan_file
 from moe_patch.debug.nan_file import NanCall
 from moe_patch.debug.shadow import merged_weight, relative_error
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.patch import patch_model
-from moe_patch.patch_record import record_of
-from moe_patch.report import patch_report
+from moe_patch.patching.patch import patch_model
+from moe_patch.patching.report import patch_report
+from moe_patch.runtime.record import record_of
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.compare import LIMITS, Direct
 from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
-from moe_patch.lora import Factors
-from moe_patch.patch_record import RECORD, handed_down, is_ours, record_of
+from moe_patch.runtime.adapters import Factors
+from moe_patch.runtime.compare import LIMITS, Direct
+from moe_patch.runtime.record import RECORD, handed_down, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
 # A live batch has more rows and less even values than the self-check's, whose limits these extend.

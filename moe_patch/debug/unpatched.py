@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from moe_patch.errors import PatchStateError
-from moe_patch.patch_record import RECORD, ModulePatch, record_of
+from moe_patch.runtime.record import RECORD, ModulePatch, record_of
 
 Model = TypeVar("Model", bound=nn.Module)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

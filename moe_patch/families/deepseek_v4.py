@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear
 from moe_patch.families.score_fn import score_name, scored_topk
 from moe_patch.ops.routing import score
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 
 EPS = 1e-20

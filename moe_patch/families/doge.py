@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_patch.config import PatchConfig
 from moe_patch.ops.product_key import product_key_topk
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import Routing
 

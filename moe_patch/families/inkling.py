@@ -10,7 +10,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear_fp32_no_autocast
 from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.ops.routing import softmax_topk
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 
 
@@ -27,8 +27,8 @@ def experts_with_identity(
     experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The routed experts plus x times the weights of the identity experts."""
-    # forward.py imports the registry, which imports this file.
-    from moe_patch.forward import experts_forward
+    # runtime/forward.py imports the registry, which imports this file.
+    from moe_patch.runtime.forward import experts_forward
 
     out_TD = experts_forward(experts, hidden_TD, ids_TK, weights_TK)
     identity_TK = (ids_TK >= experts.num_routed_experts) & (ids_TK < experts.total_experts)

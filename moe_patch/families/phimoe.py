@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_patch.families.logits import linear
 from moe_patch.ops.routing import stable_topk
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import NEG_INF
 

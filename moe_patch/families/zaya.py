@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_patch.ops.routing import softmax_topk
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.patch_record import ModulePatch, bound
+from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec
 
 

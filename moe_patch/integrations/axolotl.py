@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.patch import patch_model
+from moe_patch.patching.patch import patch_model
 
 EXPERT_KERNELS = ("scattermoe", "sonicmoe")
 

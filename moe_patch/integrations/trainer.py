@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.patch import patch_model
+from moe_patch.patching.patch import patch_model
 
 
 class MoePatchCallback(TrainerCallback):

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_patch.discover import FoundBlock, discover, selected, unmatched
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import layout_of, read_glu
 from moe_patch.formats.packed import STORAGES, PackedWeight, check_packable, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.formats.weights import foreign_class
-from moe_patch.lora import is_param_wrapper
-from moe_patch.quant import merging, state
+from moe_patch.patching import merging
+from moe_patch.patching.discover import FoundBlock, discover, selected, unmatched
+from moe_patch.quant import state
 from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.ties import refuse_outside, tied
+from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.experts import layout_of, read_glu
 from moe_patch.runtime.spec import FamilySpec
 
 logger = logging.getLogger("moe_patch")

@@ -116,7 +116,7 @@ class FamilySpec:
         returns: (router, routing) -> what transformers' router returns; None means
             (logits, weights, ids).
         router_forward, experts_forward, block_forward: functions made with
-            :func:`moe_patch.patch_record.bound`, for a family whose module is called unlike the
+            :func:`moe_patch.runtime.record.bound`, for a family whose module is called unlike the
             rule. Without them: the common router forward, transformers' experts registry (the
             common experts forward where a ``layout`` is given), and the common block forward where
             there is a shared expert.

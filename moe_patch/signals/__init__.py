@@ -1,6 +1,6 @@
 """What the router does, seen from outside: per-row signals, losses on them, replay and balance.
 
-    slot.py      READ FIRST. What one layer records, and how the forwards find it
+    runtime/taps.py      READ FIRST. What one layer records, and how the forwards find it
     recorder.py  record(model): puts slots on the modules of a patched model and takes them away
     rows.py      the norms where the experts run the module's own code between grouped products
     losses.py    delta_sc, smk_loss, gate_accuracy
@@ -10,5 +10,5 @@
     replay.py    record_routing and replay_routing: the same experts once more
     balance.py   expert load, its measures, the correction-bias update, logging in a Trainer
 
-Nothing is imported here: the forwards need slot.py, which lies far below the recorder.
+Nothing is imported here: the forwards need runtime/taps.py, which lies far below the recorder.
 """

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import read
+from moe_patch.runtime.taps import LayerSignals
 from moe_patch.signals.recorder import (
     Recorder,
     StepSignals,
     require_whole,
     sum_over_group,
 )
-from moe_patch.signals.slot import LayerSignals
 
 
 class Balance(NamedTuple):

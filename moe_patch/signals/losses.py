@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.lora import is_param_wrapper, paused
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.adapters import is_param_wrapper, paused
+from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import read
+from moe_patch.runtime.taps import LayerSignals
 from moe_patch.signals.recorder import Recorder, require_whole
-from moe_patch.signals.slot import LayerSignals
 
 TARGETS = ("delta_sc", "surprise")
 GRADIENTS = {

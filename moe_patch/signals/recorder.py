@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import read
-from moe_patch.signals.slot import SIGNALS, LayerSignals, Taps, fused
+from moe_patch.runtime.taps import SIGNALS, LayerSignals, Taps, fused
 
 KEEP = ("load", "all")
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_patch.discover import FoundBlock
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
-from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.patching.discover import FoundBlock
+from moe_patch.runtime.record import ModulePatch, record_of
+from moe_patch.runtime.taps import Taps
 from moe_patch.signals.recorder import (
     Recorder,
     drop_idle,
@@ -33,7 +34,6 @@ from moe_patch.signals.recorder import (
     record,
     router_obstacle,
 )
-from moe_patch.signals.slot import Taps
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import RouteSpec, Routing
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_patch import tensor_file
 from moe_patch.ops.experts.op import Signals
+from moe_patch.runtime.taps import LayerSignals
 from moe_patch.signals.recorder import Recorder, StepSignals
-from moe_patch.signals.slot import LayerSignals
 
 FORMAT = "moe_patch signals 2"
 FIELDS = ("ids", "weights", "tokens_per_expert")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.discover import discover
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.patching.discover import discover
 from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of, sum_by_expert
 from moe_patch.signals.recorder import Recorder, require_whole
 

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Trainer
 
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.balance_loss import router_losses
+from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.runtime.spec import read
 from moe_patch.train.schema import check_factor
 

@@ -14,9 +14,9 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import TrainingArguments
 
-from moe_patch.patch import patch_model
+from moe_patch.patching.patch import patch_model
+from moe_patch.patching.report import BlockReport, patch_report
 from moe_patch.quant.surgery import dequantize_experts, ignore_in_ddp
-from moe_patch.report import BlockReport, patch_report
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig

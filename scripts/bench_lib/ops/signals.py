@@ -20,7 +20,7 @@ from bench_lib.spec import Impl, Program
 def build(inputs: LayerInputs, point: Point, *, recording: bool) -> Program:
     """The experts as a patched layer calls them."""
     from moe_patch.ops.experts.op import experts_mlp
-    from moe_patch.signals.slot import LayerSignals
+    from moe_patch.runtime.taps import LayerSignals
     from moe_patch.types import ExpertWeights
 
     w = ExpertWeights(inputs.w13_EHD, inputs.w2_EDF)

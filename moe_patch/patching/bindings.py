@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from moe_patch import forward
 from moe_patch.config import PatchConfig
-from moe_patch.discover import FoundBlock, Named
 from moe_patch.families import entry_class
-from moe_patch.patch_record import ModulePatch, is_ours, origin_of, slot_for
+from moe_patch.patching.discover import FoundBlock, Named
+from moe_patch.runtime import forward
+from moe_patch.runtime.record import ModulePatch, is_ours, origin_of, slot_for
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 # Whose decorators belong to a class as its library defines it.
@@ -21,7 +21,7 @@ DECORATING = ("transformers", "torch")
 
 
 class Binding(NamedTuple):
-    """One forward that the patch binds; the arguments of :func:`moe_patch.patch_record.bind`."""
+    """One forward that the patch binds; the arguments of :func:`moe_patch.runtime.record.bind`."""
 
     module: Any
     function: Callable[..., Any]

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.compare import Direct, compare, limit_for
-from moe_patch.discover import FoundBlock
-from moe_patch.entryfit import fitting, require_call, require_form
 from moe_patch.errors import MoePatchError, UnsupportedModelError
-from moe_patch.experts_module import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.formats.weights import foreign_class
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.patch_record import is_ours
+from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.entry_fit import fitting, require_call, require_form
+from moe_patch.runtime.compare import Direct, compare, limit_for
+from moe_patch.runtime.experts import layout_of, read_glu, run_experts, stored_weight
+from moe_patch.runtime.record import is_ours
 from moe_patch.runtime.spec import Arg, FamilySpec, read
 
 TOKENS = 48

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from moe_patch.families import lookup
-from moe_patch.lora import is_param_wrapper
-from moe_patch.patch_record import record_of
+from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import FamilySpec
 
 Named = tuple[str, Any]

@@ -6,7 +6,7 @@ ops/experts/definition.py.
     block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
     lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
 
-Each runs only while its patch is active (see :func:`moe_patch.patch_record.bound`); otherwise the
+Each runs only while its patch is active (see :func:`moe_patch.runtime.record.bound`); otherwise the
 class's own forward does.
 """
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import run_experts
-from moe_patch.lora import active_factors, fusion_obstacle, paused
 from moe_patch.ops.experts.flops import register_flop_formulas
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.patch_record import (
+from moe_patch.runtime.adapters import active_factors, fusion_obstacle, paused
+from moe_patch.runtime.experts import run_experts
+from moe_patch.runtime.record import (
     ModulePatch,
     bound,
     hand_down,

@@ -8,13 +8,13 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import nn
 
-from moe_patch.bindings import overridden, wrapped_by_parallelism
-from moe_patch.discover import WHOLE_MODEL, FoundBlock, discover
-from moe_patch.experts_module import compute_dtype, layout_of, read_glu, stored_weight
-from moe_patch.lora import fusion_obstacle, paused
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_obstacle
-from moe_patch.patch_record import ModulePatch, record_of
+from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
+from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
+from moe_patch.runtime.adapters import fusion_obstacle, paused
+from moe_patch.runtime.experts import compute_dtype, layout_of, read_glu, stored_weight
+from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Glu, RouteSpec, Routing
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from moe_patch.formats.tensor import QuantTensor, packed_weight
 from moe_patch.formats.weights import projection, require_float
-from moe_patch.lora import live_factors, own_version, refuse_merged, to_lora
 from moe_patch.ops.backend import refuse_batch_invariant
 from moe_patch.ops.experts.composed import experts_composed
 from moe_patch.ops.experts.op import Signals, experts_mlp
-from moe_patch.patch_record import handed_down, record_of
+from moe_patch.runtime.adapters import live_factors, own_version, refuse_merged, to_lora
+from moe_patch.runtime.record import handed_down, record_of
+from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, GluRule, Layout, read
-from moe_patch.signals.rows import RowNorms
-from moe_patch.signals.slot import LayerSignals
+from moe_patch.runtime.taps import LayerSignals
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _ACT_FN = GluRule("act_fn")

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.bindings import Binding
-from moe_patch.compare import Direct, compare, limit_for
-from moe_patch.discover import FoundBlock
-from moe_patch.entryfit import fitting, mismatch, require_call
-from moe_patch.lora import is_param_wrapper
-from moe_patch.patch_record import RECORD, bind, is_ours
-from moe_patch.selfcheck import TOKENS, random_tensors
+from moe_patch.patching.bindings import Binding
+from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.entry_fit import fitting, mismatch, require_call
+from moe_patch.patching.selfcheck import TOKENS, random_tensors
+from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.compare import Direct, compare, limit_for
+from moe_patch.runtime.record import RECORD, bind, is_ours
 
 
 def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.lora import is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper
 
 QUANTIZE, PATCH = "quantize_experts", "patch_model"
 _METHODS = ("merge_and_unload", "merge_adapter")

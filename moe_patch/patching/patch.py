@@ -15,18 +15,17 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from moe_patch import forward, selfcheck
-from moe_patch.bindings import bindings_of, watched
-from moe_patch.blockcheck import check_block
 from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
-from moe_patch.discover import FoundBlock
 from moe_patch.errors import EntryMismatchError, PatchStateError, UnsupportedModelError
 from moe_patch.families import is_shipped
-from moe_patch.lora_targets import missed_experts
-from moe_patch.patch_record import RECORD, ModulePatch, bind, record_of, unbind
-from moe_patch.quant.merging import PATCH, free_merging, guard_merging
-from moe_patch.resolve import (
+from moe_patch.patching import selfcheck
+from moe_patch.patching.bindings import bindings_of, watched
+from moe_patch.patching.blockcheck import check_block
+from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.lora_targets import missed_experts
+from moe_patch.patching.merging import PATCH, free_merging, guard_merging
+from moe_patch.patching.resolve import (
     chosen_blocks,
     falls_to_experts,
     fitted,
@@ -34,6 +33,8 @@ from moe_patch.resolve import (
     warn_of,
     warn_of_mismatches,
 )
+from moe_patch.runtime import forward
+from moe_patch.runtime.record import RECORD, ModulePatch, bind, record_of, unbind
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)

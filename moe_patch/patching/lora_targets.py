@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from moe_patch.discover import FoundBlock, discover
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.lora import EXPERT_PARAMETERS
+from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.adapters import EXPERT_PARAMETERS
 
 # The class of what chooses the keys of sparse attention. Nothing of it is in the output but the
 # choice: its adapters would get no gradient, which DistributedDataParallel takes for an error.

@@ -6,9 +6,13 @@ import warnings
 
 from torch import nn
 
-from moe_patch.bindings import bindings_of, customised, foreign_forward, overridden
 from moe_patch.config import PatchConfig
-from moe_patch.discover import (
+from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.families import is_shipped
+from moe_patch.formats.weights import projection, require_float
+from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
+from moe_patch.patching.bindings import bindings_of, customised, foreign_forward, overridden
+from moe_patch.patching.discover import (
     DECORATED,
     WHOLE_MODEL,
     FoundBlock,
@@ -18,14 +22,10 @@ from moe_patch.discover import (
     some_paths,
     unmatched,
 )
-from moe_patch.entryfit import mismatch
-from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.experts_module import layout_of, read_glu, stored_weight
-from moe_patch.families import is_shipped
-from moe_patch.formats.weights import projection, require_float
-from moe_patch.lora import fusion_obstacle
-from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
-from moe_patch.patch_record import origin_of, record_of
+from moe_patch.patching.entry_fit import mismatch
+from moe_patch.runtime.adapters import fusion_obstacle
+from moe_patch.runtime.experts import layout_of, read_glu, stored_weight
+from moe_patch.runtime.record import origin_of, record_of
 from moe_patch.runtime.spec import FamilySpec, read
 
 
