@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from wgmma_operands import overwritten_operands
 
-from moe_patch.kernels.device import Device
+from moe_patch.kernels.common.device import Device
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -103,7 +103,7 @@ def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[l
         CompileOnly(GPUTarget("cuda", capability[0] * 10 + capability[1], 32))
     )
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("moe_patch.kernels.device.INTERPRETER", device))
+        stack.enter_context(mock.patch("moe_patch.kernels.common.device.INTERPRETER", device))
         for name, module in list(sys.modules.items()):
             if name.startswith("moe_patch.kernels.") and hasattr(module, "approximate"):
                 stack.enter_context(

@@ -7,21 +7,14 @@ from unittest import mock
 import torch
 
 from moe_patch.formats.packed import STORAGES, PackedWeight, pack
-from moe_patch.kernels import (
-    activation,
-    dequant,
-    dh_epilogue,
-    factors,
-    norms,
-    plan,
-    product_key,
-    reduce,
-    routing,
-    routing_losses,
-    rows_packed,
-)
-from moe_patch.kernels.device import device_of
-from moe_patch.kernels.launch import RowTiles
+from moe_patch.kernels.common import activation
+from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.experts import dh_epilogue, factors, norms, reduce
+from moe_patch.kernels.packed import dequant
+from moe_patch.kernels.packed import linear as packed_linear
+from moe_patch.kernels.plan import plan
+from moe_patch.kernels.plan.row_tiles import RowTiles
+from moe_patch.kernels.routing import losses, product_key, route
 from moe_patch.types import Glu, RouteSpec
 
 ROUTES = (
@@ -55,10 +48,10 @@ def launch_others(dtype: torch.dtype) -> None:
     for experts, spec in ROUTES:
         logits_TE, bias_E = empty(T, experts), empty(experts, dtype=torch.float32)
         bias = bias_E if spec.groups else None
-        made = routing.route_forward(logits_TE, spec, bias, count_tokens=True, with_lse=True)
-        routing.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
-    sums = routing_losses.router_sums(empty(T, E), weights_TK[:, 0], K)
-    routing_losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
+        made = route.route_forward(logits_TE, spec, bias, count_tokens=True, with_lse=True)
+        route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+    sums = losses.router_sums(empty(T, E), weights_TK[:, 0], K)
+    losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)
     product_key.product_key_backward(found_TK, empty(T, 64), empty(T, 64), ids_TK)
     factors.weighted(empty(T * K, 16), plans[1], weights_TK)
@@ -99,10 +92,10 @@ def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:
     inputs = torch.empty(tiles.count, I, device="meta", dtype=w.dtype)
     low_rank = inputs[:, :16].contiguous(), torch.empty(E, O, 16, device="meta", dtype=w.dtype)
     for mean in (1, 256):
-        with mock.patch.object(rows_packed, "_MOST_ROWS", {w.storage: mean}):
-            tile = rows_packed.decoding_tile(w, w.dtype, device_of(inputs), mean * E)
+        with mock.patch.object(packed_linear, "_MOST_ROWS", {w.storage: mean}):
+            tile = packed_linear.decoding_tile(w, w.dtype, device_of(inputs), mean * E)
         if tile is not None:
             result = torch.float32 if w.transposed else w.dtype
-            rows_packed.packed_linear(
+            packed_linear.packed_linear(
                 inputs, tiles.rows(tile.m), w, None, tile, low_rank=low_rank, dtype=result
             )

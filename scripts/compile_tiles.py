@@ -21,16 +21,10 @@ import torch
 from compile_only import Usage, compiling_for
 from compile_others import launch_others, launch_packed
 
-from moe_patch.kernels import (
-    dh,
-    dw,
-    factors,
-    plan,
-    rows,
-    up,
-)
-from moe_patch.kernels.launch import RowTiles
-from moe_patch.kernels.tiles import OPS, Tile, candidates
+from moe_patch.kernels.common.tiles import OPS, Tile, candidates
+from moe_patch.kernels.experts import dh, dw, factors, linear, up
+from moe_patch.kernels.plan import plan
+from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import Glu
 
 KIB = 1024
@@ -94,12 +88,14 @@ class Operands:
         if op == "up":
             up.up(x_TD, self.tiles.rows(tile.m), self.w13, None, self.glu, tile, low_rank=low_rank)
         elif op == "down":
-            rows.grouped_linear(
+            linear.grouped_linear(
                 a_NF, self.tiles.rows(tile.m), self.w2, None, tile, low_rank=low_rank
             )
         elif op == "dx":
             w_EDH = self.w13.transpose(1, 2)
-            rows.grouped_linear(h_NH, self.tiles.rows(tile.m), w_EDH, None, tile, low_rank=low_rank)
+            linear.grouped_linear(
+                h_NH, self.tiles.rows(tile.m), w_EDH, None, tile, low_rank=low_rank
+            )
         elif op == "dh":
             row_tiles = self.tiles.rows(tile.m)
             dh.hidden_gradients(
@@ -111,7 +107,9 @@ class Operands:
         elif op == "dw2":
             dw.outer_sum(x_TD, a_NF, self.plan, self.w2, tile, gather_left=True)
         elif op == "thin":
-            rows.grouped_linear(x_TD, self.tiles.rows(tile.m), self.factor, None, tile, gather=True)
+            linear.grouped_linear(
+                x_TD, self.tiles.rows(tile.m), self.factor, None, tile, gather=True
+            )
         elif op == "thin_dw":
             dw.outer_sum(self.u_NR, x_TD, self.plan, self.factor, tile, gather_right=True)
         else:

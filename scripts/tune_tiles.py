@@ -1,7 +1,8 @@
 """Offline search for tiles: time the candidates of each hot GEMM beside cuBLAS's batched product.
 
-Never runs inside training: its winners are copied by hand into ``moe_patch/kernels/tiles.py``.
-Candidates are compiled first, in parallel and without the GPU, then timed one after the other.
+Never runs inside training: its winners are copied by hand into
+``moe_patch/kernels/common/tiles.py``. Candidates are compiled first, in parallel and without the
+GPU, then timed one after the other.
 
     python scripts/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
 """
@@ -23,7 +24,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).parent))
 from compile_tiles import HOT, Operands, compiling_for
 
-from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.types import Glu
 
 # name: (D, F, E, K)

@@ -131,7 +131,7 @@ def report(
         checked: integers are checked for overflow, which costs half of the time: for kernels that
             pack several numbers into one.
     """
-    from moe_patch.kernels import plan
+    from moe_patch.kernels.plan import plan
 
     _quicken(checked)
     plan.ROW_BLOCK = row_block

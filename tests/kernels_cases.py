@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.experts import experts_backward, experts_forward
+from moe_patch.kernels.experts.experts import experts_backward, experts_forward
 from moe_patch.ops.experts import definition as reference
 from moe_patch.types import ExpertsBackward, ExpertsNeeds, ExpertWeights, Glu, Lora
 from tests.numerics import assert_bits

@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from moe_patch.kernels import dh, rows, up  # noqa: E402
-from moe_patch.kernels.launch import RowTiles  # noqa: E402
-from moe_patch.kernels.tiles import Tile  # noqa: E402
-from moe_patch.kernels.tiling import POINTERS, weight_operand  # noqa: E402
+from moe_patch.kernels.common.tiles import Tile  # noqa: E402
+from moe_patch.kernels.common.tiling import POINTERS, weight_operand  # noqa: E402
+from moe_patch.kernels.experts import dh, linear, up  # noqa: E402
+from moe_patch.kernels.plan.row_tiles import RowTiles  # noqa: E402
 from moe_patch.ops.experts import definition as reference  # noqa: E402
 from moe_patch.types import ExpertsBackward, ExpertsNeeds, Glu  # noqa: E402
 from tests import interpreted  # noqa: E402
@@ -188,8 +188,8 @@ def check_described(case: Case, device: str) -> None:
     halves = 2 if glu is SILU else 1
     for weight, parts, run in [
         (w13, halves, lambda t: up.up(x, row_tiles, w13, None, glu, t)),
-        (w2, 1, lambda t: (rows.grouped_linear(a_NF, row_tiles, w2, None, t),)),
-        (w13_T, 1, lambda t: (rows.grouped_linear(h_NH, row_tiles, w13_T, None, t),)),
+        (w2, 1, lambda t: (linear.grouped_linear(a_NF, row_tiles, w2, None, t),)),
+        (w13_T, 1, lambda t: (linear.grouped_linear(h_NH, row_tiles, w13_T, None, t),)),
         (w2_T, 1, lambda t: dh.hidden_gradients(
             dout_TD, row_tiles, w2, weights_TK, h_NH, glu, t, dh=True, wa=True, partial=True)),
     ]:  # fmt: skip

@@ -25,12 +25,13 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from compile_only import CompileOnly, compiling_for  # noqa: E402
 
-import moe_patch.kernels.experts  # noqa: E402, F401
+import moe_patch.kernels.experts.experts  # noqa: E402, F401
 from moe_patch.formats import mxfp4  # noqa: E402
 from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
-from moe_patch.kernels import dequant, routing  # noqa: E402
-from moe_patch.kernels.call import Call  # noqa: E402
-from moe_patch.kernels.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
+from moe_patch.kernels.common.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
+from moe_patch.kernels.experts.call import Call  # noqa: E402
+from moe_patch.kernels.packed import dequant  # noqa: E402
+from moe_patch.kernels.routing import route  # noqa: E402
 from moe_patch.ops.experts.op import Signals, experts_mlp  # noqa: E402
 from moe_patch.types import (  # noqa: E402
     ExpertWeights,
@@ -107,8 +108,8 @@ def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
     """One forward and backward of the router."""
     spec = RouteSpec(K, score="sigmoid" if bias else "softmax", renormalize=True, eps=1e-20)
     logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
-    made = routing.route_forward(logits_TE, spec, bias_E, count_tokens=bias, with_lse=bias)
-    routing.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+    made = route.route_forward(logits_TE, spec, bias_E, count_tokens=bias, with_lse=bias)
+    route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
 
 
 def dequantised(stored: str) -> None:

@@ -20,13 +20,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from moe_patch.formats.packed import PackedWeight, pack
-from moe_patch.kernels import call
-from moe_patch.kernels.dequant import dequantize_into
-from moe_patch.kernels.launch import RowTiles
-from moe_patch.kernels.parts import PackedParts
-from moe_patch.kernels.rows import grouped_linear
-from moe_patch.kernels.rows_packed import packed_linear
-from moe_patch.kernels.tiles import Tile
+from moe_patch.kernels.common.tiles import Tile
+from moe_patch.kernels.experts import call
+from moe_patch.kernels.experts.linear import grouped_linear
+from moe_patch.kernels.packed.dequant import dequantize_into
+from moe_patch.kernels.packed.linear import packed_linear
+from moe_patch.kernels.packed.parts import PackedParts
+from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.ops.experts import definition as reference
 from moe_patch.types import ExpertsNeeds
 from tests import interpreted

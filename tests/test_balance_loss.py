@@ -154,7 +154,7 @@ def test_layers_that_do_not_go_together_are_refused() -> None:
 
 
 def check_sums(T: int, E: int, K: int, dtype: torch.dtype, device: str) -> None:
-    from moe_patch.kernels.routing_losses import router_sums, router_sums_backward
+    from moe_patch.kernels.routing.losses import router_sums, router_sums_backward
 
     for integers in (True, False):
         logits_TE = untied_logits(T, E, dtype, device)

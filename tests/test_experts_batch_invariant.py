@@ -63,7 +63,7 @@ AGAIN = {
 
 
 def check_tokens_alone(dtype: torch.dtype, **options) -> None:
-    from moe_patch.kernels.tiles import rows_bucket
+    from moe_patch.kernels.common.tiles import rows_bucket
     from tests.kernels_cases import Case, Inputs, make_inputs, run_kernels
 
     assert len({rows_bucket(t * K, E) for t in (1, 60, T)}) == 3

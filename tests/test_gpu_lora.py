@@ -75,7 +75,7 @@ def pair():
 
 def test_kernels_of_a_step_in_bf16(pair):
     """Those that the report promises, and no library's product: PEFT forms its delta by one."""
-    from moe_patch.kernels.specialised import available
+    from moe_patch.kernels.common.versions import available
 
     wrapper, base = experts_wrapper(pair.ours), expert_modules(pair.ours)[0]
     x, ids, weights = experts_call(wrapper)

@@ -62,7 +62,7 @@ def test_fp32_training_step_equals_eager(model_type):
 
 @pytest.mark.parametrize("model_type", FIRST_EIGHT)
 def test_triton_runs_router_and_experts(model_type):
-    from moe_patch.kernels.routing_kernels import backward_kernel, forward_kernel
+    from moe_patch.kernels.routing.route_kernels import backward_kernel, forward_kernel
 
     model = patch_model(build(model_type))
     for row in patch_report(model):

@@ -19,8 +19,8 @@ if __name__ == "__main__":
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels import plan as plans
-from moe_patch.kernels import product_key, routing, routing_losses
+from moe_patch.kernels.plan import plan as plans
+from moe_patch.kernels.routing import losses, product_key, route
 from moe_patch.types import RouteSpec
 from tests import interpreted
 from tests.guards import Guards
@@ -80,8 +80,8 @@ def check_route(name: str, device: str) -> None:
             logits: Tensor, bias: Tensor, grad: Tensor, spec: RouteSpec = spec
         ) -> tuple[Tensor, ...]:
             bias = bias if spec.order == "score_topk" else None
-            made = routing.route_forward(logits, spec, bias, count_tokens=True, with_lse=True)
-            return *made, routing.route_backward(grad, logits, made.ids_TK, spec)
+            made = route.route_forward(logits, spec, bias, count_tokens=True, with_lse=True)
+            return *made, route.route_backward(grad, logits, made.ids_TK, spec)
 
         expected = run(logits_TE, bias_E, grad_TK)
         with Guards() as guards:
@@ -114,8 +114,8 @@ def check_losses(device: str) -> None:
         mask_T, dprobabilities_E = torch.rand(T, device=device), torch.randn(E, device=device)
 
         def run(logits: Tensor, mask: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-            sums = routing_losses.router_sums(logits, mask, 2)
-            return *sums, routing_losses.router_sums_backward(grad, grad[0], logits, mask)
+            sums = losses.router_sums(logits, mask, 2)
+            return *sums, losses.router_sums_backward(grad, grad[0], logits, mask)
 
         expected = run(logits_TE, mask_T, dprobabilities_E)
         with Guards() as guards:

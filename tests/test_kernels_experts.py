@@ -15,20 +15,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels import (
-    dh,
-    dh_hopper,
-    dw,
-    dw_hopper,
-    factors,
-    rows,
-    rows_hopper,
-    up,
-    up_hopper,
-)
-from moe_patch.kernels.device import device_of
-from moe_patch.kernels.launch import RowTiles
-from moe_patch.kernels.tiles import OPS, Tile, candidates, pick_tile
+from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.common.tiles import OPS, Tile, candidates, pick_tile
+from moe_patch.kernels.experts import dh, dw, factors, linear, up
+from moe_patch.kernels.hopper import dh as hopper_dh
+from moe_patch.kernels.hopper import dw as hopper_dw
+from moe_patch.kernels.hopper import linear as hopper_linear
+from moe_patch.kernels.hopper import up as hopper_up
+from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.ops.experts import definition as reference
 from tests import interpreted
 from tests.kernels_cases import LARGE, SILU, Case, make_inputs, run_kernels
@@ -145,12 +139,12 @@ def _all_tiles() -> list[tuple[str, Tile, torch.dtype]]:
 
 # The launcher of an op's warp-specialised kernel, where it is called from.
 SPECIALISED = {
-    "up": (up_hopper, "specialised_up"),
-    "down": (rows_hopper, "specialised_grouped_linear"),
-    "dx": (rows_hopper, "specialised_grouped_linear"),
-    "dh": (dh_hopper, "specialised_hidden_gradients"),
-    "dw2": (dw_hopper, "specialised_outer_sum"),
-    "dw13": (dw_hopper, "specialised_outer_sum"),
+    "up": (hopper_up, "specialised_up"),
+    "down": (hopper_linear, "specialised_grouped_linear"),
+    "dx": (hopper_linear, "specialised_grouped_linear"),
+    "dh": (hopper_dh, "specialised_hidden_gradients"),
+    "dw2": (hopper_dw, "specialised_outer_sum"),
+    "dw13": (hopper_dw, "specialised_outer_sum"),
 }
 
 
@@ -185,16 +179,16 @@ class Rows:
             a64 = reference.gated_activation(h_NH[n], SILU).double()
             return {"h": (h_NH[n], self.grouped(self.x64[self.token_n], w13)), "a": (a_NF[n], a64)}
         if op == "down":
-            ours = rows.grouped_linear(self.a_NF, row_tiles, w2, None, tile)
+            ours = linear.grouped_linear(self.a_NF, row_tiles, w2, None, tile)
             return {"y": (ours[n], self.grouped(self.a64, w2))}
         if op == "dx":
-            ours = rows.grouped_linear(self.h_NH, row_tiles, w13.mT, None, tile)
+            ours = linear.grouped_linear(self.h_NH, row_tiles, w13.mT, None, tile)
             return {"dx": (ours[n], self.grouped(self.h64, w13.mT))}
         if op == "dh":
             return self._run_dh(tile)
         if op == "thin":
             factor = self.tensors["lora13_A"]
-            ours = rows.grouped_linear(x, row_tiles, factor, None, tile, gather=True, alpha=0.5)
+            ours = linear.grouped_linear(x, row_tiles, factor, None, tile, gather=True, alpha=0.5)
             return {"u": (ours[n], 0.5 * self.grouped(self.x64[self.token_n], factor))}
         if op == "factor_bwd":
             return self._run_factor_bwd(tile)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels import groups
+from moe_patch.kernels.experts import groups
 from moe_patch.ops.experts import grouped
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.types import Lora

@@ -42,7 +42,7 @@ def test_the_same_compiled_kernels_with_the_same_arguments(launches: dict) -> No
 def test_known_releases_are_launched_directly_and_others_are_not(launches: dict) -> None:
     import triton
 
-    from moe_patch.kernels.launcher import TRITON_VERSIONS
+    from moe_patch.kernels.common.launcher import TRITON_VERSIONS
 
     known = triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
     assert (launches["direct"] > 0) == known
@@ -59,7 +59,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And only then, however often it comes back; the most that is kept is bounded."""
-    from moe_patch.kernels import launcher
+    from moe_patch.kernels.common import launcher
 
     asked: list[tuple] = []
 

@@ -21,7 +21,8 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch import patch_model, patch_report
-from moe_patch.kernels import experts, groups, product_key, routing, routing_losses
+from moe_patch.kernels.experts import experts, groups
+from moe_patch.kernels.routing import losses, product_key, route
 from moe_patch.ops import backend
 from tests import interpreted, test_router_losses, test_routing_doge, tiny_models
 from tests.adapters import EXPERTS, adapted_pair, assert_same_step, lora_config, recipe
@@ -51,7 +52,7 @@ def on_triton(*ran: tuple[object, str]) -> Iterator[None]:
 
 
 BOTH = (
-    (routing, "route_forward"), (routing, "route_backward"),
+    (route, "route_forward"), (route, "route_backward"),
     (experts, "experts_forward"), (experts, "experts_backward"),
 )  # fmt: skip
 
@@ -127,7 +128,7 @@ def check_doge(device: str) -> None:
 
 
 def check_router_losses(device: str) -> None:
-    ran = (routing_losses, "router_sums"), (routing_losses, "router_sums_backward")
+    ran = (losses, "router_sums"), (losses, "router_sums_backward")
     with on_triton(*ran), tempfile.TemporaryDirectory() as folder:
         test_router_losses.test_load_balance_equals_transformers_own(
             "qwen3_moe", True, Path(folder)

@@ -102,7 +102,7 @@ def check_frozen_base(device: str) -> None:
     everything = run(inputs, {n: t.requires_grad_() for n, t in inputs.tensors.items()})
     for wanted in ((*LORA["up"], *LORA["down"]), ("x", "weights")):
         leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in inputs.tensors.items()}
-        from moe_patch.kernels import experts
+        from moe_patch.kernels.experts import experts
 
         with mock.patch.object(experts, "outer_sum", side_effect=AssertionError("dense dW")):
             found = run(inputs, leaves)

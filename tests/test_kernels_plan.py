@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels.plan import (
+from moe_patch.kernels.plan.plan import (
     build_plan,
     build_plan_blocked,
     grouped_rows,

@@ -17,11 +17,16 @@ import triton
 
 import moe_patch.patching.report
 from moe_patch import PatchStateError, patch_model, patch_report
-from moe_patch.kernels import device, dh, dh_hopper, dw, dw_hopper, rows, rows_hopper, up, up_hopper
-from moe_patch.kernels.device import Device
-from moe_patch.kernels.launch import Rows
-from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
-from moe_patch.kernels.tiles import OPS, Tile, pick_tile
+from moe_patch.kernels.common import device
+from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.common.tiles import OPS, Tile, pick_tile
+from moe_patch.kernels.experts import dh, dw, linear, up
+from moe_patch.kernels.experts.portable import portable_reason, smaller_tiles_reason
+from moe_patch.kernels.hopper import dh as hopper_dh
+from moe_patch.kernels.hopper import dw as hopper_dw
+from moe_patch.kernels.hopper import linear as hopper_linear
+from moe_patch.kernels.hopper import up as hopper_up
+from moe_patch.kernels.plan.row_tiles import Rows
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
@@ -47,11 +52,16 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A Hopper card and a Triton that its kernels know, whatever is installed."""
     card = Device(HOPPER, 227 << 10, 132)
     # A Triton that they do not know leaves them out of the modules that choose.
-    for module, kernels in ((up, up_hopper), (rows, rows_hopper), (dh, dh_hopper), (dw, dw_hopper)):
+    for module, kernels in (
+        (up, hopper_up),
+        (linear, hopper_linear),
+        (dh, hopper_dh),
+        (dw, hopper_dw),
+    ):
         monkeypatch.setattr(module, kernels.__name__.rpartition(".")[2], kernels, raising=False)
     # Not by mock: a test sets the version anew, and what was set last has to be undone first.
     monkeypatch.setattr(triton, "__version__", "3.6.0+git9844da95")
-    with mock.patch("moe_patch.kernels.device.INTERPRETER", card):
+    with mock.patch("moe_patch.kernels.common.device.INTERPRETER", card):
         yield
 
 
@@ -72,12 +82,12 @@ def taken(
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
     x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty((T, K), dtype=torch.int32)
-    tiles = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
+    tiles = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
     found = {
-        "up": up_hopper.supported(x, tiles, w13, glu, None),
-        "down": rows_hopper.supported(a, tiles, w2, None),
-        "dx": rows_hopper.supported(h, tiles, w13.mT, None),
-        "dh": dh_hopper.supported(x, tiles, w2, h, glu, None),
+        "up": hopper_up.supported(x, tiles, w13, glu, None),
+        "down": hopper_linear.supported(a, tiles, w2, None),
+        "dx": hopper_linear.supported(h, tiles, w13.mT, None),
+        "dh": hopper_dh.supported(x, tiles, w2, h, glu, None),
     }
     tile = Tile(128, 256, 32, 8, 6, specialised=True)
     for op, sides, gathers in (
@@ -87,7 +97,7 @@ def taken(
         left, right, like = sides
         with (
             mock.patch.object(dw, "_launch"),
-            mock.patch.object(dw_hopper, "specialised_outer_sum") as specialised,
+            mock.patch.object(hopper_dw, "specialised_outer_sum") as specialised,
         ):
             dw.outer_sum(left, right, tiles.plan, like, tile, **gathers)
         found[op] = specialised.called
@@ -115,16 +125,16 @@ def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monke
     E, T, K, D, F = 4, 256, 2, 64, 32
     N, H = T * K, 2 * F
     index = torch.empty(0, dtype=torch.int32)
-    rows_of_call = Rows(Plan(index, index, index), up_hopper.BM, index, 4, N, K)
-    tile = Tile(up_hopper.BM, 128, 64, 8, 3, specialised=True)
+    rows_of_call = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
+    tile = Tile(hopper_up.BM, 128, 64, 8, 3, specialised=True)
     taken = {}
 
     def note(op: str, at: int):
         return lambda *operands: taken.update({op: operands[at]})
 
-    monkeypatch.setattr(up_hopper, "specialised_up", note("up", 7))
-    monkeypatch.setattr(dh_hopper, "specialised_hidden_gradients", note("dh", 7))
-    monkeypatch.setattr(rows_hopper, "specialised_grouped_linear", note("rows", 5))
+    monkeypatch.setattr(hopper_up, "specialised_up", note("up", 7))
+    monkeypatch.setattr(hopper_dh, "specialised_hidden_gradients", note("dh", 7))
+    monkeypatch.setattr(hopper_linear, "specialised_grouped_linear", note("rows", 5))
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size).to(BF16)
@@ -145,7 +155,7 @@ def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monke
         (w2, random(E, D, rank)),
         (random(E, F, D).mT, random(E, rank, D).mT),
     ):
-        rows.grouped_linear(a, rows_of_call, weight, None, tile, low_rank=(u, factor))
+        linear.grouped_linear(a, rows_of_call, weight, None, tile, low_rank=(u, factor))
         check("rows", (u, factor), "nr,eor->eno")
     dh.hidden_gradients(
         x, rows_of_call, w2, random(T, K), h, SILU, tile, low_rank=(u, a2), dh=True, wa=True,
@@ -222,7 +232,7 @@ import sys
 import triton
 triton.__version__ = "9.9.0"
 sys.modules["triton.experimental"] = None
-import moe_patch.kernels.experts
+import moe_patch.kernels.experts.experts
 found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
 sys.exit(f"imported: {found}" if found else 0)
 """

@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.formats.packed import READABLE, pack
-from moe_patch.kernels import call, rows_packed
-from moe_patch.kernels.device import Device
+from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.experts import call
+from moe_patch.kernels.packed import linear as packed_linear
 from tests import interpreted
 from tests.kernels_cases import make_inputs, run_kernels
 from tests.numerics import assert_bits
@@ -49,12 +50,12 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
 def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rows_packed, "known_triton", lambda: True)
+    monkeypatch.setattr(packed_linear, "known_triton", lambda: True)
     hopper, ampere = Device((9, 0), 227 << 10, 132), Device((8, 0), 163 << 10, 108)
 
     def chosen(storage: str, rows: int, device: Device, dtype: torch.dtype) -> bool:
         w = pack(torch.randn(4, 128, 192), storage, torch.device("cpu"), "w").to(dtype)
-        return rows_packed.decoding_tile(w, dtype, device, 4 * rows) is not None
+        return packed_linear.decoding_tile(w, dtype, device, 4 * rows) is not None
 
     bf16 = torch.bfloat16
     assert [chosen("nf4", rows, hopper, bf16) for rows in (0, 1, 256, 512)] == [True] * 3 + [False]
@@ -62,10 +63,10 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
     assert not chosen("nf4", 1, ampere, bf16)
     assert not chosen("nf4", 1, hopper, torch.float32)
     mxfp4 = packed_like(torch.randn(4, 128, 192), "mxfp4")
-    assert rows_packed.decoding_tile(mxfp4, bf16, hopper, 4) is None
+    assert packed_linear.decoding_tile(mxfp4, bf16, hopper, 4) is None
     odd = pack(torch.randn(4, 32, 64), "nf4", torch.device("cpu"), "w")
-    assert rows_packed.decoding_tile(odd, bf16, hopper, 4) is None
-    monkeypatch.setattr(rows_packed, "known_triton", lambda: False)
+    assert packed_linear.decoding_tile(odd, bf16, hopper, 4) is None
+    monkeypatch.setattr(packed_linear, "known_triton", lambda: False)
     assert not chosen("nf4", 1, hopper, bf16)
 
 
@@ -75,7 +76,7 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
 def test_decoding_in_front_of_the_product_is_close_to_fp64(
     case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_packed, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
+    monkeypatch.setattr(packed_linear, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
     check_close((SMALL | LARGE)[case], storage, torch.bfloat16, "cuda")
 
 
@@ -85,7 +86,7 @@ def test_decoding_in_front_of_the_product_is_close_to_fp64(
 def test_decoding_repeats_bit_for_bit(
     case: str, storage: str, poisoned_memory: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows_packed, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
+    monkeypatch.setattr(packed_linear, "_MOST_ROWS", {"nf4": 1000, "fp8": 1000})
     packed = pack_inputs(make_inputs(LARGE[case], torch.bfloat16, "cuda"), storage)
     wanted, needs = wanted_gradients(packed)
     first, _ = run_kernels(packed, needs)

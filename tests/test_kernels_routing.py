@@ -166,7 +166,7 @@ def check_stats(device: str) -> None:
 
 def check_invalid_ids(device: str) -> None:
     """Backward on ids that are partly -1 or >= E: those slots have no weight and no gradient."""
-    from moe_patch.kernels.routing import route_backward
+    from moe_patch.kernels.routing.route import route_backward
 
     E, K = 12, 4
     logits_TE = torch.randn(5, E, device=device)

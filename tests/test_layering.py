@@ -77,7 +77,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """ "ops.routing", "kernels.plan"; a package is its own ``__init__``, a folder's drops that."""
+    """ "ops.routing", "kernels.plan.plan"; a package is its own ``__init__``, a folder's drops
+    that."""
     name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     return name if name == "__init__" else name.removesuffix(".__init__")
 

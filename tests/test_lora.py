@@ -65,7 +65,7 @@ def outer_sums(monkeypatch, device):
     """Shapes of every weight gradient that the device's backend computes."""
     shapes = []
     if device == "cuda":
-        from moe_patch.kernels import call, dw, experts, factors
+        from moe_patch.kernels.experts import call, dw, experts, factors
 
         def counted(kernel, like):
             def run(*operands, **options):

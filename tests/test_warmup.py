@@ -132,7 +132,7 @@ def test_no_size_compiles_afterwards_on_hopper() -> None:
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     compiled = json.loads(result.stdout.splitlines()[-1])
-    from moe_patch.kernels.specialised import known_triton
+    from moe_patch.kernels.common.versions import known_triton
 
     # Elsewhere the portable kernel takes the specialised one's place.
     dh = "_specialised_dh_kernel" if known_triton() else "_dh_kernel"

@@ -149,7 +149,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 def _sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
     if choose_backend("auto", logits_TE.device, logits_TE.dtype).name == "triton":
-        from moe_patch.kernels.routing_losses import router_sums
+        from moe_patch.kernels.routing.losses import router_sums
 
         return tuple(part.clone() for part in router_sums(logits_TE, mask_T, top_k))
     return sums_torch(logits_TE, mask_T, top_k)
@@ -175,7 +175,7 @@ def _sums_backward(
     dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
 ) -> Tensor:
     if choose_backend("auto", logits_TE.device, logits_TE.dtype).name == "triton":
-        from moe_patch.kernels.routing_losses import router_sums_backward
+        from moe_patch.kernels.routing.losses import router_sums_backward
 
         return router_sums_backward(dprobabilities_E, dz, logits_TE, mask_T)
     return sums_backward_torch(dprobabilities_E, dz, logits_TE, mask_T)

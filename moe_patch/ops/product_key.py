@@ -163,7 +163,7 @@ def _refuse(found: str) -> None:
 def _forward(
     logits_x_TP: Tensor, logits_y_TP: Tensor, top_k: int, score: str, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    from moe_patch.kernels.product_key import product_key_forward
+    from moe_patch.kernels.routing.product_key import product_key_forward
 
     return product_key_forward(
         logits_x_TP, logits_y_TP, top_k, softmax=score == "softmax", renormalize=renormalize
@@ -180,7 +180,7 @@ def _forward_fake(
 def _backward(
     dweights_TK: Tensor, x_TP: Tensor, y_TP: Tensor, ids_TK: Tensor, score: str, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    from moe_patch.kernels.product_key import product_key_backward
+    from moe_patch.kernels.routing.product_key import product_key_backward
 
     return product_key_backward(
         dweights_TK, x_TP, y_TP, ids_TK, softmax=score == "softmax", renormalize=renormalize

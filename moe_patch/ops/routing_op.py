@@ -182,7 +182,7 @@ def _spec(fields: tuple[Any, ...]) -> RouteSpec:
 def _forward(
     logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from moe_patch.kernels.routing import route_forward
+    from moe_patch.kernels.routing.route import route_forward
 
     return tuple(
         route_forward(
@@ -212,7 +212,7 @@ def _forward_fake(
 
 
 def _backward(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
-    from moe_patch.kernels.routing import route_backward
+    from moe_patch.kernels.routing.route import route_backward
 
     return route_backward(dweights_TK, logits_TE, ids_TK, _spec(fields))
 

@@ -135,8 +135,8 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
 
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
-    from moe_patch.kernels.device import device_at
-    from moe_patch.kernels.portable import portable_reason, smaller_tiles_reason
+    from moe_patch.kernels.common.device import device_at
+    from moe_patch.kernels.experts.portable import portable_reason, smaller_tiles_reason
 
     weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
     capability, shared_memory, _ = device_at(device)

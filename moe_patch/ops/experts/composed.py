@@ -26,7 +26,7 @@ from moe_patch.ops.experts.rows import gather_sum, row_weights, rows_to_slots, t
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 # Each has a class Groups of the same methods.
-_GROUPS = {"torch": "moe_patch.ops.experts.grouped", "triton": "moe_patch.kernels.groups"}
+_GROUPS = {"torch": "moe_patch.ops.experts.grouped", "triton": "moe_patch.kernels.experts.groups"}
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
 _lib = torch.library.Library("moe_patch_steps", "DEF")
 _lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")

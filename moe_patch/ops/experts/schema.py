@@ -24,7 +24,7 @@ from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {
     "torch": "moe_patch.ops.experts.torch_backend",
-    "triton": "moe_patch.kernels.experts",
+    "triton": "moe_patch.kernels.experts.experts",
 }
 
 LIBRARY = torch.library.Library("moe_patch", "DEF")

@@ -8,7 +8,7 @@ from bench_lib.moe_layer import GLU, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
-MODULES = ("moe_patch.ops.experts.op", "moe_patch.kernels.experts")
+MODULES = ("moe_patch.ops.experts.op", "moe_patch.kernels.experts.experts")
 
 
 def build(

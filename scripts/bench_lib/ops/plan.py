@@ -53,7 +53,7 @@ def build(inputs: PlanInputs, point: Point, *, triton: bool) -> Program:
     """
     run: Callable[[Tensor, int], Plan] = definition.build_plan
     if triton:
-        from moe_patch.kernels.plan import build_plan as run
+        from moe_patch.kernels.plan.plan import build_plan as run
     E = point.sizes.E
     found, expected = run(inputs.x_TD, E), definition.build_plan(inputs.x_TD, E)
     for name in Plan._fields:

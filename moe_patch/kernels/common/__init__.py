@@ -1,0 +1,1 @@
+"""Parts that every kernel uses: launcher, device, versions, tiles, activations."""

@@ -1,0 +1,1 @@
+"""The portable expert kernels, and the forward and backward that choose kernels."""

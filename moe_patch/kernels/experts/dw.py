@@ -1,0 +1,134 @@
+"""Weight gradients: dW_e = sum over the rows n of expert e of left_n ⊗ right_n.
+
+Either side may be gathered from tokens inside the loop over rows. An expert without rows gets
+zeros, because its program writes an accumulator that nothing was added to.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.common.launcher import Launcher
+from moe_patch.kernels.common.sizes import cdiv
+from moe_patch.kernels.common.tiles import Tile
+from moe_patch.kernels.common.tiling import RUN, locate_tile
+from moe_patch.kernels.common.versions import known_triton
+from moe_patch.kernels.plan.row_tiles import programs
+from moe_patch.types import Plan
+
+if known_triton():
+    from moe_patch.kernels.hopper import dw as hopper_dw
+
+
+def outer_sum(
+    left: Tensor,
+    right: Tensor,
+    plan: Plan,
+    like_EOI: Tensor,
+    tile: Tile,
+    *,
+    gather_left: bool = False,
+    gather_right: bool = False,
+) -> Tensor:
+    """[E, O, I] in the dtype and strides of ``like_EOI``.
+
+    Args:
+        left, right: [N, O] and [N, I] in plan order, or by token ([T, ..]) where gathered; last
+            axis contiguous.
+        plan: where each row sits.
+        like_EOI: the weight whose gradient this is.
+        tile: m and n are the gradient's rows and columns, k token rows per step.
+    """
+    gathers = {"gather_left": gather_left, "gather_right": gather_right}
+    if tile.specialised and known_triton():
+        if hopper_dw.supported(left, right, like_EOI, **gathers):
+            return hopper_dw.specialised_outer_sum(
+                left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
+            )
+        # Stored [E, in, out], the weight has the layout of the transposed product.
+        like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
+        if hopper_dw.supported(right, left, like_EIO, **swapped):
+            grad_EIO = hopper_dw.specialised_outer_sum(
+                right, left, plan, like_EIO, gather_left=gather_right, group=tile.group
+            )
+            return grad_EIO.mT
+    E, O, I = like_EOI.shape
+    grad_EOI = torch.empty_like(like_EOI)
+    row_tiles, columns = cdiv(O, tile.m), cdiv(I, tile.n)
+    _launch(
+        (programs(E * row_tiles * columns, tile, device_of(left)),),
+        (left, right, grad_EOI, plan.row_of_N, plan.offsets_S), (),
+        (E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1], left.stride(0), right.stride(0),
+         *grad_EOI.stride()),
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k,
+        IN_RUNS=left.dtype == torch.float32, GROUP=tile.group,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return grad_EOI
+
+
+@triton.jit
+def _dw_kernel(
+    left_ptr, right_ptr, grad_ptr, row_ptr, offsets_ptr,
+    E, row_tiles, columns, O, I, K, stride_left, stride_right, stride_ge, stride_go, stride_gi,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid: E x row tiles x column tiles of the gradient, or persistent."""
+    per_expert = row_tiles * columns
+    for tile in range(tl.program_id(0), E * per_expert, tl.num_programs(0)):
+        e = tile // per_expert
+        row_tile, column_tile = locate_tile(tile - e * per_expert, row_tiles, columns, GROUP)
+        o = row_tile * BM + tl.arange(0, BM)
+        i = column_tile * BN + tl.arange(0, BN)
+        start = tl.load(offsets_ptr + e)
+        end = tl.load(offsets_ptr + e + 1)
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        if IN_RUNS:
+            for n1 in range(start, end, RUN):
+                part = tl.zeros((BM, BN), dtype=tl.float32)
+                for n0 in range(n1, min(n1 + RUN, end), BK):
+                    part = _step(
+                        part, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                        stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+                    )  # fmt: skip
+                acc += part
+        else:
+            for n0 in range(start, end, BK):
+                acc = _step(
+                    acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                    stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+                )  # fmt: skip
+        grad = grad_ptr + e.to(tl.int64) * stride_ge + o.to(tl.int64)[:, None] * stride_go
+        stored = (o < O)[:, None] & (i < I)[None, :]
+        tl.store(grad + i[None, :] * stride_gi, acc.to(grad_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _step(
+    acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left, stride_right,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """acc plus the outer products of BK token rows."""
+    n = n0 + tl.arange(0, BK)
+    left_row = n
+    right_row = n
+    if GATHER_LEFT or GATHER_RIGHT:
+        token = tl.load(row_ptr + n, mask=n < end, other=0) // K
+        if GATHER_LEFT:
+            left_row = token
+        if GATHER_RIGHT:
+            right_row = token
+    left_at = left_ptr + left_row.to(tl.int64)[:, None] * stride_left + o[None, :]
+    right_at = right_ptr + right_row.to(tl.int64)[:, None] * stride_right + i[None, :]
+    # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
+    left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
+    right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
+    return tl.dot(left.T, right, acc, input_precision="ieee")
+
+
+_launch = Launcher(_dw_kernel)

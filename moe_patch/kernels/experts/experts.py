@@ -1,0 +1,287 @@
+"""The experts on the Triton backend: forward and backward, saving x, h, the plan and u.
+
+Same names, signatures and meaning as ``moe_patch.ops.experts.torch_backend``, whose docstring has
+the formulas. The kernels, and what passes between them, rows in plan order:
+
+    plan.py    ids_TK                        -> row_of_N, slot_of_TK, offsets_S, tile tables
+    up.py      x_TD, W13                     -> h_NH (kept), a_NF
+    rows.py    a_NF, W2                      -> y_ND
+    kernels/experts/reduce.py  y_ND, weights_TK              -> out_TD
+    dh.py      dout_TD, W2, h_NH             -> dh_NH, wa_NF, partial sums of the routing gradient
+    dw.py      dout_TD, wa_NF and dh_NH, x_TD -> dW2, dW13
+    rows.py    dh_NH, W13                    -> dx_ND, summed per token by kernels/experts/reduce.py
+
+LoRA adds thin products: u = s A x before up and down (kept), q = s B2ᵀ dout before dh, p = s B13ᵀ
+dh before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
+formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums; those
+of B come from the pass that gives q and p (factors.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_patch.kernels.common.activation import activation
+from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.experts.call import Call, align_rows
+from moe_patch.kernels.experts.dh import HiddenGradients
+from moe_patch.kernels.experts.dw import outer_sum
+from moe_patch.kernels.experts.factors import weighted
+from moe_patch.kernels.experts.norms import Intermediate, combine_with_norms, gradient_norms
+from moe_patch.kernels.experts.reduce import combine, expert_sum, routing_gradient
+from moe_patch.kernels.plan.plan import build_plan
+from moe_patch.kernels.plan.row_tiles import RowTiles
+from moe_patch.types import (
+    ExpertsBackward,
+    ExpertsForward,
+    ExpertsNeeds,
+    ExpertWeights,
+    Glu,
+    Kept,
+    Lora,
+    Plan,
+)
+
+__all__ = ["build_plan", "experts_backward", "experts_forward"]
+
+
+def experts_forward(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    glu: Glu,
+    lora13: Lora | None = None,
+    lora2: Lora | None = None,
+    *,
+    save_h: bool = True,
+    save_u13: bool = False,
+    save_u2: bool = False,
+    norms: bool = False,
+    batch_invariant: bool = False,
+) -> ExpertsForward:
+    """The weighted sum of each token's experts.
+
+    Args:
+        x_TD: hidden states, bf16, fp16 or fp32; x, the weights and the factors share the dtype.
+        ids_TK: integer expert ids; outside [0, E) is an empty slot.
+        weights_TK: routing weights, any floating dtype.
+        w, glu: the experts' weights and activation.
+        lora13, lora2: low-rank factors of the up and the down projection.
+        save_h, save_u13, save_u2: return h and the factors' inputs (where there are factors) for
+            backward, which otherwise computes them again.
+        norms: also return the norm of every expert's output row.
+        batch_invariant: one tile whatever the number of rows, so that a token's bits depend on
+            nothing but itself.
+
+    Returns:
+        ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
+    """
+    tiles = align_rows(ids_TK, w.w13_EHD.shape[0], x_TD, batch_invariant)
+    save_u13, save_u2 = save_u13 and lora13 is not None, save_u2 and lora2 is not None
+    if ids_TK.numel() == 0:
+        norm_TK = weights_TK.new_zeros(ids_TK.shape, dtype=torch.float32)
+        kept = Kept(
+            x_TD.new_empty((0, w.w13_EHD.shape[1]) if save_h else 0),
+            x_TD.new_empty((0, lora13.A_ERI.shape[1]) if save_u13 else 0),
+            x_TD.new_empty((0, lora2.A_ERI.shape[1]) if save_u2 else 0),
+        )
+        out_TD = x_TD.new_zeros(x_TD.shape)
+        return ExpertsForward(out_TD, tiles.plan, kept, norm_TK if norms else x_TD.new_empty(0))
+    with on_device_of(x_TD):
+        call = Call(tiles, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        u13_NR = call.inputs_of_B13()
+        h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
+        nothing = x_TD.new_empty(0) if save_h else h_NH
+        u2_NR = call.inputs_of_B2(a_NF)
+        y_ND = call.down(a_NF, u2_NR)
+        if norms:
+            out_TD, norm_TK = combine_with_norms(y_ND, call.plan, weights_TK.contiguous())
+        else:
+            out_TD, norm_TK = combine(y_ND, call.plan, weights_TK.contiguous()), nothing
+    kept = Kept(h_NH, u13_NR if save_u13 else nothing, u2_NR if save_u2 else nothing)
+    return ExpertsForward(out_TD, tiles.plan, kept, norm_TK)
+
+
+def experts_backward(
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    glu: Glu,
+    lora13: Lora | None,
+    lora2: Lora | None,
+    plan: Plan,
+    kept: Kept,
+    needs: ExpertsNeeds,
+    *,
+    overwrite_h: bool = False,
+    batch_invariant: bool = False,
+) -> ExpertsBackward:
+    """All gradients that ``needs`` asks for; nothing is computed for the others.
+
+    Args:
+        dout_TD: gradient of out_TD.
+        x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
+        plan, kept: what forward returned; what is empty is computed again.
+        needs: which gradients to return.
+        overwrite_h: the h that was kept may be written on, with its own gradient.
+        batch_invariant: as in forward; of the gradients, those of x and the routing weights.
+
+    Returns:
+        ExpertsBackward; each gradient in the dtype and layout of its input.
+    """
+    if plan.row_of_N.numel() == 0:
+        return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
+    with on_device_of(x_TD):
+        call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        if dout_TD.dtype != x_TD.dtype:
+            dout_TD = dout_TD.to(x_TD.dtype)
+        dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
+        # What is computed again here is nobody else's.
+        overwrite_h |= kept.h_NH.numel() == 0
+        mid = _intermediate(call, dout_TD, weights_TK, kept, needs, overwrite_h)
+        return _backward(call, dout_TD, weights_TK, mid, needs)
+
+
+def _completed(
+    call: Call, kept: Kept, *, h: bool, u13: bool, u2: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(h_NH, u13_NR, u2_NR): as forward kept them, or what is asked for computed again."""
+    h_NH, u13_NR, u2_NR = (None if rows.numel() == 0 else rows for rows in kept)
+    u2 = u2 and u2_NR is None
+    h = (h or u2) and h_NH is None
+    if u13_NR is None and (u13 or h):
+        u13_NR = call.inputs_of_B13()
+    if h:
+        h_NH, a_NF = call.up(u13_NR, save_h=True, save_a=u2)
+    elif u2 and h_NH is not None:
+        a_NF = activation(h_NH, call.glu)
+    if u2:
+        u2_NR = call.inputs_of_B2(a_NF)
+    return h_NH, u13_NR, u2_NR
+
+
+def _intermediate(
+    call: Call,
+    dout_TD: Tensor,
+    weights_TK: Tensor,
+    kept: Kept,
+    needs: ExpertsNeeds,
+    overwrite_h: bool,
+) -> Intermediate:
+    lora13, lora2 = call.lora13, call.lora2
+    need_dh = needs.x or needs.w13 or needs.b13 or needs.lora13_A or needs.lora13_B or needs.norms
+    need_wa = needs.w2 or needs.lora2_A or needs.norms
+    need_h = need_dh or need_wa or needs.weights
+    need_u13 = lora13 is not None and (needs.lora13_B or needs.norms)
+    need_u2 = lora2 is not None and (needs.lora2_B or needs.norms)
+    h_NH, u13_NR, u2_NR = _completed(call, kept, h=need_h, u13=need_u13, u2=need_u2)
+    hidden, q_NR, p_NR, wu2_NR = HiddenGradients(*(kept.h_NH,) * 3), None, None, None
+    grad13_EOR, grad2_EOR = None, None
+    need_q = need_dh or needs.weights or needs.lora2_A
+    if need_u2 and u2_NR is not None:
+        wu2_NR = weighted(u2_NR, call.plan, weights_TK)
+    if lora2 is not None and (need_q or needs.lora2_B):
+        summed_NR = wu2_NR if needs.lora2_B else None
+        q_NR, grad2_EOR = call.factor_B_backward(
+            dout_TD, lora2, summed_NR, passed=need_q, gather=True
+        )
+    if need_h and h_NH is not None:
+        low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
+        hidden = call.hidden_gradients(
+            dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights,
+            overwrite_h=overwrite_h,
+        )  # fmt: skip
+    need_p = needs.x or needs.lora13_A or needs.norms
+    if lora13 is not None and (need_p or needs.lora13_B):
+        summed_NR = u13_NR if needs.lora13_B else None
+        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=need_p)
+    return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
+
+
+def _backward(
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
+) -> ExpertsBackward:
+    grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
+    if needs.norms:
+        grads |= gradient_norms(call, dout_TD, weights_TK, mid)
+    # w·a has served: without it the peak is lower when the rows of dx are written.
+    mid = mid._replace(hidden=mid.hidden._replace(wa_NF=dout_TD.new_empty(0)))
+    return ExpertsBackward(**grads, **_up_gradients(call, mid, needs))
+
+
+def _down_gradients(
+    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
+) -> dict[str, Tensor | None]:
+    """The gradients that dout and w·a give: of the routing weights and the down projection."""
+    w, lora2, plan = call.w, call.lora2, call.plan
+    wa_NF = mid.hidden.wa_NF
+    grads: dict[str, Tensor | None] = {}
+    if needs.weights:
+        rows = call.tiles.rows(call.tile("dh").m)
+        grads["weights"] = routing_gradient(
+            mid.hidden.partial_NC, rows, weights_TK, dout_TD, w.b2_ED
+        )
+    if needs.w2:
+        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True)
+    if needs.b2 and w.b2_ED is not None:
+        grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
+    if lora2 is not None and needs.lora2_A:
+        grads["lora2_A"] = call.outer_A(mid.q_NR, wa_NF, lora2.A_ERI)
+    grads["lora2_B"] = mid.grad2_EOR
+    return grads
+
+
+def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[str, Tensor | None]:
+    """The gradients that dh gives: of the up projection and the hidden states."""
+    w, lora13, plan = call.w, call.lora13, call.plan
+    dh_NH = mid.hidden.dh_NH
+    grads: dict[str, Tensor | None] = {}
+    if needs.x:
+        # First, so that its rows (N x D) are gone before the large dW13 is there.
+        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
+    if needs.w13:
+        tile = call.tile("dw13")
+        grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
+    if needs.b13 and w.b13_EH is not None:
+        grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
+    if lora13 is not None and needs.lora13_A:
+        grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
+    grads["lora13_B"] = mid.grad13_EOR
+    return grads
+
+
+def _zero_gradients(
+    x_TD: Tensor,
+    weights_TK: Tensor,
+    w: ExpertWeights,
+    lora13: Lora | None,
+    lora2: Lora | None,
+    needs: ExpertsNeeds,
+) -> ExpertsBackward:
+    """The gradients of a call without rows."""
+    inputs: dict[str, Tensor | None] = {
+        "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2":
+        w.b2_ED,
+        "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
+        "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
+    }  # fmt: skip
+    wanted = needs._asdict()
+    grads = {
+        name: torch.zeros_like(tensor) if tensor.dim() == 3 else tensor.new_zeros(tensor.shape)
+        for name, tensor in inputs.items()
+        if wanted[name] and tensor is not None
+    }
+    if needs.norms:
+        zero_TK = torch.zeros(weights_TK.shape, dtype=torch.float32, device=x_TD.device)
+        grads |= {"grad_norm_out_TK": zero_TK, "grad_norm_params_TK": zero_TK.clone()}
+        if lora13 is not None or lora2 is not None:
+            grads["grad_norm_lora_TK"] = zero_TK.clone()
+    return ExpertsBackward(**grads)
+
+
+def _unit_stride(rows: Tensor) -> Tensor:
+    """The kernels step through a row one element at a time."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

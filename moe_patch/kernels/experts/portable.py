@@ -1,0 +1,80 @@
+"""Where a block gets other kernels or tiles than the usual ones of its device, for the report."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from moe_patch.kernels.common.tiles import BUCKETS, OPS, Tile, candidates
+from moe_patch.kernels.common.versions import TRITON_VERSIONS, known_triton
+from moe_patch.types import Glu
+
+
+def portable_reason(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    glu: Glu,
+    *,
+    transposed: bool,
+) -> str:
+    """Which products the portable kernels compute and why; "" where Hopper's do, or elsewhere.
+
+    What the operands of a single call decide (their alignment) is not looked at.
+
+    Args:
+        capability: of the device.
+        dtype: of the products.
+        shape: (H, D) of the up projection.
+        glu: the activation.
+        transposed: the weights are stored [E, in, out].
+    """
+    if capability != (9, 0):
+        return ""
+    if dtype.itemsize != 2:
+        return f"portable kernels: those for Hopper take bf16 and fp16, found {dtype}"
+    H, D = shape
+    F = H // 2 if glu.gated else H
+    if not known_triton():
+        known = ", ".join(TRITON_VERSIONS)
+        return f"portable kernels: those for Hopper take triton {known}, found {triton.__version__}"
+    if D % 8 or F % 8:
+        return (
+            f"portable kernels: those for Hopper take sizes of multiples of 8, found hidden size "
+            f"{D}, expert width {F}"
+        )
+    if transposed:
+        return (
+            "portable kernels for up and dh: those for Hopper take weights stored "
+            "[experts, out, in]"
+        )
+    if not glu.gated or glu.interleaved:
+        return "portable kernels for up and dh: those for Hopper take gate and up side by side"
+    return ""
+
+
+def smaller_tiles_reason(
+    dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
+) -> str:
+    """Which products get a smaller tile than their first choice, or none; "" where all get it.
+
+    Args:
+        dtype: of the products.
+        capability, shared_memory: of the device, as
+        :func:`moe_patch.kernels.common.tiles.pick_tile` has.
+    """
+
+    def fits(tile: Tile) -> bool:
+        return tile.shared_bytes(dtype.itemsize) <= shared_memory
+
+    smaller, none = [], []
+    for op in OPS:
+        tables = [candidates(op, bucket, dtype, capability) for bucket in BUCKETS]
+        if not all(any(map(fits, table)) for table in tables):
+            none.append(op)
+        elif not all(fits(table[0]) for table in tables):
+            smaller.append(op)
+    found = f"in {shared_memory} bytes of shared memory"
+    parts = [f"smaller tiles for {', '.join(smaller)} {found}"] if smaller else []
+    parts += [f"no tile for {', '.join(none)} {found}; use backend='torch'"] if none else []
+    return "; ".join(parts)

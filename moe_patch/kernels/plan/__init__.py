@@ -1,0 +1,1 @@
+"""The alignment of tokens to experts."""

@@ -1,0 +1,71 @@
+"""What every grouped launch is given: the rows in plan order and the size of its grid."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from torch import Tensor
+
+from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.common.sizes import next_power_of_2
+from moe_patch.kernels.common.tiles import Tile
+from moe_patch.kernels.plan.plan import tile_bound, tile_table
+from moe_patch.types import Plan
+
+
+class Rows(NamedTuple):
+    """The rows of a call in plan order, cut into tiles.
+
+    Attributes:
+        plan: where each row sits.
+        block_m: the height of a tile.
+        table: the tile table for that height (:func:`moe_patch.kernels.plan.plan.tile_table`).
+        bound: M, the tiles the table has room for.
+        count: N.
+        top_k: K.
+    """
+
+    plan: Plan
+    block_m: int
+    table: Tensor
+    bound: int
+    count: int
+    top_k: int
+
+
+class RowTiles:
+    """The plan of a call and its tile tables, one per height of tile, each built once.
+
+    Args:
+        plan: where each row sits.
+        tables: what is there already, by height.
+    """
+
+    def __init__(self, plan: Plan, tables: dict[int, Tensor] | None = None) -> None:
+        self.plan = plan
+        self.count = plan.row_of_N.shape[0]
+        self.top_k = plan.slot_of_TK.shape[1]
+        self.num_experts = plan.offsets_S.shape[0] - 1
+        self._rows = {m: self._cut(m, table) for m, table in (tables or {}).items()}
+
+    def rows(self, block_m: int) -> Rows:
+        """The rows in tiles of ``block_m``."""
+        if block_m not in self._rows:
+            self._rows[block_m] = self._cut(block_m, tile_table(self.plan, block_m))
+        return self._rows[block_m]
+
+    def _cut(self, block_m: int, table: Tensor) -> Rows:
+        bound = tile_bound(self.count, self.num_experts, block_m)
+        return Rows(self.plan, block_m, table, bound, self.count, self.top_k)
+
+
+def programs(tiles: int, tile: Tile, device: Device) -> int:
+    """Grid size: every tile, or for a persistent kernel the multiprocessors."""
+    return min(tiles, device.multiprocessors) if tile.persistent else tiles
+
+
+@functools.cache
+def depth_block(depth: int) -> int:
+    """Step along a short summed axis (a rank): a power of two, 16 (tensor cores) to 64."""
+    return max(16, min(64, next_power_of_2(max(depth, 1))))

@@ -1,0 +1,1 @@
+"""Kernels of routers, router losses and product keys."""

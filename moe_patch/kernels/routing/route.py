@@ -1,0 +1,239 @@
+"""Routing in Triton: logits_TE -> ids_TK, weights_TK in one launch, and dlogits_TE in one launch.
+
+The meaning is ``ops.routing.route``, its order of ties and its rounding included. A program
+owns whole rows: nothing is accumulated across programs except, on request, integer token counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.routing.math import TRITON_DTYPE
+from moe_patch.kernels.routing.route_kernels import backward_kernel, forward_kernel
+from moe_patch.kernels.routing.select import Tile, tile_of
+from moe_patch.types import RouteSpec
+
+# Columns of one row per thread. More save shuffles, which pays as long as the registers suffice: a
+# column is one packed key where logits are packed, and a logit, a score and keys elsewhere.
+PACKED_COLUMNS = 32
+WIDE_PACKED_COLUMNS = 64  # of the 512 of a row
+SCORED_COLUMNS = {2: 16, 4: 8}  # by the bytes of a logit
+BACKWARD_COLUMNS = 16
+# More rows than a program of any tile holds.
+MANY = 1 << 20
+# Registers per thread of the forward kernel. The rare exact pass would take more and so halve the
+# warps at work; with these it spills, and nothing else does.
+FORWARD_REGISTERS = 80
+WIDE_REGISTERS = 128
+
+
+class RouteForward(NamedTuple):
+    """What one forward launch wrote.
+
+    Attributes:
+        ids_TK: expert ids in descending order of the choice score, of the integer dtype asked for.
+        weights_TK: routing weights in the dtype the spec asks for.
+        tokens_E: int32 rows per expert, or an empty tensor.
+        lse_T: fp32 log-sum-exp of each row's logits, or an empty tensor.
+    """
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    tokens_E: Tensor
+    lse_T: Tensor
+
+
+class Columns(NamedTuple):
+    """How experts lie on the columns of a forward program's tile: group by group, padded.
+
+    Attributes:
+        groups, size: experts are groups * size; one group when there is no group limit.
+        groups_p2, size_p2: the same padded to powers of two; groups_p2 * size_p2 columns.
+    """
+
+    groups: int
+    size: int
+    groups_p2: int
+    size_p2: int
+
+
+def score_dtype(logits_dtype: torch.dtype, spec: RouteSpec) -> torch.dtype:
+    """The dtype in which scores are rounded."""
+    return torch.float32 if spec.fp32 else logits_dtype
+
+
+def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
+    """The columns a spec needs; a limit to all groups is none."""
+    limited = spec.order == "score_topk" and spec.groups > 1 and spec.top_groups < spec.groups
+    groups = spec.groups if limited else 1
+    size = num_experts // groups
+    return Columns(groups, size, triton.next_power_of_2(groups), triton.next_power_of_2(size))
+
+
+def _tile(columns: int, tokens: int, itemsize: int, per_thread: int, spec: RouteSpec) -> Tile:
+    """Fewer rows than a program can hold spread differently over its threads, and sum so."""
+    return tile_of(columns, MANY if spec.batch_invariant else tokens, itemsize, per_thread)
+
+
+def route_forward(
+    logits_TE: Tensor,
+    spec: RouteSpec,
+    bias_E: Tensor | None = None,
+    *,
+    ids_dtype: torch.dtype = torch.int64,
+    count_tokens: bool = False,
+    with_lse: bool = False,
+) -> RouteForward:
+    """Choose and weight ``spec.top_k`` experts per row, in one launch.
+
+    Args:
+        logits_TE: fp32, bf16 or fp16, any strides, E at most 512.
+        spec: the family's choices, with ties="lower".
+        bias_E: correction bias of any of these dtypes, for the choice only.
+        ids_dtype: int32 or int64.
+        count_tokens: also count the rows per expert (exact: integer atomics; one more launch to
+            clear the counts).
+        with_lse: also return log(sum(exp(logits))) per row.
+    """
+    T, E = logits_TE.shape
+    bias_dtype = None if bias_E is None else bias_E.dtype
+    new = logits_TE.new_empty
+    ids_TK = new(T, spec.top_k, dtype=ids_dtype)
+    weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
+    tokens_E = logits_TE.new_zeros(E if count_tokens else 0, dtype=torch.int32)
+    lse_T = new(T if with_lse else 0, dtype=torch.float32)
+    if T > 0:
+        made = _forward_constants(
+            spec, E, _rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda, count_tokens,
+            with_lse,
+        )  # fmt: skip
+        with on_device_of(logits_TE):
+            _launch_forward(
+                (triton.cdiv(T, made["B"]),),
+                (logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), ids_TK,
+                 weights_TK, tokens_E, lse_T),
+                (T,),
+                (*logits_TE.stride(), float(spec.eps), float(spec.scale), float(spec.group_fill)),
+                made,
+            )  # fmt: skip
+    return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
+
+
+def route_backward(
+    dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, spec: RouteSpec
+) -> Tensor:
+    """Gradient to the logits, contiguous, in their dtype; each row written whole by one program.
+
+    Evaluated in fp32 from the logits and rounded once; the rounding of the forward pass counts as
+    the identity, and the choice of ids carries no gradient.
+
+    Args:
+        dweights_TK: gradient to the routing weights, any floating dtype and strides.
+        logits_TE: what the forward pass read.
+        ids_TK: what it chose, any integer dtype, distinct within a row; an id outside [0, E) is an
+            empty slot.
+        spec: the family's choices.
+    """
+    T, E = logits_TE.shape
+    dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
+    if T == 0:
+        return dlogits_TE
+    made = _backward_constants(spec, E, _rounded_up(T), logits_TE.dtype)
+    with on_device_of(logits_TE):
+        _launch_backward(
+            (triton.cdiv(T, made["B"]),),
+            (dweights_TK, logits_TE, ids_TK, dlogits_TE),
+            (T,),
+            (*dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), float(spec.eps),
+             float(spec.scale)),
+            made,
+        )  # fmt: skip
+    return dlogits_TE
+
+
+def _rounded_up(tokens: int) -> int:
+    """A tile depends on no more than this: so few values are worth a cache."""
+    return min(triton.next_power_of_2(tokens), MANY)
+
+
+@functools.cache
+def _backward_constants(spec: RouteSpec, E: int, tokens: int, logits: torch.dtype) -> Constants:
+    tile = _tile(triton.next_power_of_2(E), tokens, logits.itemsize, BACKWARD_COLUMNS, spec)
+    # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
+    # logits cancel, in the gradient too (and so does a NaN among them).
+    topk_first, renormalize = spec.order == "topk_score", spec.renormalize
+    if spec.score == "softmax" and spec.renormalize and spec.eps == 0.0:
+        topk_first, renormalize = True, False
+    return Constants(
+        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        # With one row the compiler sends the whole tile through shared memory for each of K terms.
+        B=max(2, tile.rows), W=tile.chunks, L=tile.chunk,
+        SCORE=spec.score, TOPK_FIRST=topk_first, RENORMALIZE=renormalize, CLAMP=spec.clamp_eps,
+        num_warps=1,
+    )  # fmt: skip
+
+
+@functools.cache
+def _forward_constants(
+    spec: RouteSpec,
+    E: int,
+    tokens: int,
+    logits: torch.dtype,
+    bias: torch.dtype | None,
+    on_cuda: bool,
+    count_tokens: bool,
+    with_lse: bool,
+) -> Constants:
+    columns = columns_of(E, spec)
+    scores = score_dtype(logits, spec)
+    choice = scores if bias is None else torch.promote_types(scores, bias)
+    by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
+    packing = _packing(logits, choice, bias is not None or columns.groups > 1)
+    # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
+    sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
+    per_thread, registers = _per_thread(packing == "monotone", E, logits.itemsize)
+    width = columns.groups_p2 * columns.size_p2
+    tile = _tile(width, tokens, logits.itemsize, per_thread, spec)
+    return Constants(
+        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        B=tile.rows, W=tile.chunks, L=tile.chunk,
+        GROUPS=columns.groups, SIZE=columns.size,
+        GROUPS_P2=columns.groups_p2, SIZE_P2=columns.size_p2,
+        TOP_GROUPS=spec.top_groups, TOP2=spec.group_score == "top2",
+        SCORE=spec.score, TOPK_FIRST=spec.order == "topk_score", BY_LOGITS=by_logits,
+        HAS_BIAS=bias is not None, PACKING=packing,
+        SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
+        SUM=spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen,
+        RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps, COUNT=count_tokens, LSE=with_lse,
+        POSITIVE_NAN=on_cuda and torch.version.hip is None,
+        num_warps=1, enable_fp_fusion=False, **_register_limit(registers),
+    )  # fmt: skip
+
+
+def _per_thread(packed: bool, num_experts: int, itemsize: int) -> tuple[int, int]:
+    """Columns and registers of a thread."""
+    if not packed:
+        return SCORED_COLUMNS[itemsize], FORWARD_REGISTERS
+    if num_experts > 256:
+        return WIDE_PACKED_COLUMNS, WIDE_REGISTERS
+    return PACKED_COLUMNS, FORWARD_REGISTERS
+
+
+def _register_limit(registers: int) -> dict[str, int]:
+    return {"maxnreg": registers} if torch.version.hip is None else {}
+
+
+def _packing(logits: torch.dtype, choice: torch.dtype, reordered: bool) -> str:
+    if choice.itemsize == 2:
+        return "short"
+    return "monotone" if logits.itemsize == 2 and not reordered else "truncated"
+
+
+_launch_forward, _launch_backward = Launcher(forward_kernel), Launcher(backward_kernel)
