@@ -5,7 +5,6 @@ model = patch_model(model)
 """
 
 from moe_patch.config import PatchConfig
-from moe_patch.debug.replay import replay_file
 from moe_patch.debug.shadow import shadow_results
 from moe_patch.debug.unpatched import reference
 from moe_patch.errors import (
@@ -25,6 +24,7 @@ from moe_patch.signals.balance import update_expert_bias
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
 from moe_patch.signals.recorder import record
 from moe_patch.signals.replay import record_routing, replay_routing
+from moe_patch.tools.replay import replay_file
 
 __all__ = [
     "BlockReport",

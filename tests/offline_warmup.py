@@ -19,7 +19,7 @@ import triton  # noqa: E402
 from compile_only import compiling_for  # noqa: E402
 
 from moe_patch import patch_model  # noqa: E402
-from moe_patch.warmup import warmup  # noqa: E402
+from moe_patch.tools.warmup import warmup  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.parity import run_block  # noqa: E402
 

@@ -10,7 +10,7 @@ import pytest
 
 from moe_patch.cli import bench, main, verify
 from moe_patch.cli.compare import run
-from moe_patch.warmup import warmup
+from moe_patch.tools.warmup import warmup
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
 

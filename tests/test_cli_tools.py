@@ -13,10 +13,10 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch import selftest
 from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, bench, main
 from moe_patch.cli.output import bytes_text
 from moe_patch.cli.status import UNUSABLE
+from moe_patch.tools import selftest
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
 from tests.limits import HANG_S

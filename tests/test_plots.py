@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_patch import UnsupportedOptionError, delta_sc, patch_model, plots, record
+from moe_patch import UnsupportedOptionError, delta_sc, patch_model, record
+from moe_patch.signals import plots
 from moe_patch.signals.balance import balance
 from moe_patch.signals.losses import gate_accuracy
 from moe_patch.signals.recorder import Recorder

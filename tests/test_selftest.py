@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 
-import moe_patch.selftest
-import moe_patch.selftest_checks
+import moe_patch.tools.selftest
+import moe_patch.tools.selftest_checks
 from moe_patch import UnsupportedOptionError
 from moe_patch.errors import MoePatchError
-from moe_patch.selftest import selftest
+from moe_patch.tools.selftest import selftest
 
 
 def test_passes_on_a_cpu_and_says_what_that_does_not_cover() -> None:
@@ -36,13 +36,13 @@ def _die(device: torch.device, index: int) -> None:
 
 
 def test_a_process_that_dies_is_a_named_error(monkeypatch) -> None:
-    monkeypatch.setattr(moe_patch.selftest, "_run_group", _die)
+    monkeypatch.setattr(moe_patch.tools.selftest, "_run_group", _die)
     with pytest.raises(MoePatchError, match="a process that ran checks died; jobs=1"):
         selftest("cpu", progress=False, jobs=2)
 
 
 def test_a_wrong_gradient_fails_by_name(monkeypatch) -> None:
-    original = moe_patch.selftest_checks.experts_mlp
+    original = moe_patch.tools.selftest_checks.experts_mlp
 
     class Bent(torch.autograd.Function):
         @staticmethod
@@ -56,7 +56,7 @@ def test_a_wrong_gradient_fails_by_name(monkeypatch) -> None:
     def bent(x, ids, weights, w, glu, **options):
         return original(x, ids, weights, w._replace(w2_EDF=Bent.apply(w.w2_EDF)), glu, **options)
 
-    monkeypatch.setattr(moe_patch.selftest_checks, "experts_mlp", bent)
+    monkeypatch.setattr(moe_patch.tools.selftest_checks, "experts_mlp", bent)
     result = selftest("cpu", progress=False)
     failed = {check.name: check.detail for check in result.checks if not check.passed}
     assert not result.passed

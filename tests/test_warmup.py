@@ -13,11 +13,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-import moe_patch.warmup
+import moe_patch.tools.warmup
 from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.patching import lora_targets
-from moe_patch.warmup import warmup
+from moe_patch.tools.warmup import warmup
 from tests import tiny_models
 from tests.limits import HANG_S
 from tests.parity import run_block
@@ -29,7 +29,7 @@ from tests.tiny_models import blocks
 def everywhere(monkeypatch) -> None:
     """Let blocks run although there is nothing to compile on a CPU."""
     choice = BackendChoice("triton", "for this test")
-    monkeypatch.setattr(moe_patch.warmup, "choose_backend", lambda *_: choice)
+    monkeypatch.setattr(moe_patch.tools.warmup, "choose_backend", lambda *_: choice)
 
 
 def test_an_unpatched_model_and_options_beside_a_model_are_refused() -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from moe_patch.cli.limits import check_fits, cpu_memory_named
 from moe_patch.cli.output import quiet_libraries
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.model_files import refuse_other_kind
 from moe_patch.patching.discover import discover
 from moe_patch.runtime.spec import read
+from moe_patch.tools.model_files import refuse_other_kind
 
 DTYPES = {
     "float32": torch.float32,

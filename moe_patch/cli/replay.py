@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Run it and print what was found."""
     from moe_patch.cli.models import device_of
-    from moe_patch.debug.replay import replay_file
+    from moe_patch.tools.replay import replay_file
 
     with progress(1, "running both paths"):
         result = replay_file(args.file, str(device_of(args)), args.backend)

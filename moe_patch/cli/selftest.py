@@ -35,7 +35,7 @@ def add(subparsers: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Run it; status 1 when a check fails."""
     from moe_patch.cli.models import device_of
-    from moe_patch.selftest import selftest
+    from moe_patch.tools.selftest import selftest
 
     device = device_of(args)
     jobs = args.jobs

@@ -34,7 +34,7 @@ def add(subparsers: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Compile, and print one row per kind of block."""
     from moe_patch.patching.patch import patch_model
-    from moe_patch.warmup import warmup
+    from moe_patch.tools.warmup import warmup
 
     if args.tokens is not None and min(args.tokens) < 1:
         raise UnsupportedOptionError(f"--tokens {min(args.tokens)}: at least 1")

@@ -6,7 +6,7 @@
     losses.py    delta_sc, smk_loss, gate_accuracy
     updates.py   the update filter: gradients of the experts with the lowest or highest scores
     trace.py     which experts every token used, in memory and in a file
-    saved.py     a recorder in a file, for moe_patch.plots and scores in another process
+    saved.py     a recorder in a file, for moe_patch.signals.plots and scores in another process
     replay.py    record_routing and replay_routing: the same experts once more
     balance.py   expert load, its measures, the correction-bias update, logging in a Trainer
 

@@ -73,7 +73,7 @@ def _explain(error: BaseException | None) -> None:
         raise PatchStateError(
             "moe_patch: a kernel had to be loaded while a CUDA graph was captured, which CUDA "
             "forbids; accepted: kernels that have run before. Run the block once on as many "
-            "tokens, or moe_patch.warmup.warmup(model), and capture again"
+            "tokens, or moe_patch.tools.warmup.warmup(model), and capture again"
         ) from error
 
 

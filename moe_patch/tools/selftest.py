@@ -20,7 +20,7 @@ import torch
 
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
-from moe_patch.selftest_checks import Failed, groups_of
+from moe_patch.tools.selftest_checks import Failed, groups_of
 
 
 class Check(NamedTuple):
