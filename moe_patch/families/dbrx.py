@@ -17,6 +17,7 @@ from moe_patch.ops.experts.composed import combine_rows, gather_rows, grouped_li
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.routing import RouteImpl, softmax_topk
 from moe_patch.ops.routing_op import route_impl
+from moe_patch.runtime.experts import compute_dtype
 from moe_patch.runtime.record import ModulePatch, bound, bound_method
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import Routing
@@ -56,9 +57,6 @@ def experts_forward(
     experts: Any, record: ModulePatch, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """sum_k w_tk * w2_e (act(w1_e x_t) * (v1_e x_t)), in the shape of the hidden states."""
-    # runtime/experts.py imports the registry, which imports this file.
-    from moe_patch.runtime.experts import compute_dtype
-
     mlp, E, F, D = experts.mlp, experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
     stored = {name: projection(mlp, name) for name in ("w1", "v1", "w2")}
     for name, weight in stored.items():

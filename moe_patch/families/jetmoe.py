@@ -16,6 +16,7 @@ from moe_patch.ops.experts.composed import combine_rows, gather_rows, grouped_li
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.routing import topk_softmax
 from moe_patch.ops.routing_op import route_impl
+from moe_patch.runtime.experts import compute_dtype, read_projection, stored_weight
 from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import Plan
@@ -47,9 +48,6 @@ def gating_forward(
 @bound
 def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
     """W_e x_n for rows in plan order, with the adapters on the stack."""
-    # runtime/experts.py imports the registry, which imports this file.
-    from moe_patch.runtime.experts import compute_dtype, read_projection, stored_weight
-
     dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
     w_EOI, lora = read_projection(experts, "weight", False, dtype, record.config.fuse_lora)
     backend = record.config.backend

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear
 from moe_patch.ops.routing import RouteImpl, route, stable_topk
 from moe_patch.ops.routing_op import route_impl
+from moe_patch.runtime import forward
 from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import RouteSpec, Routing
@@ -73,9 +74,6 @@ def experts_forward(
 
     A scaled row is a token of its own with one expert, whose output then counts as it is.
     """
-    # runtime/forward.py imports the registry, which imports this file.
-    from moe_patch.runtime import forward
-
     if ids_TK is None or weights_TK is None:
         E = experts.num_experts
         ids_N = torch.arange(E, device=hidden.device).repeat_interleave(hidden.shape[0] // E)

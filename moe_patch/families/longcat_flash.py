@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.ops.routing import softmax_topk
+from moe_patch.runtime.forward import experts_forward
 from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 
@@ -27,9 +28,6 @@ def experts_with_identity(
     experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """The routed experts plus x times the weights of the identity experts."""
-    # runtime/forward.py imports the registry, which imports this file.
-    from moe_patch.runtime.forward import experts_forward
-
     out_TD = experts_forward(experts, hidden_TD, ids_TK, weights_TK)
     identity_TK = (ids_TK >= experts.num_routed_experts) & (ids_TK < experts.total_experts)
     share_T1 = weights_TK.masked_fill(~identity_TK, 0.0).sum(dim=-1, keepdim=True)
