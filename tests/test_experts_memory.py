@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch.ops.experts import definition as reference
 from moe_patch.ops.experts.op import Signals
-from moe_patch.ops.experts.options import read_glu, read_options, spell_options
+from moe_patch.ops.experts.schema import read_glu, read_options, spell_options
 from moe_patch.types import Glu
 from tests.experts_cases import (
     FULL,

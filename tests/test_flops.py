@@ -22,7 +22,7 @@ from moe_patch.ops.experts.composed import grouped_linear
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.experts.flops import experts_bwd_flops, register_flop_formulas
 from moe_patch.ops.experts.op import experts_mlp
-from moe_patch.ops.experts.options import spell_options
+from moe_patch.ops.experts.schema import spell_options
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapted_pair

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_patch.errors import UnsupportedModelError
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8, mxfp4, nf4
+from moe_patch.types import ExpertWeights
 
 # What weights can be packed into; and with what checkpoints hold already.
 STORAGES = ("nf4", "fp8")
@@ -162,3 +164,46 @@ def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> Pack
         packed, scale_inv = fp8.quantize(weight, device)
         scales = (scale_inv,)
     return PackedWeight(storage, packed, tuple(scales), weight.dtype)
+
+
+def plain_weights(w: ExpertWeights) -> tuple[ExpertWeights, list[Tensor], str]:
+    """Weights as plain tensors, the scales that belong to them, and the storage ("" if none).
+
+    Raises:
+        UnsupportedOptionError: the two projections are not stored in the same way.
+    """
+    w13: Any = w.w13_EHD
+    w2: Any = w.w2_EDF
+    if not isinstance(w13, PackedWeight) and not isinstance(w2, PackedWeight):
+        return w, [], ""
+    storages = {_storage(w13), _storage(w2)}
+    if len(storages) > 1:
+        raise UnsupportedOptionError(
+            f"experts_mlp: the two projections are stored as {' and '.join(sorted(storages))}; "
+            "accepted: both in the same way"
+        )
+    plain = w._replace(w13_EHD=w13.packed, w2_EDF=w2.packed)
+    return plain, [*w13.scales, *w2.scales], storages.pop()
+
+
+def packed_weights(
+    w: ExpertWeights, scales: list[Tensor], storage: str, dtype: torch.dtype
+) -> ExpertWeights:
+    """The inverse of :func:`plain_weights`; experts are dequantised to ``dtype``."""
+    if not storage:
+        return w
+    kind, _, transposed = storage.partition(" ")
+    half = len(scales) // 2
+
+    def packed(tensor: Tensor, own: list[Tensor]) -> Any:
+        return PackedWeight(kind, tensor, tuple(own), dtype, bool(transposed))
+
+    return w._replace(
+        w13_EHD=packed(w.w13_EHD, scales[:half]), w2_EDF=packed(w.w2_EDF, scales[half:])
+    )
+
+
+def _storage(weight: Tensor | PackedWeight) -> str:
+    if not isinstance(weight, PackedWeight):
+        return str(weight.dtype)
+    return f"{weight.storage} transposed" if weight.transposed else weight.storage

@@ -89,3 +89,14 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return _ON_THIS_DEVICE
     return _OnAnotherDevice(tensor.device)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+@functools.cache
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is at least ``n``; 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.common.device import approximate
+from moe_patch.kernels.common.device import approximate, cdiv
 from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv
 from moe_patch.kernels.experts.dh import HiddenGradients, emit, load_h
 from moe_patch.kernels.plan.row_tiles import Rows
 from moe_patch.types import Glu

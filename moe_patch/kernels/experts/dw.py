@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.common.device import cdiv, device_of
 from moe_patch.kernels.common.launcher import Launcher
-from moe_patch.kernels.common.sizes import cdiv
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import RUN, locate_tile
 from moe_patch.kernels.common.versions import known_triton

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels.common.device import cdiv, next_power_of_2
 from moe_patch.kernels.common.launcher import Launcher
-from moe_patch.kernels.common.sizes import cdiv, next_power_of_2
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import RUN
 from moe_patch.kernels.plan.row_tiles import depth_block

@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.common.device import cdiv, device_of
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import (
     multiply,

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels.common.device import cdiv, next_power_of_2
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv, next_power_of_2
 from moe_patch.kernels.plan.row_tiles import Rows
 from moe_patch.types import Plan
 

@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_patch.kernels.common.device import approximate, device_of
+from moe_patch.kernels.common.device import approximate, cdiv, device_of
 from moe_patch.kernels.common.glu import glu_constants, glu_forward
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import (
     multiply,

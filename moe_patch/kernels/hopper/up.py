@@ -14,10 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from moe_patch.kernels.common.device import approximate
+from moe_patch.kernels.common.device import approximate, cdiv
 from moe_patch.kernels.common.glu import glu_constants, glu_forward, rounded
 from moe_patch.kernels.common.launcher import Box, Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv
 from moe_patch.kernels.common.tiling import rows_of_tile
 from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (

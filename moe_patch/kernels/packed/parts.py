@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
-from moe_patch.kernels.common.sizes import cdiv
+from moe_patch.kernels.common.device import cdiv
 from moe_patch.kernels.packed.dequant import dequantize_into
 from moe_patch.kernels.plan.row_tiles import Rows, RowTiles
 

@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.common.device import cdiv, next_power_of_2, on_device_of
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.sizes import cdiv, next_power_of_2
 from moe_patch.kernels.plan.kernels import (
     count_kernel,
     grouped_kernel,

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from moe_patch.kernels.common.device import Device
-from moe_patch.kernels.common.sizes import next_power_of_2
+from moe_patch.kernels.common.device import Device, next_power_of_2
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.plan.plan import tile_bound, tile_table
 from moe_patch.types import Plan

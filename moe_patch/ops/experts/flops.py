@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moe_patch.formats.operands import packed_weights
-from moe_patch.ops.experts.options import read_options, with_scales
+from moe_patch.formats.packed import packed_weights
+from moe_patch.ops.experts.schema import read_options, with_scales
 from moe_patch.types import ExpertsNeeds, ExpertWeights
 
 

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import no_second_derivative, refuse_forward_mode
-from moe_patch.formats.operands import plain_weights
+from moe_patch.formats.packed import plain_weights
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.direct import unwatched
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.options import spell_options, with_scales
-from moe_patch.ops.experts.schema import LIBRARY, OVERLOADS
+from moe_patch.ops.experts.schema import LIBRARY, OVERLOADS, spell_options, with_scales
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 

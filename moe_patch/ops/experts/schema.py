@@ -12,14 +12,12 @@ import functools
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from moe_patch.formats.operands import packed_weights
-from moe_patch.ops.experts.fakes import experts_bwd_fake, experts_fake
-from moe_patch.ops.experts.options import read_glu, read_options, with_scales
+from moe_patch.formats.packed import packed_weights
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {
@@ -54,6 +52,88 @@ for _overload, _h in _BACKWARD_OVERLOADS.items():
         f"row_of_N, Tensor slot_of_TK, Tensor offsets, {_h} h, Tensor u13, Tensor u2, bool[] "
         "needs, Tensor[] scales) -> Tensor[]"
     )
+
+
+# Options travel as one string of words, since torch spends time on each argument and takes no
+# tuple. Floats stay arguments of their own: compilers make symbols of them where shapes are
+# dynamic.
+class Options(NamedTuple):
+    """What :func:`spell_options` wrote."""
+
+    kind: str
+    gated: bool
+    interleaved: bool
+    backend: str
+    batch_invariant: bool
+    storage: str
+
+
+def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
+    """The options in words; ``storage`` is :func:`moe_patch.formats.packed.plain_weights`'s."""
+    activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
+    return f"{activation} {backend} {batch_invariant:d} {storage}"
+
+
+@functools.cache
+def read_options(spelled: str) -> Options:
+    """The inverse of :func:`spell_options`."""
+    kind, gated, interleaved, backend, invariant, storage = spelled.split(" ", 5)
+    return Options(kind, gated == "1", interleaved == "1", backend, invariant == "1", storage)
+
+
+@functools.cache
+def read_glu(spelled: str, alpha: float, limit: float) -> Glu:
+    """The activation: its words and its numbers."""
+    options = read_options(spelled)
+    return Glu(options.kind, options.gated, options.interleaved, alpha, limit)
+
+
+def with_scales(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The last arguments of ``experts``, whose scales only the overload for packed weights has."""
+    return args if isinstance(args[-1], list) else (*args, [])
+
+
+def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
+    """``experts``, both overloads."""
+    w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = with_scales(args)
+    save_h, save_u13, save_u2, norms = keep
+    storage = read_options(options).storage
+    w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
+    T, K = ids.shape
+    return (
+        x.new_empty(x.shape),
+        ids.new_empty(T * K, dtype=torch.int32),
+        ids.new_empty(T, K, dtype=torch.int32),
+        ids.new_empty(w13.shape[0] + 1, dtype=torch.int32),
+        x.new_empty(T * K, w13.shape[1]) if save_h else x.new_empty(0),
+        x.new_empty(T * K, a13.shape[1]) if save_u13 else x.new_empty(0),
+        x.new_empty(T * K, a2.shape[1]) if save_u2 else x.new_empty(0),
+        x.new_empty(T, K, dtype=torch.promote_types(x.dtype, torch.float32))
+        if norms
+        else x.new_empty(0),
+    )
+
+
+def experts_bwd_fake(dout: Any, *args: Any) -> Any:
+    """``experts_bwd``."""
+    inputs, slot_of_TK, needs = args[:10], args[-7], args[-2]
+    x, a13, a2 = args[0], args[6], args[8]
+    grads = [
+        _gradient_of(t) if need and t is not None else x.new_empty(0)
+        for t, need in zip(inputs, needs[:10], strict=True)
+    ]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    has_lora = a13 is not None or a2 is not None
+    norms = [
+        x.new_empty(slot_of_TK.shape, dtype=wide) if needs[10] and present else x.new_empty(0)
+        for present in (True, True, has_lora)
+    ]
+    return grads + norms
+
+
+def _gradient_of(t: Tensor) -> Tensor:
+    """Gradients of weights and factors lie as those do, all others are contiguous."""
+    return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
 
 
 @functools.cache
