@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import transformers
 
-from moe_patch import PatchConfig, UnsupportedModelError
-from moe_patch.patching import lora_targets
+from moe_patch import PatchConfig, UnsupportedModelError, lora_targets
 from moe_patch.train import config as train_config
 from tests import tiny_models
 

@@ -23,10 +23,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from moe_patch import patch_model
+from moe_patch import lora_targets, patch_model
 from moe_patch.formats.packed import PackedWeight, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
-from moe_patch.patching import lora_targets
 from moe_patch.quant import memory, state
 from moe_patch.quant.surgery import expert_projections
 

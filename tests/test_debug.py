@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_patch import (
     PatchStateError,
+    lora_targets,
     patch_model,
     patch_report,
     record,
@@ -20,7 +21,6 @@ from moe_patch import (
     shadow_results,
     unpatch_model,
 )
-from moe_patch.patching import lora_targets
 from moe_patch.runtime import forward
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config

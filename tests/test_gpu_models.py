@@ -12,9 +12,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from moe_patch import patch_model, patch_report, unpatch_model
+from moe_patch import lora_targets, patch_model, patch_report, unpatch_model
 from moe_patch.families import lookup
-from moe_patch.patching import lora_targets
 from moe_patch.runtime.experts import run_experts
 from tests import tiny_models
 from tests.numerics import FP32, assert_bits, bf16_rule

@@ -22,14 +22,14 @@ KERNELS = sorted((PACKAGE / "kernels").rglob("*.py"))
 HOT = [
     *KERNELS,
     *(
-        PACKAGE / f"{name}.py"
-        for name in ("ops", "op_options", "route_op", "product_key", "balance_loss", "forward",
-                     "lora", "experts_module")
+        PACKAGE / "ops" / f"{name}.py"
+        for name in ("experts/op", "experts/schema", "routing_op", "product_key", "balance_loss")
     ),
-]  # fmt: skip
+    *(PACKAGE / "runtime" / f"{name}.py" for name in ("forward", "adapters", "experts")),
+]
 WAITING = ("item", "tolist", "cpu", "nonzero", "numpy", "synchronize", "unique", "masked_select")
 # The one atomic: rows per expert are counted in integers, which any order gives alike.
-COUNTED = ("routing_kernels.py", "tl.atomic_add(tokens_ptr + ids_BK, 1, mask=stored_BK")
+COUNTED = ("route_kernels.py", "tl.atomic_add(tokens_ptr + ids_BK, 1, mask=stored_BK")
 
 
 def calls(source: str) -> Iterator[ast.Call]:

@@ -8,8 +8,7 @@ import pytest
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
-from moe_patch import UnsupportedModelError, patch_model
-from moe_patch.patching import lora_targets
+from moe_patch import UnsupportedModelError, lora_targets, patch_model
 from tests import tiny_models
 from tests.tiny_recipes import NO_AUX
 

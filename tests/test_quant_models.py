@@ -13,13 +13,13 @@ from moe_patch import (
     UnsupportedModelError,
     UnsupportedOptionError,
     dequantize_experts,
+    lora_targets,
     patch_model,
     patch_report,
     quantize_experts,
     unpatch_model,
 )
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.patching import lora_targets
 from moe_patch.quant.memory import experts_memory
 from tests import tiny_models
 from tests.adapters import adapt, adapter_gradients, lora_config, step

@@ -14,9 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import moe_patch.tools.warmup
-from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record
+from moe_patch import PatchStateError, UnsupportedOptionError, lora_targets, patch_model, record
 from moe_patch.ops.backend import BackendChoice
-from moe_patch.patching import lora_targets
 from moe_patch.tools.warmup import warmup
 from tests import tiny_models
 from tests.limits import HANG_S

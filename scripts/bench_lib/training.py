@@ -30,7 +30,7 @@ def build_model(shape: Shape, device: torch.device, layers: int, vocab: int | No
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
     from transformers.initialization import no_init_weights
 
-    from moe_patch.patching import lora_targets
+    from moe_patch import lora_targets
 
     tiny = shape.name == "tiny"
     sizes: dict[str, Any] = TINY if tiny else {
