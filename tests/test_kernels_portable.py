@@ -58,7 +58,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (dh, hopper_dh),
         (dw, hopper_dw),
     ):
-        monkeypatch.setattr(module, kernels.__name__.rpartition(".")[2], kernels, raising=False)
+        name = "hopper_" + kernels.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, name, kernels, raising=False)
     # Not by mock: a test sets the version anew, and what was set last has to be undone first.
     monkeypatch.setattr(triton, "__version__", "3.6.0+git9844da95")
     with mock.patch("moe_patch.kernels.common.device.INTERPRETER", card):
