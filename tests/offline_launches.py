@@ -28,7 +28,8 @@ from compile_only import CompileOnly, compiling_for  # noqa: E402
 import moe_patch.kernels.experts.experts  # noqa: E402, F401
 from moe_patch.formats import mxfp4  # noqa: E402
 from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
-from moe_patch.kernels.common.launcher import TRITON_VERSIONS, Launcher  # noqa: E402
+from moe_patch.kernels.common.launcher import Launcher  # noqa: E402
+from moe_patch.kernels.common.versions import tested  # noqa: E402
 from moe_patch.kernels.experts.call import Call  # noqa: E402
 from moe_patch.kernels.packed import dequant  # noqa: E402
 from moe_patch.kernels.routing import route  # noqa: E402
@@ -42,7 +43,7 @@ from moe_patch.types import (  # noqa: E402
 
 D, F, E, K, R = 256, 128, 8, 2, 16
 Launch = tuple[object, str, tuple]
-KNOWN = triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
+KNOWN = tested().direct
 HOOKS = slice(10, 13) if KNOWN else slice(6, 9)  # the metadata for hooks, and the hooks
 launched: list[Launch] = []
 

@@ -40,13 +40,10 @@ def test_the_same_compiled_kernels_with_the_same_arguments(launches: dict) -> No
 
 
 def test_known_releases_are_launched_directly_and_others_are_not(launches: dict) -> None:
-    import triton
+    from moe_patch.kernels.common.versions import tested
 
-    from moe_patch.kernels.common.launcher import TRITON_VERSIONS
-
-    known = triton.__version__.startswith(tuple(f"{version}." for version in TRITON_VERSIONS))
-    assert (launches["direct"] > 0) == known
-    if known:
+    assert (launches["direct"] > 0) == tested().direct
+    if tested().direct:
         assert launches["by_triton"] == [], "each of them takes the host 10 to 20 µs more"
 
 

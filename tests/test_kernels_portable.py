@@ -17,7 +17,7 @@ import triton
 
 import moe_patch.patching.report
 from moe_patch import PatchStateError, patch_model, patch_report
-from moe_patch.kernels.common import device
+from moe_patch.kernels.common import device, versions
 from moe_patch.kernels.common.device import Device
 from moe_patch.kernels.common.tiles import OPS, Tile, pick_tile
 from moe_patch.kernels.experts import dh, dw, linear, up
@@ -201,6 +201,23 @@ def test_another_triton_is_named(version: str, known: bool, hopper: None, monkey
     assert taken(64, 32, SILU, False) == (EVERY if known else set())
 
 
+def test_a_release_without_direct_launches_gets_the_hopper_kernels(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        versions.TRITON_VERSIONS, "3.77", versions.Tested(hopper=True, direct=False)
+    )
+    monkeypatch.setitem(
+        versions.TRITON_VERSIONS, "3.78", versions.Tested(hopper=False, direct=True)
+    )
+    monkeypatch.setattr(triton, "__version__", "3.77.0")
+    assert taken(64, 32, SILU, False) == EVERY
+    monkeypatch.setattr(triton, "__version__", "3.78.0")
+    assert taken(64, 32, SILU, False) == set()
+    reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
+    assert reason.endswith("take triton 3.6, 3.77, found 3.78.0")
+
+
 LIMITS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 
 
@@ -233,14 +250,17 @@ import sys
 import triton
 triton.__version__ = "9.9.0"
 sys.modules["triton.experimental"] = None
+from moe_patch.kernels.common import versions
+versions.TRITON_VERSIONS["9.9"] = versions.Tested(hopper=False, direct=True)
 import moe_patch.kernels.experts.experts
+from moe_patch.kernels.common.launcher import _DIRECT
 found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
-sys.exit(f"imported: {found}" if found else 0)
+sys.exit(f"imported: {found}, launched directly: {_DIRECT}" if found or not _DIRECT else 0)
 """
 
 
 def test_another_triton_needs_no_gluon() -> None:
-    """Its names change between releases: the portable kernels have to import without it."""
+    """The portable kernels import without it; direct launches have a column of their own."""
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GLUON]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False

@@ -18,10 +18,10 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from moe_patch.kernels.common.versions import tested
+
 # What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
-TRITON_VERSIONS = ("3.6",)
-_RELEASE = ".".join(triton.__version__.split(".")[:2])
-_DIRECT = torch.version.hip is None and _RELEASE in TRITON_VERSIONS
+_DIRECT = torch.version.hip is None and tested().direct
 # A size class of T adds a few kernels; a program that passes this many has no use for a cache.
 _MOST = 1024
 # Descriptors kept of each operand: where the addresses do not come back, they need not stay.

@@ -1,12 +1,13 @@
-"""Whether the warp-specialised Hopper kernels can be had: asked without importing their Gluon.
+"""Releases of Triton, and what was tested on each: the one table that decides by release.
 
-Gluon is experimental and its names change between releases. Where the installed Triton is none that
-these kernels know, their modules are not imported at all, and the portable kernels do the work.
+Gluon is experimental and its names change between releases. On a release that the table does not
+have, the Hopper kernels are not imported and launches go through Triton.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,18 +15,37 @@ from torch import Tensor
 
 from moe_patch.kernels.common.device import device_of
 
-# Only versions this was tested on.
-TRITON_VERSIONS = ("3.6",)
+
+class Tested(NamedTuple):
+    """What was tested of a release.
+
+    Attributes:
+        hopper: the Hopper kernels in Gluon, and that matrix instructions leave the registers of
+            their operands alone (scripts/wgmma_operands.py).
+        direct: the arguments of the function in C that launches a kernel.
+    """
+
+    hopper: bool
+    direct: bool
 
 
-def known_triton() -> bool:
-    """Whether the installed Triton is one of :data:`TRITON_VERSIONS`, in any of its builds."""
-    return _known(triton.__version__)
+TRITON_VERSIONS = {"3.6": Tested(hopper=True, direct=True)}
+_UNTESTED = Tested(hopper=False, direct=False)
+
+
+def tested() -> Tested:
+    """The entry of :data:`TRITON_VERSIONS` for the installed Triton, in any of its builds."""
+    return _tested(triton.__version__)
 
 
 @functools.cache
-def _known(version: str) -> bool:
-    return ".".join(version.split(".")[:2]) in TRITON_VERSIONS
+def _tested(version: str) -> Tested:
+    return TRITON_VERSIONS.get(".".join(version.split(".")[:2]), _UNTESTED)
+
+
+def known_triton() -> bool:
+    """Return whether the Hopper kernels were tested on the installed Triton."""
+    return tested().hopper
 
 
 def available(tensor: Tensor) -> bool:

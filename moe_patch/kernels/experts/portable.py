@@ -36,7 +36,7 @@ def portable_reason(
     H, D = shape
     F = H // 2 if glu.gated else H
     if not known_triton():
-        known = ", ".join(TRITON_VERSIONS)
+        known = ", ".join(each for each, found in TRITON_VERSIONS.items() if found.hopper)
         return f"portable kernels: those for Hopper take triton {known}, found {triton.__version__}"
     if D % 8 or F % 8:
         return (
