@@ -146,17 +146,17 @@ def experts_backward(
 
 
 def _completed(
-    call: Call, kept: Kept, *, h: bool, u13: bool, u2: bool
+    call: Call, kept: Kept, needs: ExpertsNeeds
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(h_NH, u13_NR, u2_NR): as forward kept them, or what is asked for computed again."""
+    """(h_NH, u13_NR, u2_NR): as forward kept them, or computed again where needed."""
     h_NH, u13_NR, u2_NR = (None if rows.numel() == 0 else rows for rows in kept)
-    u2 = u2 and u2_NR is None
-    h = (h or u2) and h_NH is None
-    if u13_NR is None and (u13 or h):
+    u2 = needs.u2 and call.lora2 is not None and u2_NR is None
+    h = (needs.h or u2) and h_NH is None
+    if u13_NR is None and (needs.u13 or h):
         u13_NR = call.inputs_of_B13()
     if h:
         h_NH, a_NF = call.up(u13_NR, save_h=True, save_a=u2)
-    elif u2 and h_NH is not None:
+    elif u2:
         a_NF = activation(h_NH, call.glu)
     if u2:
         u2_NR = call.inputs_of_B2(a_NF)
@@ -171,33 +171,26 @@ def _intermediate(
     needs: ExpertsNeeds,
     overwrite_h: bool,
 ) -> Intermediate:
+    h_NH, u13_NR, u2_NR = _completed(call, kept, needs)
+    wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
-    need_dh = needs.x or needs.w13 or needs.b13 or needs.lora13_A or needs.lora13_B or needs.norms
-    need_wa = needs.w2 or needs.lora2_A or needs.norms
-    need_h = need_dh or need_wa or needs.weights
-    need_u13 = lora13 is not None and (needs.lora13_B or needs.norms)
-    need_u2 = lora2 is not None and (needs.lora2_B or needs.norms)
-    h_NH, u13_NR, u2_NR = _completed(call, kept, h=need_h, u13=need_u13, u2=need_u2)
-    hidden, q_NR, p_NR, wu2_NR = HiddenGradients(*(kept.h_NH,) * 3), None, None, None
-    grad13_EOR, grad2_EOR = None, None
-    need_q = need_dh or needs.weights or needs.lora2_A
-    if need_u2 and u2_NR is not None:
+    if lora2 is not None and needs.u2:
         wu2_NR = weighted(u2_NR, call.plan, weights_TK)
-    if lora2 is not None and (need_q or needs.lora2_B):
+    if lora2 is not None and (needs.q or needs.lora2_B):
         summed_NR = wu2_NR if needs.lora2_B else None
         q_NR, grad2_EOR = call.factor_B_backward(
-            dout_TD, lora2, summed_NR, passed=need_q, gather=True
+            dout_TD, lora2, summed_NR, passed=needs.q, gather=True
         )
-    if need_h and h_NH is not None:
-        low_rank = None if lora2 is None or q_NR is None else (q_NR, lora2.A_ERI)
+    hidden = HiddenGradients(*(kept.h_NH,) * 3)
+    if needs.h:
+        low_rank = None if q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
-            dout_TD, weights_TK, h_NH, low_rank, dh=need_dh, wa=need_wa, partial=needs.weights,
+            dout_TD, weights_TK, h_NH, low_rank, dh=needs.dh, wa=needs.wa, partial=needs.weights,
             overwrite_h=overwrite_h,
         )  # fmt: skip
-    need_p = needs.x or needs.lora13_A or needs.norms
-    if lora13 is not None and (need_p or needs.lora13_B):
+    if lora13 is not None and (needs.p or needs.lora13_B):
         summed_NR = u13_NR if needs.lora13_B else None
-        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=need_p)
+        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=needs.p)
     return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
 
 
