@@ -10,7 +10,9 @@ rows each, still write theirs out.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,8 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moe_patch.kernels.common.device import device_of
+from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Box, Constants
-from moe_patch.kernels.plan.row_tiles import depth_block
+from moe_patch.kernels.common.versions import available
+from moe_patch.kernels.plan.row_tiles import Rows, depth_block
+from moe_patch.types import Glu
 
 BM, BN, BK, STAGES = 128, 256, 64, 4
 # Columns that leave the accumulator at a time, and the buffers of a consumer that they leave by.
@@ -35,9 +40,25 @@ CHUNK, OUTS = 64, 2
 RAGGED_ROWS = 1 << 30
 RAGGED_WRAP = 1 << 34
 RAGGED_AXIS = 0x7FFF0000
-RAGGED_ROWS_C = gl.constexpr(RAGGED_ROWS)
 RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
-RANK3_C, RANK4_C = gl.constexpr(RANK3), gl.constexpr(RANK4)
+# The same for kernels, which read no plain values from outside.
+BM_C, BN_C, BK_C, HALF_C, STAGES_C = map(gl.constexpr, (BM, BN, BK, BM // 2, STAGES))
+CHUNK_C, OUTS_C, RAGGED_ROWS_C = map(gl.constexpr, (CHUNK, OUTS, RAGGED_ROWS))
+RANK2_C, RANK3_C, RANK4_C = map(gl.constexpr, (RANK2, RANK3, RANK4))
+# A consumer's accumulator, and a chunk of it.
+ACC, PART = (
+    gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
+    for columns in (BN, CHUNK)
+)
+
+
+class Ring(NamedTuple):
+    """Buffers of both sides and barriers of the stages, in shared memory: see :func:`make_ring`."""
+
+    left: Any
+    right: Any
+    ready: Any
+    empty: Any
 
 
 def copies_rows(*sides: Tensor) -> bool:
@@ -60,13 +81,30 @@ def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
     return True
 
 
-def with_factors(
-    sides: list[Tensor], w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """(sides, weights) to be copied, those of a low-rank product included."""
-    if low_rank is None:
-        return sides, [w_EOI]
-    return [*sides, low_rank[0]], [w_EOI, low_rank[1]]
+def takes(
+    rows: Rows,
+    sides: Sequence[Tensor],
+    w_EOI: Tensor,
+    low_rank: tuple[Tensor, Tensor] | None,
+    axes: tuple[int, ...] = (2,),
+) -> bool:
+    """Return whether rows, weight and factor are in whole 16 bytes, and the tiles :data:`BM` high.
+
+    Args:
+        rows: the plan and its tile table.
+        sides: rows to be copied.
+        w_EOI, low_rank: the weight, and the low-rank term's rows and factor.
+        axes: of the weight, one of which has to be contiguous; the factor's is the same.
+    """
+    weights = (w_EOI,)
+    if low_rank is not None:
+        sides, weights = (*sides, low_rank[0]), (w_EOI, low_rank[1])
+    return (
+        rows.block_m == BM
+        and available(sides[0])
+        and copies_rows(*sides)
+        and any(copies_boxes(*weights, axis=axis) for axis in axes)
+    )
 
 
 def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
@@ -93,12 +131,11 @@ def ragged_box(rows: Tensor, block: tuple[int, int], width: int | None = None) -
     return Box(rows, shape, strides, (1, 1, *block), RANK4)
 
 
-def constants(group: int, **own: Any) -> Constants:
-    """A kernel's compile-time arguments: what all of them have, and its own."""
-    return Constants(
-        **own, GROUP=group, BM=BM, BN=BN, BK=BK, CHUNK=CHUNK, STAGES=STAGES, num_warps=4,
-        maxnreg=168,
-    )  # fmt: skip
+@functools.cache
+def constants(group: int, glu: Glu | None = None, fast: bool = False, **own: Any) -> Constants:
+    """A kernel's compile-time arguments: the group, the activation's if it has one, and ``own``."""
+    activation = {} if glu is None else glu_constants(glu, fast=fast)
+    return Constants(**activation, **own, GROUP=group, num_warps=4, maxnreg=168)
 
 
 def programs(tiles: int, tensor: Tensor) -> int:
@@ -107,11 +144,11 @@ def programs(tiles: int, tensor: Tensor) -> int:
 
 
 @gluon.jit
-def claim(ready, empty, step, BYTES: gl.constexpr, STAGES: gl.constexpr):
+def claim(ring, step, BYTES: gl.constexpr):
     """Producer: wait for the next stage of the ring and announce what TMA will bring into it."""
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(ready.index(stage), BYTES)
+    stage = step % STAGES_C
+    mbarrier.wait(ring.empty.index(stage), ((step // STAGES_C) & 1) ^ 1)
+    mbarrier.expect(ring.ready.index(stage), BYTES)
     return stage
 
 
@@ -126,9 +163,8 @@ def load_box(
 
 @gluon.jit
 def sum_steps(
-    acc, steps, step, half, left_bufs, right_bufs, ready, empty,
-    LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr,
-    DEPTH: gl.constexpr = 0,
+    acc, steps, step, half, ring,
+    LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, DEPTH: gl.constexpr = 0,
 ):  # fmt: skip
     """Consumer: acc plus the products of the next ``steps`` stages; returns (acc, next step).
 
@@ -136,13 +172,13 @@ def sum_steps(
     first on the left and first or last on the right.
     """
     for i in range(0, steps):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        stage = step % STAGES_C
+        mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
         if GATHERED:
             # cp.async wrote through the generic proxy, wgmma reads through the asynchronous one.
             fence_async_shared()
-        left = left_bufs.index(2 * stage + half)
-        right = right_bufs.index(stage)
+        left = ring.left.index(2 * stage + half)
+        right = ring.right.index(stage)
         if DEPTH > 0:
             left = left.slice(0, DEPTH, dim=1)
             right = right.slice(0, DEPTH, dim=1 if RIGHT_T else 0)
@@ -152,28 +188,22 @@ def sum_steps(
             right = right.permute((1, 0))
         acc = warpgroup_mma(left, right, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=i > 0)
+        mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1, pred=i > 0)
         step += 1
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1, pred=steps > 0)
     return acc, step
 
 
 @gluon.jit
 def sum_both(
-    acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty,
-    RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, STAGES: gl.constexpr, LOW_RANK: gl.constexpr,
+    acc, steps, low_steps, step, half, ring,
+    RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
     """Consumer: acc plus the product and, LOW_RANK deep at a stage, the low-rank one."""
-    acc, step = sum_steps(
-        acc, steps, step, half, left_bufs, right_bufs, ready, empty, False, RIGHT_T, GATHERED,
-        STAGES,
-    )  # fmt: skip
+    acc, step = sum_steps(acc, steps, step, half, ring, False, RIGHT_T, GATHERED)
     if LOW_RANK > 0:
-        acc, step = sum_steps(
-            acc, low_steps, step, half, left_bufs, right_bufs, ready, empty, False, RIGHT_T,
-            GATHERED, STAGES, LOW_RANK,
-        )  # fmt: skip
+        acc, step = sum_steps(acc, low_steps, step, half, ring, False, RIGHT_T, GATHERED, LOW_RANK)
     return acc, step
 
 
@@ -207,20 +237,41 @@ def store_box(
 
 
 @gluon.jit
-def ring(
-    dtype: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    ARRIVALS: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def make_ring(
+    dtype: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ARRIVALS: gl.constexpr
+):  # fmt: skip
     """The buffers and barriers of a ring: two LEFT buffers and one RIGHT buffer a stage."""
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    left_bufs = gl.allocate_shared_memory(dtype, [2 * STAGES, LEFT[0], LEFT[1]], shared)
-    right_bufs = gl.allocate_shared_memory(dtype, [STAGES, RIGHT[0], RIGHT[1]], shared)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
+    left = gl.allocate_shared_memory(dtype, [2 * STAGES_C, LEFT[0], LEFT[1]], RANK2_C)
+    right = gl.allocate_shared_memory(dtype, [STAGES_C, RIGHT[0], RIGHT[1]], RANK2_C)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES_C, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES_C, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES_C):
         mbarrier.init(ready.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=2)
-    return left_bufs, right_bufs, ready, empty
+    return Ring(left, right, ready, empty)
+
+
+@gluon.jit
+def _call(function, first, rest):
+    # The sum of two tuples would have no compile-time strings in it.
+    function(*first, *rest)
+
+
+@gluon.jit
+def specialise(
+    consume, consumed, produce, produced,
+    WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Run two consumers, told apart by their first argument, and a producer of WARPS warps.
+
+    REGISTERS are those of a thread in the second consumer and in the producer.
+    """
+    gl.warp_specialize(
+        [
+            (_call, (consume, (0,), consumed)),
+            (_call, (consume, (1,), consumed)),
+            (_call, (produce, (), produced)),
+        ],
+        [4, WARPS],
+        REGISTERS,
+    )

@@ -9,40 +9,45 @@ from there by TMA, clipped at the expert's end; only then the stage is free.
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
-from moe_patch.kernels.common.glu import glu_backward, glu_constants, glu_forward, rounded
-from moe_patch.kernels.common.launcher import Box, Constants, Launcher
+from moe_patch.kernels.common.glu import glu_backward, glu_forward, rounded
+from moe_patch.kernels.common.launcher import Box, Launcher
 from moe_patch.kernels.common.tiling import rows_of_tile
-from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (
+    ACC,
     BK,
+    BK_C,
     BM,
+    BM_C,
     BN,
+    BN_C,
     CHUNK,
+    CHUNK_C,
+    HALF_C,
+    PART,
     RAGGED_ROWS_C,
+    RANK2_C,
     RANK3,
     RANK3_C,
     RANK4_C,
+    STAGES_C,
     claim,
     constants,
-    copies_boxes,
-    copies_rows,
     load_box,
+    make_ring,
     programs,
     quarter,
     ragged_box,
     rank_depth,
-    ring,
+    specialise,
     sum_both,
+    takes,
     whole_box,
-    with_factors,
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
 from moe_patch.kernels.plan.row_tiles import Rows
@@ -58,16 +63,8 @@ def supported(
     low_rank: tuple[Tensor, Tensor] | None,
 ) -> bool:
     """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
-    sides, weights = with_factors([dout_TD, h_NH], w_EDF, low_rank)
-    return (
-        rows.block_m == BM
-        and available(h_NH)
-        and glu.gated
-        and not glu.interleaved
-        and w_EDF.shape[2] % 8 == 0
-        and copies_rows(*sides)
-        and copies_boxes(*weights, axis=2)
-    )
+    side_by_side = glu.gated and not glu.interleaved
+    return side_by_side and takes(rows, (h_NH, dout_TD), w_EDF, low_rank)
 
 
 def specialised_hidden_gradients(
@@ -95,9 +92,7 @@ def specialised_hidden_gradients(
     D, F = w_EDF.shape[1:]
     columns = cdiv(F, BN)
     weight = _boxes(w_EDF)
-    q_NR, factor = dout_TD, weight
-    if low_rank is not None:
-        q_NR, factor = low_rank[0], _boxes(low_rank[1])
+    q_NR, factor = (dout_TD, weight) if low_rank is None else (low_rank[0], _boxes(low_rank[1]))
     wa = wa_NF if wa_NF.numel() > 0 else dh_NH
     sides = (h_NH, h_NH[:, F:], dh_NH, dh_NH[:, F:], wa)
     _launch(
@@ -108,13 +103,9 @@ def specialised_hidden_gradients(
         (rows.bound,),
         (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,
          rows.top_k),
-        _constants(glu, approximate(h_NH), rank_depth(low_rank), wa_NF.numel() > 0, group),
+        constants(group, glu, approximate(h_NH), LOW_RANK=rank_depth(low_rank),
+                  WA=wa_NF.numel() > 0),
     )  # fmt: skip
-
-
-@functools.cache
-def _constants(glu: Glu, fast: bool, low_rank: int, wa: bool, group: int) -> Constants:
-    return constants(group, **glu_constants(glu, fast=fast), LOW_RANK=low_rank, WA=wa)
 
 
 def _boxes(w_EIO: Tensor) -> Box:
@@ -122,109 +113,93 @@ def _boxes(w_EIO: Tensor) -> Box:
 
 
 @gluon.jit
-def _h_boxes(right_bufs, stage, half, CHUNK: gl.constexpr, HALF: gl.constexpr):
+def _h_boxes(ring, stage, half):
     """The buffers of gate and up of one consumer in a stage that carries h."""
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    SHAPE: gl.constexpr = [4, HALF, CHUNK]
-    boxes = right_bufs.index(stage)._reinterpret(right_bufs.dtype, SHAPE, layout)
+    SHAPE: gl.constexpr = [4, HALF_C, CHUNK_C]
+    boxes = ring.right.index(stage)._reinterpret(ring.right.dtype, SHAPE, RANK2_C)
     return boxes.index(half), boxes.index(2 + half)
 
 
 @gluon.jit
 def _produce(
-    dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, left_bufs,
-    right_bufs, ready, empty, M, columns, steps, low_steps,
-    width_8, rank_8, stride_8, stride_q8, K,
-    LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, ring, M,
+    columns, steps, low_steps, width_8, rank_8, stride_8, stride_q8, K,
+    LOW_RANK: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BM // 2
     row_tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
         e, start, end, column_tile = rows_of_tile(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
-        column = column_tile * BN
-        low, high = halves(start, end, HALF)
+        column = column_tile * BN_C
+        low, high = halves(start, end)
         # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
         step = gather_steps(
             dout_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8,
-            start, end, width_8 * 8, weight, e, column, left_bufs, right_bufs, ready, empty, steps,
-            step, [1, BK, BN], RANK3_C, BK, STAGES,
+            start, end, width_8 * 8, weight, e, column, ring, steps, step, [1, BK_C, BN_C], RANK3_C,
         )  # fmt: skip
         if LOW_RANK > 0:
             step = gather_steps(
-                q_ptr, low, high, stride_q8 * 8, start, end, rank_8 * 8, factor, e, column,
-                left_bufs, right_bufs, ready, empty, low_steps, step, [1, BK, BN], RANK3_C, BK,
-                STAGES,
+                q_ptr, low, high, stride_q8 * 8, start, end, rank_8 * 8, factor, e, column, ring,
+                low_steps, step, [1, BK_C, BN_C], RANK3_C,
             )  # fmt: skip
-        for chunk in gl.static_range(BN // CHUNK):
-            stage = claim(ready, empty, step, BM * CHUNK * 4, STAGES)
+        for chunk in gl.static_range(BN_C // CHUNK_C):
+            stage = claim(ring, step, BM_C * CHUNK_C * 4)
+            bar = ring.ready.index(stage)
             for half in gl.static_range(2):
-                gate, up = _h_boxes(right_bufs, stage, half, CHUNK, HALF)
-                clip = RAGGED_ROWS_C - (end - start) + half * HALF
-                at = [RAGGED_ROWS_C, end, clip, column + chunk * CHUNK]
-                load_box(h_gate, at, ready.index(stage), gate, [1, 1, HALF, CHUNK], RANK4_C)
-                load_box(h_up, at, ready.index(stage), up, [1, 1, HALF, CHUNK], RANK4_C)
+                gate, up = _h_boxes(ring, stage, half)
+                clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
+                at = [RAGGED_ROWS_C, end, clip, column + chunk * CHUNK_C]
+                load_box(h_gate, at, bar, gate, [1, 1, HALF_C, CHUNK_C], RANK4_C)
+                load_box(h_up, at, bar, up, [1, 1, HALF_C, CHUNK_C], RANK4_C)
             # In place of the threads that gather in the other stages.
-            mbarrier.arrive(ready.index(stage), count=128)
+            mbarrier.arrive(bar, count=128)
             step += 1
 
 
 @gluon.jit
 def _consume(
-    half, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr, table_ptr,
-    left_bufs, right_bufs, wa_bufs, ready, empty, M, columns, steps, low_steps,
-    KIND: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    CLAMPED: gl.constexpr, FAST: gl.constexpr, WA: gl.constexpr, LOW_RANK: gl.constexpr,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-    CHUNK: gl.constexpr,
+    half, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr, table_ptr, ring,
+    wa_bufs, M, columns, steps, low_steps, glu,
+    FAST: gl.constexpr, WA: gl.constexpr, LOW_RANK: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BM // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     dtype: gl.constexpr = wa_bufs.dtype
-    SHAPE: gl.constexpr = [1, 1, HALF, CHUNK]
+    SHAPE: gl.constexpr = [1, 1, HALF_C, CHUNK_C]
     row_tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
         _e, start, end, column_tile = rows_of_tile(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
-        n = start + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, part))
+        n = start + half * HALF_C + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
-        acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_both(
-            acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, False, True,
-            STAGES, LOW_RANK,
-        )  # fmt: skip
-        partial = gl.zeros((HALF,), dtype=gl.float32, layout=gl.SliceLayout(1, part))
-        clip = RAGGED_ROWS_C - (end - start) + half * HALF
-        for chunk in gl.static_range(BN // CHUNK):
-            da = quarter(acc, chunk, part)
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            gate_buf, up_buf = _h_boxes(right_bufs, stage, half, CHUNK, HALF)
-            gate = gate_buf.load(part).to(gl.float32)
-            up = up_buf.load(part).to(gl.float32)
-            a = glu_forward(gate, up, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST)
+        acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
+        acc, step = sum_both(acc, steps, low_steps, step, half, ring, False, True, LOW_RANK)
+        partial = gl.zeros((HALF_C,), dtype=gl.float32, layout=gl.SliceLayout(1, PART))
+        clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
+        for chunk in gl.static_range(BN_C // CHUNK_C):
+            da = quarter(acc, chunk, PART)
+            stage = step % STAGES_C
+            mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
+            gate_buf, up_buf = _h_boxes(ring, stage, half)
+            gate = gate_buf.load(PART).to(gl.float32)
+            up = up_buf.load(PART).to(gl.float32)
+            a = glu_forward(gate, up, *glu, FAST)
             a = rounded(a, dtype, FAST)
             partial += gl.sum(da * a, axis=1)
-            dgate, dup = glu_backward(
-                gate, up, da * weight, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST
-            )
+            dgate, dup = glu_backward(gate, up, da * weight, *glu, FAST)
             # By now the chunk before has left its buffers.
             tma.store_wait(0)
             if chunk > 0:
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+                mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1)
             gate_buf.store(dgate.to(dtype))
             up_buf.store(dup.to(dtype))
             if WA:
                 wa_bufs.index(half).store((weight * a).to(dtype))
             fence_async_shared()
-            at = [RAGGED_ROWS_C, end, clip, column_tile * BN + chunk * CHUNK]
+            at = [RAGGED_ROWS_C, end, clip, column_tile * BN_C + chunk * CHUNK_C]
             tma.async_copy_shared_to_global(
                 dh_gate, at, gate_buf._reinterpret(dtype, SHAPE, RANK4_C)
             )
@@ -234,7 +209,7 @@ def _consume(
                 tma.async_copy_shared_to_global(wa, at, wa_box)
             step += 1
         tma.store_wait(0)
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1)
         gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=n < end)
 
 
@@ -244,33 +219,23 @@ def _specialised_dh_kernel(
     row_ptr, offsets_ptr, table_ptr, M, columns, width_8, rank_8, stride_8, stride_q8, K,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
     LIMIT: gl.constexpr, CLAMPED: gl.constexpr, FAST: gl.constexpr,
-    LOW_RANK: gl.constexpr, WA: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr,
+    LOW_RANK: gl.constexpr, WA: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns of a in turn."""
     dtype: gl.constexpr = dout_ptr.dtype.element_ty
-    shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    left_bufs, right_bufs, ready, empty = ring(dtype, (BM // 2, BK), (BK, BN), 129, STAGES)
-    wa_bufs = gl.allocate_shared_memory(dtype, [2, BM // 2, CHUNK], shared)
-    steps = (width_8 * 8 + BK - 1) // BK
-    low_steps = (rank_8 * 8 + BK - 1) // BK
-    gl.warp_specialize(
-        [
-            (_consume, (0, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr,
-                        table_ptr, left_bufs, right_bufs, wa_bufs, ready, empty, M, columns,
-                        steps, low_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, LOW_RANK,
-                        GROUP, BM, BN, STAGES, CHUNK)),
-            (_consume, (1, dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr,
-                        table_ptr, left_bufs, right_bufs, wa_bufs, ready, empty, M, columns,
-                        steps, low_steps, KIND, GATED, ALPHA, LIMIT, CLAMPED, FAST, WA, LOW_RANK,
-                        GROUP, BM, BN, STAGES, CHUNK)),
-            (_produce, (dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr,
-                        table_ptr, left_bufs, right_bufs, ready, empty, M, columns, steps,
-                        low_steps, width_8, rank_8, stride_8, stride_q8, K, LOW_RANK, GROUP,
-                        BM, BN, BK, STAGES, CHUNK)),
-        ],
-        [4, 4],
-        [224, 56],
+    ring = make_ring(dtype, (HALF_C, BK_C), (BK_C, BN_C), 129)
+    wa_bufs = gl.allocate_shared_memory(dtype, [2, HALF_C, CHUNK_C], RANK2_C)
+    steps = (width_8 * 8 + BK_C - 1) // BK_C
+    low_steps = (rank_8 * 8 + BK_C - 1) // BK_C
+    specialise(
+        _consume,
+        (dh_gate, dh_up, wa, weights_ptr, partial_ptr, row_ptr, offsets_ptr, table_ptr, ring,
+         wa_bufs, M, columns, steps, low_steps, (KIND, GATED, ALPHA, LIMIT, CLAMPED), FAST, WA,
+         LOW_RANK, GROUP),
+        _produce,
+        (dout_ptr, q_ptr, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, ring, M,
+         columns, steps, low_steps, width_8, rank_8, stride_8, stride_q8, K, LOW_RANK, GROUP),
+        4, [224, 56],
     )  # fmt: skip
 
 

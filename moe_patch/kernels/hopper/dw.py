@@ -8,8 +8,6 @@ side's 128 columns by all 256 of the right.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -17,16 +15,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from moe_patch.kernels.common.device import cdiv
-from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.common.tiling import locate_tile
 from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (
+    ACC,
     BK,
+    BK_C,
     BM,
+    BM_C,
     BN,
+    BN_C,
     CHUNK,
-    OUTS,
+    CHUNK_C,
+    HALF_C,
+    OUTS_C,
+    PART,
     RAGGED_ROWS_C,
+    RANK2_C,
     RANK3,
     RANK3_C,
     RANK4_C,
@@ -35,10 +41,11 @@ from moe_patch.kernels.hopper.common import (
     copies_boxes,
     copies_rows,
     load_box,
+    make_ring,
     programs,
     quarter,
     ragged_box,
-    ring,
+    specialise,
     store_box,
     sum_steps,
     whole_box,
@@ -93,14 +100,10 @@ def specialised_outer_sum(
         (programs(tiles, left),),
         (ragged_box(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
         (tiles,), (row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8),
-        _constants(plan.slot_of_TK.shape[1], gather_left, transposed, group),
+        constants(group, K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left,
+                  TRANSPOSED=transposed),
     )  # fmt: skip
     return grad_EOI
-
-
-@functools.cache
-def _constants(top_k: int, gather_left: bool, transposed: bool, group: int) -> Constants:
-    return constants(group, K=top_k, GATHER_LEFT=gather_left, TRANSPOSED=transposed, OUTS=OUTS)
 
 
 def _covered(rows: int, columns: int) -> int:
@@ -116,8 +119,8 @@ def _tile(tile, row_tiles, columns, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _rows(row_ptr, n0, end, BK: gl.constexpr):
-    n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, COPY))
+def _rows(row_ptr, n0, end):
+    n = n0 + gl.arange(0, BK_C, layout=gl.SliceLayout(1, COPY))
     return gl.load(row_ptr + n, mask=n < end, other=0)
 
 
@@ -131,30 +134,27 @@ def _gather(source, bufs, index, n, end, column, width, WIDE: gl.constexpr):
 
 @gluon.jit
 def _step(
-    n0, row, sorted_side, gathered_ptr, end, o, i, left_bufs, right_bufs, ready, empty, step,
-    width, stride,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr,
+    n0, row, sorted_side, gathered_ptr, end, o, i, ring, step, width, stride,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr,
 ):  # fmt: skip
     """Bring one step, if the expert has that many rows; returns the next step."""
-    HALF: gl.constexpr = BM // 2
     if n0 < end:
-        stage = claim(ready, empty, step, BK * (BN if GATHER_LEFT else BM) * 2, STAGES)
-        bar = ready.index(stage)
-        n = n0 + gl.arange(0, BK, layout=gl.SliceLayout(1, COPY))
+        stage = claim(ring, step, BK_C * (BN_C if GATHER_LEFT else BM_C) * 2)
+        bar = ring.ready.index(stage)
+        n = n0 + gl.arange(0, BK_C, layout=gl.SliceLayout(1, COPY))
         source = rows_at(gathered_ptr, row // K, stride)
         clip = RAGGED_ROWS_C - (end - n0)
         if GATHER_LEFT:
             at = [RAGGED_ROWS_C, end, clip, i]
-            load_box(sorted_side, at, bar, right_bufs.index(stage), [1, 1, BK, BN], RANK4_C)
-            _gather(source, left_bufs, 2 * stage, n, end, o, width, HALF)
-            _gather(source, left_bufs, 2 * stage + 1, n, end, o + HALF, width, HALF)
+            load_box(sorted_side, at, bar, ring.right.index(stage), [1, 1, BK_C, BN_C], RANK4_C)
+            _gather(source, ring.left, 2 * stage, n, end, o, width, HALF_C)
+            _gather(source, ring.left, 2 * stage + 1, n, end, o + HALF_C, width, HALF_C)
         else:
             for half in gl.static_range(2):
-                at = [RAGGED_ROWS_C, end, clip, o + half * HALF]
-                buffer = left_bufs.index(2 * stage + half)
-                load_box(sorted_side, at, bar, buffer, [1, 1, BK, HALF], RANK4_C)
-            _gather(source, right_bufs, stage, n, end, i, width, BN)
+                at = [RAGGED_ROWS_C, end, clip, o + half * HALF_C]
+                buffer = ring.left.index(2 * stage + half)
+                load_box(sorted_side, at, bar, buffer, [1, 1, BK_C, HALF_C], RANK4_C)
+            _gather(source, ring.right, stage, n, end, i, width, BN_C)
         async_copy.mbarrier_arrive(bar, increment_count=False)
         step += 1
     return step
@@ -162,68 +162,50 @@ def _step(
 
 @gluon.jit
 def _produce(
-    sorted_side, gathered_ptr, row_ptr, offsets_ptr, left_bufs, right_bufs, ready, empty,
-    tiles, row_tiles, columns, width_8, stride_8,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, row_tiles, columns, width_8,
+    stride_8,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     # In units of 8, so that the compiler knows that rows keep the 16 bytes of a copy aligned.
     width, stride = width_8 * 8, stride_8 * 8
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, row_tile, column_tile = _tile(tile, row_tiles, columns, GROUP)
-        o, i = row_tile * BM, column_tile * BN
+        o, i = row_tile * BM_C, column_tile * BN_C
         end = gl.load(offsets_ptr + e + 1)
         # Rows are looked up for four steps at once: one by one, that latency sets the pace.
-        for n0 in range(gl.load(offsets_ptr + e), end, 4 * BK):
-            row_0 = _rows(row_ptr, n0, end, BK)
-            row_1 = _rows(row_ptr, n0 + BK, end, BK)
-            row_2 = _rows(row_ptr, n0 + 2 * BK, end, BK)
-            row_3 = _rows(row_ptr, n0 + 3 * BK, end, BK)
-            step = _step(
-                n0, row_0, sorted_side, gathered_ptr, end, o, i, left_bufs, right_bufs, ready,
-                empty, step, width, stride, K, GATHER_LEFT, BM, BN, BK, STAGES,
-            )  # fmt: skip
-            step = _step(
-                n0 + BK, row_1, sorted_side, gathered_ptr, end, o, i, left_bufs, right_bufs, ready,
-                empty, step, width, stride, K, GATHER_LEFT, BM, BN, BK, STAGES,
-            )  # fmt: skip
-            step = _step(
-                n0 + 2 * BK, row_2, sorted_side, gathered_ptr, end, o, i, left_bufs, right_bufs,
-                ready, empty, step, width, stride, K, GATHER_LEFT, BM, BN, BK, STAGES,
-            )  # fmt: skip
-            step = _step(
-                n0 + 3 * BK, row_3, sorted_side, gathered_ptr, end, o, i, left_bufs, right_bufs,
-                ready, empty, step, width, stride, K, GATHER_LEFT, BM, BN, BK, STAGES,
-            )  # fmt: skip
+        for n0 in range(gl.load(offsets_ptr + e), end, 4 * BK_C):
+            row_0 = _rows(row_ptr, n0, end)
+            row_1 = _rows(row_ptr, n0 + BK_C, end)
+            row_2 = _rows(row_ptr, n0 + 2 * BK_C, end)
+            row_3 = _rows(row_ptr, n0 + 3 * BK_C, end)
+            four = (row_0, row_1, row_2, row_3)
+            for s in gl.static_range(4):
+                step = _step(
+                    n0 + s * BK_C, four[s], sorted_side, gathered_ptr, end, o, i, ring, step, width,
+                    stride, K, GATHER_LEFT,
+                )  # fmt: skip
 
 
 @gluon.jit
 def _consume(
-    half, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty, tiles, row_tiles,
-    columns,
-    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, CHUNK: gl.constexpr, STAGES: gl.constexpr, OUTS: gl.constexpr,
+    half, grad, offsets_ptr, ring, out_bufs, tiles, row_tiles, columns,
+    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BM // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, row_tile, column_tile = _tile(tile, row_tiles, columns, GROUP)
         rows = gl.load(offsets_ptr + e + 1) - gl.load(offsets_ptr + e)
-        acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_steps(
-            acc, (rows + BK - 1) // BK, step, half, left_bufs, right_bufs, ready, empty,
-            True, False, True, STAGES,
-        )  # fmt: skip
-        for q in gl.static_range(BN // CHUNK):
-            row = row_tile * BM + half * HALF
-            column = column_tile * BN + q * CHUNK
+        acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
+        acc, step = sum_steps(acc, (rows + BK_C - 1) // BK_C, step, half, ring, True, False, True)
+        for q in gl.static_range(BN_C // CHUNK_C):
+            row = row_tile * BM_C + half * HALF_C
+            column = column_tile * BN_C + q * CHUNK_C
             at = [e, column if TRANSPOSED else row, row if TRANSPOSED else column]
             store_box(
-                quarter(acc, q, part).to(out_bufs.dtype), out_bufs.index(half * OUTS + q % OUTS),
-                grad, at, [1, HALF, CHUNK], RANK3_C, OUTS - 1, TRANSPOSED,
+                quarter(acc, q, PART).to(out_bufs.dtype),
+                out_bufs.index(half * OUTS_C + q % OUTS_C), grad, at, [1, HALF_C, CHUNK_C],
+                RANK3_C, OUTS_C - 1, TRANSPOSED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -233,29 +215,18 @@ def _specialised_dw_kernel(
     sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8,
     stride_8,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program takes tiles of BM x BN in turn."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
-    left_bufs, right_bufs, ready, empty = ring(dtype, (BK, BM // 2), (BK, BN), 129, STAGES)
-    out_bufs = gl.allocate_shared_memory(
-        dtype, [2 * OUTS, BM // 2, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
-    gl.warp_specialize(
-        [
-            (_consume, (0, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-                        tiles, row_tiles, columns, TRANSPOSED, GROUP, BM, BN, BK, CHUNK, STAGES,
-                        OUTS)),
-            (_consume, (1, grad, offsets_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-                        tiles, row_tiles, columns, TRANSPOSED, GROUP, BM, BN, BK, CHUNK, STAGES,
-                        OUTS)),
-            (_produce, (sorted_side, gathered_ptr, row_ptr, offsets_ptr, left_bufs, right_bufs,
-                        ready, empty, tiles, row_tiles, columns, width_8, stride_8, K,
-                        GATHER_LEFT, GROUP, BM, BN, BK, STAGES)),
-        ],
-        [4, 4],
-        [216, 56],
+    ring = make_ring(dtype, (BK_C, HALF_C), (BK_C, BN_C), 129)
+    out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
+    specialise(
+        _consume,
+        (grad, offsets_ptr, ring, out_bufs, tiles, row_tiles, columns, TRANSPOSED, GROUP),
+        _produce,
+        (sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, row_tiles, columns, width_8,
+         stride_8, K, GATHER_LEFT, GROUP),
+        4, [216, 56],
     )  # fmt: skip
 
 

@@ -6,17 +6,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from moe_patch.kernels.hopper.common import claim, load_box
+from moe_patch.kernels.hopper.common import BK_C, HALF_C, claim, load_box
 
 # How the threads of a producer share a block of rows, 16 bytes a copy.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
-def halves(start, end, HALF: gl.constexpr):
+def halves(start, end):
     """Plan positions of a tile's halves; past the expert's end its last one, which has a row."""
-    n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY))
-    return gl.minimum(n, end - 1), gl.minimum(n + HALF, end - 1)
+    n = start + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, COPY))
+    return gl.minimum(n, end - 1), gl.minimum(n + HALF_C, end - 1)
 
 
 @gluon.jit
@@ -27,9 +27,8 @@ def rows_at(base, index, stride):
 
 @gluon.jit
 def gather_steps(
-    source, low_row, high_row, stride, start, end, width, descriptor, e, column, left_bufs,
-    right_bufs, ready, empty, steps, step,
-    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    source, low_row, high_row, stride, start, end, width, descriptor, e, column, ring, steps, step,
+    SHAPE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Producer: the steps of a tile whose left rows cp.async gathers, 64 for each consumer.
 
@@ -45,46 +44,43 @@ def gather_steps(
     Returns:
         the next step.
     """
-    HALF: gl.constexpr = left_bufs.shape[1]
-    n = start + gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY))
+    n = start + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, COPY))
     low_at, high_at = rows_at(source, low_row, stride), rows_at(source, high_row, stride)
-    low_in, high_in = (n < end)[:, None], (n + HALF < end)[:, None]
-    if start + 2 * HALF <= end:
+    low_in, high_in = (n < end)[:, None], (n + HALF_C < end)[:, None]
+    if start + 2 * HALF_C <= end:
         for i in range(0, steps):
             _gather_step(
-                low_at, high_at, low_in, high_in, i * BK, width, descriptor, e, column, left_bufs,
-                right_bufs, ready, empty, step + i, SHAPE, LAYOUT, BK, STAGES, True,
+                low_at, high_at, low_in, high_in, i * BK_C, width, descriptor, e, column, ring,
+                step + i, SHAPE, LAYOUT, True,
             )  # fmt: skip
     else:
         for i in range(0, steps):
             _gather_step(
-                low_at, high_at, low_in, high_in, i * BK, width, descriptor, e, column, left_bufs,
-                right_bufs, ready, empty, step + i, SHAPE, LAYOUT, BK, STAGES, False,
+                low_at, high_at, low_in, high_in, i * BK_C, width, descriptor, e, column, ring,
+                step + i, SHAPE, LAYOUT, False,
             )  # fmt: skip
     return step + steps
 
 
 @gluon.jit
 def _gather_step(
-    low_at, high_at, low_in, high_in, k0, width, descriptor, e, column, left_bufs, right_bufs,
-    ready, empty, step,
-    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    WHOLE: gl.constexpr,
+    low_at, high_at, low_in, high_in, k0, width, descriptor, e, column, ring, step,
+    SHAPE: gl.constexpr, LAYOUT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = SHAPE[0] * SHAPE[1] * SHAPE[2] * (SHAPE[3] if len(SHAPE) == 4 else 1) * 2
-    stage = claim(ready, empty, step, BYTES, STAGES)
-    right = right_bufs.index(stage)
+    stage = claim(ring, step, BYTES)
+    right = ring.right.index(stage)
     if len(SHAPE) == 4:
-        load_box(descriptor, [e, 0, column, k0], ready.index(stage), right, SHAPE, LAYOUT)
+        load_box(descriptor, [e, 0, column, k0], ring.ready.index(stage), right, SHAPE, LAYOUT)
     else:
-        load_box(descriptor, [e, k0, column], ready.index(stage), right, SHAPE, LAYOUT)
-    k = k0 + gl.arange(0, BK, layout=gl.SliceLayout(0, COPY))
+        load_box(descriptor, [e, k0, column], ring.ready.index(stage), right, SHAPE, LAYOUT)
+    k = k0 + gl.arange(0, BK_C, layout=gl.SliceLayout(0, COPY))
     within = (k < width)[None, :]
     async_copy.async_copy_global_to_shared(
-        left_bufs.index(2 * stage), low_at + k[None, :], mask=within if WHOLE else within & low_in
+        ring.left.index(2 * stage), low_at + k[None, :], mask=within if WHOLE else within & low_in
     )
     async_copy.async_copy_global_to_shared(
-        left_bufs.index(2 * stage + 1), high_at + k[None, :],
+        ring.left.index(2 * stage + 1), high_at + k[None, :],
         mask=within if WHOLE else within & high_in,
     )  # fmt: skip
-    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    async_copy.mbarrier_arrive(ring.ready.index(stage), increment_count=False)

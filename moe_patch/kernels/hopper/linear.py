@@ -6,41 +6,45 @@ them out in four chunks, clipped at the expert's end, while the producer is in t
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from moe_patch.kernels.common.device import cdiv
-from moe_patch.kernels.common.launcher import Box, Constants, Launcher
+from moe_patch.kernels.common.launcher import Box, Launcher
 from moe_patch.kernels.common.tiling import rows_of_tile
-from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (
+    ACC,
     BK,
+    BK_C,
     BM,
+    BM_C,
     BN,
+    BN_C,
     CHUNK,
-    OUTS,
+    CHUNK_C,
+    HALF_C,
+    OUTS_C,
+    PART,
     RAGGED_ROWS_C,
     RANK2,
+    RANK2_C,
     RANK3,
     RANK4_C,
     claim,
     constants,
-    copies_boxes,
-    copies_rows,
     load_box,
+    make_ring,
     programs,
     quarter,
     ragged_box,
     rank_depth,
-    ring,
+    specialise,
     store_box,
     sum_both,
+    takes,
     whole_box,
-    with_factors,
 )
 from moe_patch.kernels.plan.row_tiles import Rows
 
@@ -49,14 +53,7 @@ def supported(
     inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Whether this kernel takes the operands: all in whole 16 bytes, factor and weight alike."""
-    sides, weights = with_factors([inputs], w_EOI, low_rank)
-    return (
-        rows.block_m == BM
-        and available(inputs)
-        and copies_rows(*sides)
-        and w_EOI.shape[1] % 8 == 0
-        and (copies_boxes(*weights, axis=2) or copies_boxes(*weights, axis=1))
-    )
+    return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axes=(2, 1))
 
 
 def specialised_grouped_linear(
@@ -78,11 +75,8 @@ def specialised_grouped_linear(
     sides, weight, R = _sides(inputs), _boxes(w_EOI, depth_last), 0
     ranks, factor = sides, weight
     if low_rank is not None:
-        ranks, factor, R = (
-            _sides(low_rank[0]),
-            _boxes(low_rank[1], depth_last),
-            low_rank[0].shape[1],
-        )
+        u_NR, l_EOR = low_rank
+        ranks, factor, R = _sides(u_NR), _boxes(l_EOR, depth_last), u_NR.shape[1]
     bias = b_EO if b_EO is not None else inputs
     columns = cdiv(O, BN)
     _launch(
@@ -90,13 +84,9 @@ def specialised_grouped_linear(
         (sides, ranks, weight, factor, ragged_box(out_NO, (BM // 2, CHUNK)), bias,
          rows.plan.offsets_S, rows.table),
         (rows.bound,), (columns, O, I, R, bias.stride(0), bias.stride(1)),
-        _constants(depth_last, rank_depth(low_rank), b_EO is not None, group),
+        constants(group, DEPTH_LAST=depth_last, LOW_RANK=rank_depth(low_rank),
+                  BIASED=b_EO is not None),
     )  # fmt: skip
-
-
-@functools.cache
-def _constants(depth_last: bool, low_rank: int, biased: bool, group: int) -> Constants:
-    return constants(group, DEPTH_LAST=depth_last, LOW_RANK=low_rank, BIASED=biased, OUTS=OUTS)
 
 
 def _sides(rows: Tensor) -> Box:
@@ -113,10 +103,8 @@ def _boxes(w_EOI: Tensor, depth_last: bool) -> Box:
 
 @gluon.jit
 def _produce(
-    rows, ranks, weight, factor, offsets_ptr, table_ptr, left_bufs, right_bufs, ready, empty,
-    M, columns, steps, low_steps,
-    DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, GROUP: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    rows, ranks, weight, factor, offsets_ptr, table_ptr, ring, M, columns, steps, low_steps,
+    DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     row_tiles = gl.load(table_ptr)
     step = 0
@@ -124,73 +112,55 @@ def _produce(
         e, start, _end, column_tile = rows_of_tile(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
-        column = column_tile * BN
+        column = column_tile * BN_C
         for i in range(0, steps):
-            _step(
-                rows, weight, e, start, column, i * BK, left_bufs, right_bufs, ready, empty, step,
-                DEPTH_LAST, BM, BN, BK, STAGES,
-            )  # fmt: skip
+            _step(rows, weight, e, start, column, i * BK_C, ring, step, DEPTH_LAST)
             step += 1
         if LOW_RANK > 0:
             for i in range(0, low_steps):
-                _step(
-                    ranks, factor, e, start, column, i * BK, left_bufs, right_bufs, ready, empty,
-                    step, DEPTH_LAST, BM, BN, BK, STAGES,
-                )  # fmt: skip
+                _step(ranks, factor, e, start, column, i * BK_C, ring, step, DEPTH_LAST)
                 step += 1
 
 
 @gluon.jit
-def _step(
-    rows, weight, e, start, column, k0, left_bufs, right_bufs, ready, empty, step,
-    DEPTH_LAST: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
+def _step(rows, weight, e, start, column, k0, ring, step, DEPTH_LAST: gl.constexpr):
     """Bring one step's boxes. Rows past the expert's end are its neighbour's, and never stored."""
-    stage = claim(ready, empty, step, (BM + BN) * BK * 2, STAGES)
-    bar = ready.index(stage)
+    stage = claim(ring, step, (BM_C + BN_C) * BK_C * 2)
+    bar = ring.ready.index(stage)
     if DEPTH_LAST:
-        load_box(weight, [e, column, k0], bar, right_bufs.index(stage), [1, BN, BK])
+        load_box(weight, [e, column, k0], bar, ring.right.index(stage), [1, BN_C, BK_C])
     else:
-        load_box(weight, [e, k0, column], bar, right_bufs.index(stage), [1, BK, BN])
+        load_box(weight, [e, k0, column], bar, ring.right.index(stage), [1, BK_C, BN_C])
     for half in gl.static_range(2):
-        at = [start + half * (BM // 2), k0]
-        tma.async_copy_global_to_shared(rows, at, bar, left_bufs.index(2 * stage + half))
+        at = [start + half * HALF_C, k0]
+        tma.async_copy_global_to_shared(rows, at, bar, ring.left.index(2 * stage + half))
 
 
 @gluon.jit
 def _consume(
-    half, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs, ready, empty,
-    M, columns, O, steps, low_steps, stride_be, stride_bo,
-    DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, OUTS: gl.constexpr,
+    half, out, b_ptr, offsets_ptr, table_ptr, ring, out_bufs, M, columns, O, steps, low_steps,
+    stride_be, stride_bo,
+    DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    HALF: gl.constexpr = BM // 2
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
-    part: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     row_tiles = gl.load(table_ptr)
     step = 0
     for tile in range(gl.program_id(0), row_tiles * columns, gl.num_programs(0)):
         e, start, end, column_tile = rows_of_tile(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
-        acc = gl.zeros((HALF, BN), dtype=gl.float32, layout=layout)
-        acc, step = sum_both(
-            acc, steps, low_steps, step, half, left_bufs, right_bufs, ready, empty, DEPTH_LAST,
-            False, STAGES, LOW_RANK,
-        )  # fmt: skip
-        clip = RAGGED_ROWS_C - (end - start) + half * HALF
-        for q in gl.static_range(BN // CHUNK):
-            value = quarter(acc, q, part)
-            column = column_tile * BN + q * CHUNK
+        acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
+        acc, step = sum_both(acc, steps, low_steps, step, half, ring, DEPTH_LAST, False, LOW_RANK)
+        clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
+        for q in gl.static_range(BN_C // CHUNK_C):
+            value = quarter(acc, q, PART)
+            column = column_tile * BN_C + q * CHUNK_C
             if BIASED:
-                o = column + gl.arange(0, CHUNK, layout=gl.SliceLayout(0, part))
+                o = column + gl.arange(0, CHUNK_C, layout=gl.SliceLayout(0, PART))
                 at = b_ptr + e.to(gl.int64) * stride_be + o * stride_bo
                 value += gl.load(at, mask=o < O, other=0.0).to(gl.float32)[None, :]
             store_box(
-                value.to(out_bufs.dtype), out_bufs.index(half * OUTS + q % OUTS), out,
-                [RAGGED_ROWS_C, end, clip, column], [1, 1, HALF, CHUNK], RANK4_C, OUTS - 1,
+                value.to(out_bufs.dtype), out_bufs.index(half * OUTS_C + q % OUTS_C), out,
+                [RAGGED_ROWS_C, end, clip, column], [1, 1, HALF_C, CHUNK_C], RANK4_C, OUTS_C - 1,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -200,32 +170,22 @@ def _specialised_rows_kernel(
     rows, ranks, weight, factor, out, b_ptr, offsets_ptr, table_ptr,
     M, columns, O, I, R, stride_be, stride_bo,
     DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, CHUNK: gl.constexpr,
-    STAGES: gl.constexpr, OUTS: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns in turn."""
     dtype: gl.constexpr = out.dtype
-    RIGHT: gl.constexpr = (BN, BK) if DEPTH_LAST else (BK, BN)
-    left_bufs, right_bufs, ready, empty = ring(dtype, (BM // 2, BK), RIGHT, 1, STAGES)
-    out_bufs = gl.allocate_shared_memory(
-        dtype, [2 * OUTS, BM // 2, CHUNK], gl.NVMMASharedLayout(128, 16, rank=2)
-    )
-    steps = (I + BK - 1) // BK
-    low_steps = (R + BK - 1) // BK
-    gl.warp_specialize(
-        [
-            (_consume, (0, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
-                        ready, empty, M, columns, O, steps, low_steps, stride_be, stride_bo,
-                        DEPTH_LAST, LOW_RANK, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
-            (_consume, (1, out, b_ptr, offsets_ptr, table_ptr, left_bufs, right_bufs, out_bufs,
-                        ready, empty, M, columns, O, steps, low_steps, stride_be, stride_bo,
-                        DEPTH_LAST, LOW_RANK, BIASED, GROUP, BM, BN, CHUNK, STAGES, OUTS)),
-            (_produce, (rows, ranks, weight, factor, offsets_ptr, table_ptr, left_bufs, right_bufs,
-                        ready, empty, M, columns, steps, low_steps,
-                        DEPTH_LAST, LOW_RANK, GROUP, BM, BN, BK, STAGES)),
-        ],
-        [4, 1],
-        [216, 56],
+    RIGHT: gl.constexpr = (BN_C, BK_C) if DEPTH_LAST else (BK_C, BN_C)
+    ring = make_ring(dtype, (HALF_C, BK_C), RIGHT, 1)
+    out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
+    steps = (I + BK_C - 1) // BK_C
+    low_steps = (R + BK_C - 1) // BK_C
+    specialise(
+        _consume,
+        (out, b_ptr, offsets_ptr, table_ptr, ring, out_bufs, M, columns, O, steps, low_steps,
+         stride_be, stride_bo, DEPTH_LAST, LOW_RANK, BIASED, GROUP),
+        _produce,
+        (rows, ranks, weight, factor, offsets_ptr, table_ptr, ring, M, columns, steps, low_steps,
+         DEPTH_LAST, LOW_RANK, GROUP),
+        1, [216, 56],
     )  # fmt: skip
 
 
