@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,6 +86,86 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
     assert asked == [(b.base.data_ptr(), [*b.shape], [*b.strides], "kind") for b in boxes]
     assert encoded(launcher.Box(there, (2, 4), (4, 1), (2, 4))) == [5]
     assert len(kept) <= 4
+
+
+class Compiled:
+    """Stands for a compiled kernel of a known release: notes what reaches it, and by which way."""
+
+    packed_metadata, function = (), 0
+
+    def __init__(self, run: object, metadata: object, got: list[tuple]) -> None:
+        self.run, self.metadata, self.got = run, metadata, got
+
+    def __getitem__(self, grid: tuple) -> Callable:
+        return lambda *args, stream=None: self.got.append(("Triton", grid, *args))
+
+
+def encoding(launcher: Callable) -> Callable:
+    """Triton's function around the one in C, which encodes descriptors."""
+    return lambda *args: launcher(*args)
+
+
+def encoding_renamed(in_c: Callable) -> Callable:
+    """The same with another name in the closure."""
+    return lambda *args: in_c(*args)
+
+
+GONE = ["", "CudaLauncher", "make_tensordesc_arg", "closure", "launch", "launch_pdl", "meta"]
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_where_triton_lacks_a_private_name_it_launches_itself(
+    monkeypatch: pytest.MonkeyPatch, gone: str
+) -> None:
+    """Right arguments by Triton's own way, at every launch; with all names by the one in C."""
+    from moe_patch.kernels.common import launcher
+
+    got: list[tuple] = []
+    launcher_in_c = lambda *args: got.append(("C", *args[-5:]))  # noqa: E731
+
+    class CudaLauncher:
+        global_scratch_size = profile_scratch_size = 0
+        launch_cooperative_grid = launch_pdl = False
+        launch = staticmethod(encoding_renamed(launcher_in_c))
+
+    if gone != "closure":
+        CudaLauncher.launch = staticmethod(encoding(launcher_in_c))
+    nvidia = "triton.backends.nvidia.driver"
+    monkeypatch.setattr(f"{nvidia}.CudaLauncher", CudaLauncher, raising=False)
+    monkeypatch.setattr(f"{nvidia}.make_tensordesc_arg", lambda *_: ["encoded"], raising=False)
+    metadata = SimpleNamespace(tensordesc_meta=["kind"])
+    compiled = Compiled(CudaLauncher(), metadata, got)
+    if gone in ("CudaLauncher", "make_tensordesc_arg"):
+        monkeypatch.delattr(f"{nvidia}.{gone}")
+    elif gone == "meta":
+        del metadata.tensordesc_meta
+    elif gone == "launch":
+        del CudaLauncher.launch
+    elif gone == "launch_pdl":
+        del CudaLauncher.launch_pdl
+    active = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
+
+    class Kernel:
+        arg_names = ("in_ptr", "out_ptr", "T", "N", "BLOCK")
+
+        def __getitem__(self, grid: tuple) -> Callable:
+            return lambda *args, **constants: compiled
+
+    launch = launcher.Launcher(Kernel())
+    launch._direct = True
+    here = torch.zeros(64)
+    box = launcher.Box(here, (8, 8), (8, 1), (4, 4))
+    for T in (3, 3, 5):
+        launch((2,), (box, here), (T,), (8,), BLOCK=16)
+    if not gone:
+        assert got == [("C", "encoded", here.data_ptr(), T, 8, 16) for T in (3, 5)]
+        return
+    assert [each[:2] for each in got] == [("Triton", (2, 1, 1))] * 2
+    for (_, _, descriptor, tensor, *numbers), T in zip(got, (3, 5), strict=True):
+        assert descriptor.base is here
+        assert tensor is here
+        assert numbers == [T, 8, 16]
 
 
 def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:

@@ -5,16 +5,21 @@ Of the router the same is in test_kernels_routing.py, where its kernels run.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
+from moe_patch.ops import direct
 from moe_patch.ops.direct import unwatched
-from moe_patch.ops.experts import schema
+from moe_patch.ops.experts import op, schema
 from moe_patch.ops.experts.op import Signals
+from moe_patch.runtime import taps
 from tests.experts_cases import Case, gradients, make_inputs, ours
 from tests.numerics import assert_bits
 from tests.watching import Watching
@@ -74,6 +79,99 @@ def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [False] * 3
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert not unwatched((plain,))
+
+
+DISPATCHER = (
+    "_dispatch_tls_local_include_set",
+    "_autograd._profiler_enabled",
+    "_dispatch_keys",
+    "DispatchKeySet",
+    "DispatchKey.ZeroTensor",
+)
+
+
+LOOKUPS = (direct._dispatcher, op._graph_is_kept, taps._inside_backward)
+
+
+@pytest.fixture
+def without() -> Iterator[Callable[[str], None]]:
+    """Hide a private name of torch from our lookups, as in a release that renamed it."""
+
+    def hide(name: str) -> None:
+        with pytest.MonkeyPatch.context() as gone:  # torch itself needs some of them in backward
+            gone.delattr(f"torch._C.{name}")
+            for lookup in LOOKUPS:
+                lookup.cache_clear()
+                lookup()
+
+    yield hide
+    for lookup in LOOKUPS:
+        lookup.cache_clear()
+
+
+def step_of(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    out = ours(Case(), t)
+    found = {"out": out} | gradients(out, t)
+    with torch.no_grad():
+        return found | {"inference": ours(Case(), t)}
+
+
+@pytest.mark.parametrize("name", DISPATCHER)
+def test_a_torch_that_does_not_tell_who_watches_gets_operators(
+    without: Callable[[str], None], name: str
+) -> None:
+    """The same bits: plain eager work goes through the dispatcher, watched or not."""
+    t = make_inputs(Case(), torch.float32)
+    expected = step_of(t)
+    without(name)
+    assert not unwatched((torch.zeros(2),))
+    with mock.patch.object(op, "schema", None):
+        found = step_of(t)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_bits(found[key], value, key)
+
+
+def test_a_torch_that_does_not_tell_what_is_kept_never_loses_h(
+    without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backward that may come again does not overwrite h, and comes again to the same bits."""
+    t = make_inputs(Case(), torch.float32)
+    leaves = [each for each in t.values() if each.requires_grad]
+    expected = torch.autograd.grad(ours(Case(), t).square().sum(), leaves)
+    without("_autograd._get_current_graph_task_keep_graph")
+    over, run = [], schema.experts_bwd
+
+    def noting(*args: object, overwrite_h: bool = False) -> object:
+        over.append(overwrite_h)
+        return run(*args, overwrite_h=overwrite_h)
+
+    monkeypatch.setattr(schema, "experts_bwd", noting)
+    loss = ours(Case(), t).square().sum()
+    twice = [torch.autograd.grad(loss, leaves, retain_graph=again) for again in (True, False)]
+    assert over == [False, False]
+    for found in twice:
+        for one, other in zip(found, expected, strict=True):
+            assert_bits(one, other)
+
+
+@pytest.mark.parametrize("name", ["", "_current_graph_task_id"])
+def test_inside_backward_and_outside(without: Callable[[str], None], name: str) -> None:
+    """Also during a forward that a checkpoint runs again, and in backwards inside backward."""
+    if name:
+        without(name)
+    seen = []
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        seen.append(taps.inside_backward())
+        return x.square()
+
+    x = torch.ones(2, requires_grad=True)
+    for reentrant in (True, False):
+        seen.clear()
+        checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+        assert seen == [False, True]
+        assert not taps.inside_backward()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

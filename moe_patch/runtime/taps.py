@@ -243,5 +243,21 @@ def _written(signals: Signals | None) -> bool:
 
 
 def inside_backward() -> bool:
-    """Whether a backward pass runs: a forward inside it is a checkpoint's recompute."""
-    return torch._C._current_graph_task_id() != -1
+    """Return whether a backward pass runs: a forward inside it is a checkpoint's recompute."""
+    return _inside_backward()()
+
+
+@functools.cache
+def _inside_backward() -> Callable[[], bool]:
+    """The function behind :func:`inside_backward`; a private name of torch is looked up once."""
+    task = getattr(torch._C, "_current_graph_task_id", None)
+    return _engine_takes_callbacks if task is None else lambda: task() != -1
+
+
+def _engine_takes_callbacks() -> bool:
+    """Queue a callback that does nothing: outside a backward pass autograd's engine refuses."""
+    try:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: None)
+    except RuntimeError:
+        return False
+    return True

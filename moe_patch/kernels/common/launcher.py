@@ -170,21 +170,40 @@ class Launcher:
             self._compiled[key] = _Compiled(compiled, tail, *_launch_in_c(compiled, operands))
 
 
+# What a launch needs of Triton's launcher; a release that lacks one of them launches by itself.
+_READ = (
+    "launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"
+)  # fmt: skip
+_BY_TRITON = None, (), ()
+
+
 def _launch_in_c(
     compiled: CompiledKernel, operands: Sequence[Any]
 ) -> tuple[Callable[..., None] | None, tuple, tuple[tuple[int, Any, dict], ...]]:
-    """The last three fields of :class:`_Compiled`: what Triton's launcher does at every call."""
-    from triton.backends.nvidia.driver import CudaLauncher
+    """The last three fields of :class:`_Compiled`: what Triton's launcher does at every call.
 
+    Returns:
+        No function in C if the kernel needs memory of Triton, if a device takes descriptors apart,
+        or if this release lacks a private name: then Triton launches, which takes the host longer.
+    """
+    try:
+        from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg  # noqa: F401
+    except ImportError:
+        return _BY_TRITON
     run = compiled.run
-    if type(run) is not CudaLauncher or run.global_scratch_size or run.profile_scratch_size:
-        return None, (), ()
-    launch, kinds = run.launch, compiled.metadata.tensordesc_meta or ()
+    if type(run) is not CudaLauncher or not all(hasattr(run, name) for name in _READ):
+        return _BY_TRITON
+    launch, kinds = run.launch, getattr(compiled.metadata, "tensordesc_meta", None) or ()
     places = [at for at, operand in enumerate(operands) if isinstance(operand, Box)]
-    if len(places) != len(kinds):  # a device without them takes a descriptor apart
-        return None, (), ()
+    if run.global_scratch_size or run.profile_scratch_size or len(places) != len(kinds):
+        return _BY_TRITON
     if places:
-        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+        # The function in C is a variable in the closure of the one that encodes descriptors.
+        launch = inspect.isfunction(launch) and inspect.getclosurevars(launch).nonlocals.get(
+            "launcher"
+        )
+        if not launch:
+            return _BY_TRITON
     described = tuple((at, kind, {}) for at, kind in zip(places, kinds, strict=True))
     settings = run.launch_cooperative_grid, run.launch_pdl, None, None
     return launch, settings, described[::-1]

@@ -10,6 +10,7 @@ dispatcher (ops/direct.py).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,9 +150,13 @@ def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
     return (grads[0], None, *grads[1:], *others)
 
 
-def _graph_is_kept() -> bool:
-    """Whether the backward pass now running may be run again; torch's compiler asks the same."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+@functools.cache
+def _graph_is_kept() -> Callable[[], bool]:
+    """A function: may the backward pass now running run again? True if torch does not tell.
+
+    The private name is looked up once; torch's compiler reads the same.
+    """
+    return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def _operator(*args: Any) -> Any:
@@ -176,7 +181,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         # Neither again nor through: a gradient of gradients is refused by the other operator.
-        again = torch.compiler.is_compiling() or torch.is_grad_enabled() or _graph_is_kept()
+        again = torch.compiler.is_compiling() or torch.is_grad_enabled() or _graph_is_kept()()
         return tuple(
             None if isinstance(g, list) else g for g in _backward(ctx, *grads, once=not again)
         )
