@@ -48,7 +48,7 @@ def launch_others(dtype: torch.dtype) -> None:
     for experts, spec in ROUTES:
         logits_TE, bias_E = empty(T, experts), empty(experts, dtype=torch.float32)
         bias = bias_E if spec.groups else None
-        made = route.route_forward(logits_TE, spec, bias, count_tokens=True, with_lse=True)
+        made = route.route_forward(logits_TE, spec, bias)
         route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
     sums = losses.router_sums(empty(T, E), weights_TK[:, 0], K)
     losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)

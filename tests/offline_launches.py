@@ -109,7 +109,7 @@ def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
     """One forward and backward of the router."""
     spec = RouteSpec(K, score="sigmoid" if bias else "softmax", renormalize=True, eps=1e-20)
     logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
-    made = route.route_forward(logits_TE, spec, bias_E, count_tokens=bias, with_lse=bias)
+    made = route.route_forward(logits_TE, spec, bias_E)
     route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,21 +44,6 @@ _NUMBERS = tuple(
 )
 
 
-class RouteStats(NamedTuple):
-    """A routing decision and what the same launch counted.
-
-    Attributes:
-        routing: as :func:`route` returns it.
-        tokens_E: int32, how many rows chose each expert.
-        lse_T: fp32 log-sum-exp of each row's logits (NaN where a row holds NaN or +Inf, or nothing
-            but -Inf). Neither carries a gradient.
-    """
-
-    routing: Routing
-    tokens_E: Tensor
-    lse_T: Tensor
-
-
 def route(
     logits_TE: Tensor,
     spec: RouteSpec,
@@ -82,25 +67,6 @@ def route(
         UnsupportedOptionError: the kernels do not cover this spec, dtype, size or device, or a
             forward-mode derivative.
     """
-    ids_TK, weights_TK, _, _ = _call(logits_TE, spec, bias_E, ids_dtype, False)
-    return Routing(ids_TK, weights_TK, logits_TE)
-
-
-def route_with_stats(
-    logits_TE: Tensor,
-    spec: RouteSpec,
-    bias_E: Tensor | None = None,
-    *,
-    ids_dtype: torch.dtype = torch.int64,
-) -> RouteStats:
-    """:func:`route`, and from the same launch the rows per expert and each row's log-sum-exp."""
-    ids_TK, weights_TK, tokens_E, lse_T = _call(logits_TE, spec, bias_E, ids_dtype, True)
-    return RouteStats(Routing(ids_TK, weights_TK, logits_TE), tokens_E, lse_T)
-
-
-def _call(
-    logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
     obstacle = route_obstacle(logits_TE, spec, bias_E)
     if obstacle is not None:
@@ -117,10 +83,8 @@ def _call(
         run = _Route.apply if graph else _forward
         for at, kind in _NUMBERS:  # as the operator's schema does
             fields[at] = kind(fields[at])
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = run(
-        logits_TE, bias_E, ids_dtype, stats, *fields
-    )
-    return result
+    ids_TK, weights_TK = run(logits_TE, bias_E, ids_dtype, *fields)
+    return Routing(ids_TK, weights_TK, logits_TE)
 
 
 def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
@@ -180,34 +144,23 @@ def _spec(fields: tuple[Any, ...]) -> RouteSpec:
 
 
 def _forward(
-    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool, *fields: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, *fields: Any
+) -> tuple[Tensor, Tensor]:
     from moe_patch.kernels.routing.route import route_forward
 
-    return tuple(
-        route_forward(
-            logits_TE,
-            _spec(fields),
-            bias_E,
-            ids_dtype=ids_dtype,
-            count_tokens=stats,
-            with_lse=stats,
-        )
-    )
+    return tuple(route_forward(logits_TE, _spec(fields), bias_E, ids_dtype=ids_dtype))
 
 
 def _forward_fake(
-    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, stats: bool, *fields: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, *fields: Any
+) -> tuple[Tensor, Tensor]:
     spec = _spec(fields)
-    T, E = logits_TE.shape
+    T = logits_TE.shape[0]
     scores = torch.float32 if spec.fp32 else logits_TE.dtype
     new = logits_TE.new_empty
     return (
         new((T, spec.top_k), dtype=ids_dtype),
         new((T, spec.top_k), dtype=spec.weights_dtype or scores),
-        new((E if stats else 0,), dtype=torch.int32),
-        new((T if stats else 0,), dtype=torch.float32),
     )
 
 
@@ -223,30 +176,28 @@ def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fiel
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], output[0])
-    ctx.mark_non_differentiable(output[0], output[2], output[3])
-    # Or backward begins by filling a gradient of zeros for each of them.
+    ctx.mark_non_differentiable(output[0])
+    # Or backward begins by filling a gradient of zeros for the ids.
     ctx.set_materialize_grads(False)
-    ctx.fields = inputs[4:]
+    ctx.fields = inputs[3:]
 
 
-def _autograd(
-    ctx: Any, dids: Any, dweights_TK: Tensor | None, dtokens: Any, dlse: Any
-) -> tuple[Any, ...]:
+def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
     if dweights_TK is None:
-        return (None, None, None, None, *[None] * len(_SPEC_FIELDS))
+        return (None, None, None, *[None] * len(_SPEC_FIELDS))
     run: Any = torch.ops.moe_patch.route_backward
     if not torch.is_grad_enabled() and unwatched((dweights_TK, logits_TE)):
         run = _backward
     dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *ctx.fields)
-    return (dlogits_TE, None, None, None, *[None] * len(_SPEC_FIELDS))
+    return (dlogits_TE, None, None, *[None] * len(_SPEC_FIELDS))
 
 
 class _Route(torch.autograd.Function):
     """What ``register_autograd`` makes of the same functions; it looks up arguments' defaults."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
         output = _forward(*args)
         _setup_context(ctx, args, output)
         return output
@@ -255,10 +206,10 @@ class _Route(torch.autograd.Function):
 
 
 def _define() -> None:
-    inputs = f"Tensor logits, Tensor? bias, ScalarType ids_dtype, bool stats, {_SPEC_ARGUMENTS}"
+    inputs = f"Tensor logits, Tensor? bias, ScalarType ids_dtype, {_SPEC_ARGUMENTS}"
     torch.library.define(
         "moe_patch::route_forward",
-        f"({inputs}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"({inputs}) -> (Tensor, Tensor)",
     )
     torch.library.define(
         "moe_patch::route_backward",

@@ -1,7 +1,7 @@
 """Routing in Triton: logits_TE -> ids_TK, weights_TK in one launch, and dlogits_TE in one launch.
 
 The meaning is ``ops.routing.route``, its order of ties and its rounding included. A program
-owns whole rows: nothing is accumulated across programs except, on request, integer token counts.
+owns whole rows: nothing is accumulated across programs.
 """
 
 from __future__ import annotations
@@ -40,14 +40,10 @@ class RouteForward(NamedTuple):
     Attributes:
         ids_TK: expert ids in descending order of the choice score, of the integer dtype asked for.
         weights_TK: routing weights in the dtype the spec asks for.
-        tokens_E: int32 rows per expert, or an empty tensor.
-        lse_T: fp32 log-sum-exp of each row's logits, or an empty tensor.
     """
 
     ids_TK: Tensor
     weights_TK: Tensor
-    tokens_E: Tensor
-    lse_T: Tensor
 
 
 class Columns(NamedTuple):
@@ -88,8 +84,6 @@ def route_forward(
     bias_E: Tensor | None = None,
     *,
     ids_dtype: torch.dtype = torch.int64,
-    count_tokens: bool = False,
-    with_lse: bool = False,
 ) -> RouteForward:
     """Choose and weight ``spec.top_k`` experts per row, in one launch.
 
@@ -98,32 +92,26 @@ def route_forward(
         spec: the family's choices, with ties="lower".
         bias_E: correction bias of any of these dtypes, for the choice only.
         ids_dtype: int32 or int64.
-        count_tokens: also count the rows per expert (exact: integer atomics; one more launch to
-            clear the counts).
-        with_lse: also return log(sum(exp(logits))) per row.
     """
     T, E = logits_TE.shape
     bias_dtype = None if bias_E is None else bias_E.dtype
     new = logits_TE.new_empty
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
-    tokens_E = logits_TE.new_zeros(E if count_tokens else 0, dtype=torch.int32)
-    lse_T = new(T if with_lse else 0, dtype=torch.float32)
     if T > 0:
         made = _forward_constants(
-            spec, E, _rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda, count_tokens,
-            with_lse,
-        )  # fmt: skip
+            spec, E, _rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda
+        )
         with on_device_of(logits_TE):
             _launch_forward(
                 (triton.cdiv(T, made["B"]),),
                 (logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), ids_TK,
-                 weights_TK, tokens_E, lse_T),
+                 weights_TK),
                 (T,),
                 (*logits_TE.stride(), float(spec.eps), float(spec.scale), float(spec.group_fill)),
                 made,
             )  # fmt: skip
-    return RouteForward(ids_TK, weights_TK, tokens_E, lse_T)
+    return RouteForward(ids_TK, weights_TK)
 
 
 def route_backward(
@@ -188,8 +176,6 @@ def _forward_constants(
     logits: torch.dtype,
     bias: torch.dtype | None,
     on_cuda: bool,
-    count_tokens: bool,
-    with_lse: bool,
 ) -> Constants:
     columns = columns_of(E, spec)
     scores = score_dtype(logits, spec)
@@ -211,7 +197,7 @@ def _forward_constants(
         HAS_BIAS=bias is not None, PACKING=packing,
         SCORE_DTYPE=TRITON_DTYPE[scores], CHOICE_DTYPE=TRITON_DTYPE[choice],
         SUM=spec.score == "softmax" and spec.order == "score_topk" and not sums_chosen,
-        RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps, COUNT=count_tokens, LSE=with_lse,
+        RENORMALIZE=spec.renormalize, CLAMP=spec.clamp_eps,
         POSITIVE_NAN=on_cuda and torch.version.hip is None,
         num_warps=1, enable_fp_fusion=False, **_register_limit(registers),
     )  # fmt: skip

@@ -62,7 +62,7 @@ def _may_share_score(
 
 @triton.jit(do_not_specialize=["T"])
 def forward_kernel(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, tokens_ptr, lse_ptr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr,
     T, stride_t, stride_e, eps, scale, group_fill,
     E: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     B: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
@@ -70,7 +70,7 @@ def forward_kernel(
     TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr,
     BY_LOGITS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKING: tl.constexpr,
     SCORE_DTYPE: tl.constexpr, CHOICE_DTYPE: tl.constexpr, SUM: tl.constexpr,
-    RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr, COUNT: tl.constexpr, LSE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr,
     POSITIVE_NAN: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(T, B),). The C columns of a tile hold the experts group by group, padded."""
@@ -87,12 +87,9 @@ def forward_kernel(
 
     max_B = tl.zeros((B,), dtype=tl.float32)
     inv_B = tl.zeros((B,), dtype=tl.float32)
-    if SUM or LSE:
+    if SUM:
         max_B = row_max(x_BWL)
-        sum_B = row_sum(tl.exp(x_BWL - max_B[:, None, None]))
-        inv_B = 1.0 / sum_B
-        if LSE:
-            tl.store(lse_ptr + t_B, max_B + tl.log(sum_B), mask=inside_B)
+        inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
 
     if PACKING == "monotone":
         packed_BWL = pack_logits(x_BWL, c_WL, C, POSITIVE_NAN)
@@ -179,8 +176,6 @@ def forward_kernel(
     out_BK = t_B.to(tl.int64)[:, None] * K + k_K[None, :]
     tl.store(ids_ptr + out_BK, ids_BK, mask=stored_BK)
     tl.store(weights_ptr + out_BK, w_BK, mask=stored_BK)
-    if COUNT:
-        tl.atomic_add(tokens_ptr + ids_BK, 1, mask=stored_BK, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["T"])
