@@ -205,11 +205,11 @@ def test_opcheck(full, T, columns_first) -> None:
         spell_options(glu, "torch", False, ""),
     )
     for keep in (True, False):
-        args = (x, ids, weights, *rest, [keep, keep and full, keep and full, keep], None)
+        args = (x, ids, weights, *rest, [keep, keep and full, keep and full, keep], None, [])
         torch.library.opcheck(torch.ops.moe_patch.experts.default, args, test_utils=CHECKS)
     save = [True, full, full, False]
     with torch.no_grad():
-        _, *kept, _ = torch.ops.moe_patch.experts.default(x, ids, weights, *rest, save, None)
+        _, *kept, _ = torch.ops.moe_patch.experts.default(x, ids, weights, *rest, save, None, [])
     args = (torch.randn_like(x), x, weights, *rest, *kept, [True] * 10 + [True], [])
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_patch.formats.packed import packed_weights
-from moe_patch.ops.experts.schema import read_options, with_scales
+from moe_patch.ops.experts.schema import read_options
 from moe_patch.types import ExpertsNeeds, ExpertWeights
 
 
@@ -45,9 +45,8 @@ def _product(rows: int, matrices: Any) -> int:
 
 
 def experts_flops(x: Any, ids: Any, weights: Any, *args: Any, out_val: Any = None) -> int:
-    """Count ``experts``, all overloads: T * K rows through both projections and their factors."""
-    scales = with_scales(args)[-1]
-    return sum(_products(ids.numel(), x, args[:13], scales))
+    """Count ``experts``, both overloads: T * K rows through both projections and their factors."""
+    return sum(_products(ids.numel(), x, args[:13], args[-1]))
 
 
 def experts_bwd_flops(dout: Any, x: Any, weights: Any, *args: Any, out_val: Any = None) -> int:

@@ -22,8 +22,10 @@ from moe_patch.formats.packed import plain_weights
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.direct import unwatched
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.schema import LIBRARY, OVERLOADS, spell_options, with_scales
+from moe_patch.ops.experts.schema import LIBRARY, spell_options
 from moe_patch.types import ExpertWeights, Glu, Lora
+
+_OPERATORS: Any = torch.ops.moe_patch
 
 
 @dataclass
@@ -91,16 +93,17 @@ def experts_mlp(
     if not grad and signals is None:
         if unwatched((ids_TK, *inputs)):
             return schema.inference(*operands, scales)
-        return torch.ops.moe_patch.experts.inference(*operands, scales)
+        return _OPERATORS.experts.inference(*operands, scales)
     graph = grad and any(t is not None and t.requires_grad for t in inputs)
     keep, norms = graph and not recompute, signals is not None
     # Compilers know the operator's own rule; made by hand it costs a third of the time.
-    run = _Experts.apply if graph and not torch.compiler.is_compiling() else _operator
+    eager = graph and not torch.compiler.is_compiling()
+    run = _Experts.apply if eager else _OPERATORS.experts.default
     out_TD, *_, act_norm_TK = run(
         *operands,
         [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms],
         None if signals is None else signals.grads_3TK,
-        *([scales] if scales else ()),
+        scales,
     )
     if signals is not None:
         signals.act_norm_TK = act_norm_TK.detach()
@@ -119,7 +122,7 @@ def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     x, _, weights, *others = inputs
-    *operands, _, signals, scales = with_scales(tuple(others))
+    *operands, _, signals, scales = others
     tensors, scalars = operands[:8], operands[8:]
     _, *for_backward, _ = output
     ctx.set_materialize_grads(False)
@@ -130,14 +133,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
     x, weights, *tensors = ctx.saved_tensors
     tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
-    others: list[Any] = [*(None for _ in ctx.scalars), None, None]
-    others += [[None for _ in scales]] if scales else []
+    others = [*(None for _ in ctx.scalars), None, None, [None for _ in scales]]
     if dout is None:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
-    operators = torch.ops.moe_patch.experts_bwd
-    run: Any = operators.over_h if once else operators.default
+    run: Any = _OPERATORS.experts_bwd.over_h if once else _OPERATORS.experts_bwd.default
     if not torch.is_grad_enabled() and unwatched((dout, x, weights, *tensors, *from_forward)):
         run = functools.partial(schema.experts_bwd, overwrite_h=once)
     *grads, out_TK, params_TK, lora_TK = run(
@@ -159,11 +160,6 @@ def _graph_is_kept() -> Callable[[], bool]:
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
-def _operator(*args: Any) -> Any:
-    operators = torch.ops.moe_patch.experts
-    return (operators.packed if isinstance(args[-1], list) else operators.default)(*args)
-
-
 class _Experts(torch.autograd.Function):
     """What ``register_autograd`` makes of the same functions; it looks up arguments' defaults.
 
@@ -173,7 +169,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Any:
         tensors = (t for t in args if isinstance(t, Tensor))
-        output = (schema.experts if unwatched(tensors) else _operator)(*args)
+        output = (schema.experts if unwatched(tensors) else _OPERATORS.experts.default)(*args)
         ctx.mark_non_differentiable(output[-1])
         _save(ctx, args, output)
         return output[0], output[-1]
@@ -187,8 +183,7 @@ class _Experts(torch.autograd.Function):
         )
 
 
-for _overload in OVERLOADS:
-    torch.library.register_autograd(
-        f"moe_patch::experts{_overload}", _backward, setup_context=_setup_context, lib=LIBRARY
-    )
+torch.library.register_autograd(
+    "moe_patch::experts", _backward, setup_context=_setup_context, lib=LIBRARY
+)
 torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=LIBRARY)

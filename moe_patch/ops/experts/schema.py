@@ -26,19 +26,15 @@ _BACKEND_MODULES = {
 }
 
 LIBRARY = torch.library.Library("moe_patch", "DEF")
-# Few arguments, since torch spends time on each: what is no tensor travels as one string. A list of
-# tensors takes autograd longer than all others: an overload of its own has that of packed weights.
+# Few arguments, since torch spends time on each: what is no tensor travels as one string.
 _OPERANDS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
     "Tensor? lb2, float s13, float s2, float alpha, float limit, str options"
 )
-OVERLOADS = {"": "", ".packed": ", Tensor[] scales"}
-for _overload, _scales in OVERLOADS.items():
-    LIBRARY.define(
-        f"experts{_overload}(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, "
-        f"Tensor? signals{_scales}) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    )
+LIBRARY.define(
+    f"experts(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, Tensor? signals, "
+    "Tensor[] scales) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
 # Where gradients are off: autograd's layer and outputs that nothing reads take a third of the time.
 LIBRARY.define(
     f"experts.inference(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) "
@@ -88,14 +84,9 @@ def read_glu(spelled: str, alpha: float, limit: float) -> Glu:
     return Glu(options.kind, options.gated, options.interleaved, alpha, limit)
 
 
-def with_scales(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The last arguments of ``experts``, whose scales only the overload for packed weights has."""
-    return args if isinstance(args[-1], list) else (*args, [])
-
-
 def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
-    """``experts``, both overloads."""
-    w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = with_scales(args)
+    """``experts``."""
+    w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = args
     save_h, save_u13, save_u2, norms = keep
     storage = read_options(options).storage
     w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
@@ -176,7 +167,7 @@ _KEEP = ("save_h", "save_u13", "save_u2", "norms")
 
 def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
     """(out, the plan's three, h, u13, u2, norms): what is not kept is empty, and may be one."""
-    *operands, keep, _, scales = with_scales(args)
+    *operands, keep, _, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     options |= zip(_KEEP, keep, strict=True)
     with _no_autocast(x.device.type):
@@ -231,9 +222,8 @@ def _experts_bwd(dout: Any, x: Any, *args: Any, overwrite_h: bool = False) -> li
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
-for _overload in OVERLOADS:
-    LIBRARY.impl(f"experts{_overload}", _experts, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_patch::experts{_overload}", experts_fake, lib=LIBRARY)
+LIBRARY.impl("experts", _experts, "CompositeExplicitAutograd")
+torch.library.register_fake("moe_patch::experts", experts_fake, lib=LIBRARY)
 LIBRARY.impl("experts.inference", inference, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "moe_patch::experts.inference", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY
