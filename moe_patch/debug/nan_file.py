@@ -20,6 +20,7 @@ from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import plain
 from moe_patch.runtime.adapters import Factors
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.record import handed_down, record_of
 
 FORMAT = "moe_patch nan 1"
@@ -75,7 +76,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
         for i, factors in enumerate(given):
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}
     for name, tensor in tensors.items():
-        if type(tensor).__name__ == "DTensor":
+        if is_sharded(tensor):
             raise UnsupportedModelError(
                 f"{name} is sharded (DTensor); accepted: tensors that are whole in the call, as on "
                 "one device, under DDP and under FSDP"

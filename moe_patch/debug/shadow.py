@@ -21,6 +21,7 @@ from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
 from moe_patch.runtime.compare import LIMITS, Direct
+from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
 from moe_patch.runtime.record import RECORD, handed_down, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
@@ -108,9 +109,9 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _obstacle(module: nn.Module, args: tuple) -> str | None:
     for m in module.modules():
-        if "_hf_hook" in m.__dict__:
+        if has_accelerate_hook(m):
             return "an accelerate hook moves the weights"
-        if any(type(p).__name__ == "DTensor" for p in m.parameters(recurse=False)):
+        if any(is_sharded(p) for p in m.parameters(recurse=False)):
             return "sharded weights (DTensor)"
     experts = module.__dict__.get("num_experts")
     if len(args) == 3 and experts is not None:
@@ -140,8 +141,7 @@ def _ours(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _theirs(module: Any, *args: Any, **kwargs: Any) -> Any:
-    own = type(module).forward
-    return getattr(own, "__wrapped__", own)(module, *args, **kwargs)
+    return undecorated_forward(module)(module, *args, **kwargs)
 
 
 def _run(

@@ -13,6 +13,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.families import entry_class
 from moe_patch.patching.discover import FoundBlock, Named
 from moe_patch.runtime import forward
+from moe_patch.runtime.modules import undecorated_forward
 from moe_patch.runtime.record import ModulePatch, is_ours, origin_of, slot_for
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
@@ -168,5 +169,4 @@ def watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
 
 def _as_in_transformers(experts: nn.Module) -> bool:
     """Whether the experts' own forward takes hidden states, ids and weights."""
-    forward = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
-    return len(inspect.signature(forward).parameters) == 4
+    return len(inspect.signature(undecorated_forward(experts)).parameters) == 4

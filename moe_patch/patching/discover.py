@@ -10,6 +10,7 @@ from torch import nn
 
 from moe_patch.families import lookup
 from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.modules import is_decorated
 from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import FamilySpec
 
@@ -192,9 +193,7 @@ def _holder(path: str) -> str:
 
 def _decorated(module: Any) -> tuple[FamilySpec, str] | None:
     """An experts module that transformers' decorator serves and no entry names: tier experts."""
-    if not all(name in module.__dict__ for name in DECORATED) or not hasattr(
-        type(module).forward, "__wrapped__"
-    ):
+    if not all(name in module.__dict__ for name in DECORATED) or not is_decorated(module):
         return None
     model_type = module.config.model_type
     return FamilySpec(

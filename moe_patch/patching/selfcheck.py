@@ -24,6 +24,7 @@ from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.entry_fit import fitting, require_call, require_form
 from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.experts import layout_of, read_glu, run_experts, stored_weight
+from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
 from moe_patch.runtime.record import is_ours
 from moe_patch.runtime.spec import Arg, FamilySpec, read
 
@@ -34,7 +35,7 @@ EXPERTS = 4
 def obstacle(found: FoundBlock) -> str | None:
     """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
     for module in involved(found):
-        if "_hf_hook" in module.__dict__:
+        if has_accelerate_hook(module):
             return "an accelerate hook moves the weights"
         if "forward" in module.__dict__ and not is_ours(module.__dict__["forward"]):
             return "another library bound a forward"
@@ -56,7 +57,7 @@ def obstacle(found: FoundBlock) -> str | None:
                 return "ZeRO-3 partitioned weights"
             if isinstance(tensor, nn.Parameter) and not tensor.numel():
                 return "weights without a size: partitioned, and elsewhere just now"
-            if type(tensor).__name__ == "DTensor":
+            if is_sharded(tensor):
                 return "DTensor weights"
             if (foreign := foreign_class(tensor)) is not None:
                 return f"weights stored in {foreign}"
@@ -217,7 +218,7 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
     x = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype).requires_grad_()
     weights = torch.rand(ids.shape, device=weight.device).to(weight.dtype).requires_grad_()
     grad = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype)
-    original = getattr(type(experts).forward, "__wrapped__", type(experts).forward)
+    original = undecorated_forward(experts)
 
     def ours(module: nn.Module, *args: Tensor) -> Tensor:
         return run_experts(module, spec, *args, backend=backend)

@@ -21,6 +21,7 @@ from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.ties import refuse_outside, tied
 from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.experts import layout_of, read_glu
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.spec import FamilySpec
 
 logger = logging.getLogger("moe_patch")
@@ -235,7 +236,7 @@ def _check(one: Projection, storage: str) -> None:
                 "or dequantize_experts first"
             )
         return
-    foreign = foreign_class(weight) is not None or type(weight.data).__name__ == "DTensor"
+    foreign = foreign_class(weight) is not None or is_sharded(weight)
     if foreign or weight.is_meta or hasattr(weight, "ds_id"):
         raise UnsupportedModelError(
             f"{one.where}: {type(weight.data).__name__} on {weight.device} cannot be quantised; "

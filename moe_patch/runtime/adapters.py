@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError, refuse_forward_mode
 from moe_patch.formats.weights import is_packed
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.types import Lora
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
@@ -174,7 +175,7 @@ def to_lora(
     for lhs, rhs, scaling in factors:
         a_ERI, b_EOR = (lhs.mT, rhs.mT) if transposed else (rhs, lhs)
         found = (b_EOR.shape[0], b_EOR.shape[1], a_ERI.shape[2])
-        if found != tuple(w_EOI.shape) or a_ERI.is_meta or type(a_ERI).__name__ == "DTensor":
+        if found != tuple(w_EOI.shape) or a_ERI.is_meta or is_sharded(a_ERI):
             raise UnsupportedModelError(
                 f"{where}: LoRA factors are for (E, out, in) = {found} "
                 f"({type(a_ERI).__name__} on {a_ERI.device}), "

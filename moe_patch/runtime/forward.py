@@ -23,6 +23,7 @@ from moe_patch.ops.experts.flops import register_flop_formulas
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.adapters import active_factors, fusion_obstacle, paused
 from moe_patch.runtime.experts import run_experts
+from moe_patch.runtime.modules import undecorated_forward
 from moe_patch.runtime.record import (
     ModulePatch,
     bound,
@@ -72,7 +73,7 @@ def experts_forward(
     """transformers' experts signature: [T, D], [T, K] ids, [T, K] weights -> [T, D]."""
     record = record_of(experts)
     if record is None:
-        return type(experts).forward.__wrapped__(experts, hidden_states, top_k_index, top_k_weights)
+        return undecorated_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
     args = (hidden_states, top_k_index, top_k_weights)
     # A bound forward (it has slots) was looked at when it was called.
     if record.probe is not None and not record.slots:

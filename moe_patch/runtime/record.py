@@ -20,6 +20,7 @@ from torch import nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.runtime.modules import has_accelerate_hook
 
 if TYPE_CHECKING:
     from moe_patch.runtime.spec import FamilySpec
@@ -185,7 +186,7 @@ def origin_of(function: Any) -> str:
 
 def slot_for(module: nn.Module) -> str:
     """Where a forward has to be bound: behind accelerate's hook if there is one."""
-    return "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    return "_old_forward" if has_accelerate_hook(module) else "forward"
 
 
 def bind(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import LayerSignals
@@ -148,7 +149,7 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
         return None
     if isinstance(patch.spec.bias, str):
         bias: Tensor = read(router, patch.spec.bias)
-        if type(bias).__name__ == "DTensor":
+        if is_sharded(bias):
             require_whole(router, f"update_expert_bias: {layer.router_path}")
         counts = layer.tokens_per_expert
         if counts is not None and bias.numel() != counts.numel():

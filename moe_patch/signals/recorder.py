@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import SIGNALS, LayerSignals, Taps, fused
@@ -168,7 +169,7 @@ def require_whole(module: nn.Module, where: str) -> None:
         UnsupportedModelError: a parameter is a DTensor (FSDP2, tensor parallelism).
     """
     for name, parameter in module.named_parameters():
-        if type(parameter).__name__ == "DTensor":
+        if is_sharded(parameter):
             raise UnsupportedModelError(
                 f"{where}: {name} is sharded (DTensor); accepted: whole parameters, as on one "
                 "device or under DDP; recording itself works on sharded models"
