@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import BACKENDS
+from moe_patch.schema import check_choice, check_fields, check_known
 
 _CHOICES = {
     "backend": BACKENDS,
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
 }
-_FLAGS = ("strict", "self_check", "recompute", "batch_invariant", "debug_nan")
 _PATTERNS = ("include", "exclude")
 
 
@@ -62,28 +61,17 @@ class PatchConfig:
 
     def __post_init__(self) -> None:
         for name, accepted in _CHOICES.items():
-            if getattr(self, name) not in accepted:
-                raise UnsupportedOptionError(
-                    f"moe_patch: {name} is {getattr(self, name)!r}; accepted: {', '.join(accepted)}"
-                )
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise UnsupportedOptionError(
-                    f"moe_patch: {name} is {getattr(self, name)!r}; accepted: true, false"
-                )
+            check_choice(f"moe_patch: {name}", getattr(self, name), accepted)
+        check_fields("moe_patch", self)
         if self.batch_invariant and self.ties == "torch":
             raise UnsupportedOptionError(
                 "moe_patch: batch_invariant=True needs ties='lower': torch.topk's choice among "
                 "equal scores may change with the number of rows"
             )
-        if type(self.shadow_check) is not int or self.shadow_check < 0:
+        if self.shadow_check < 0:
             raise UnsupportedOptionError(
                 f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
                 "or 0 for never"
-            )
-        if not isinstance(self.debug_dir, str):
-            raise UnsupportedOptionError(
-                f"moe_patch: debug_dir is {self.debug_dir!r}; accepted: the path of a folder"
             )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
@@ -98,7 +86,8 @@ class PatchConfig:
             options: override single keys.
 
         Raises:
-            UnsupportedOptionError: unknown key (the nearest is named) or a wrong value.
+            UnsupportedOptionError: unknown key (the nearest is named, or all where none is near)
+                or a wrong value.
         """
         if type(value).__module__ == "yaml.nodes":
             from yaml.constructor import SafeConstructor
@@ -131,19 +120,11 @@ class PatchConfig:
 
 
 def _normalise(options: Mapping[str, Any]) -> dict[str, Any]:
-    known = [field.name for field in dataclasses.fields(PatchConfig)]
-    result = {}
-    for key, value in options.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise UnsupportedOptionError(
-                f"moe_patch: unknown option {key!r}; did you mean {near[0]!r}? "
-                f"Known: {', '.join(known)}"
-            )
-        if key == "fuse_lora" and value is False:
-            value = "off"  # YAML 1.1 reads a bare `off` as false
-        result[key] = value
-    return result
+    for key in options:
+        check_known("moe_patch: unknown option", key, PatchConfig.__dataclass_fields__)
+    if options.get("fuse_lora") is False:
+        return {**options, "fuse_lora": "off"}  # YAML 1.1 reads a bare `off` as false
+    return dict(options)
 
 
 def _patterns(key: str, value: Any) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ PACKAGE = Path(moe_patch.__file__).parent
 # Lowest first. A module imports from lower layers only; inside a folder (trailing dot) it is free.
 LAYERS = (
     {"_version", "errors", "types"},
-    {"tensor_file"},
+    {"schema", "tensor_file"},
     {"formats."},
     {"kernels."},
     {"ops."},

@@ -46,7 +46,7 @@ WRONG = [
     ({"data": {"source": "x", "blocksize": 1}}, "did you mean 'block_size'?"),
     ({"compare_unpatched": 0}, "compare_unpatched is 0; at least 1 step"),
     ({"moe_patch": {"backnd": "torch"}}, "did you mean 'backend'?"),
-    ({"moe_patch": "yes"}, "moe_patch is 'yes'; expected a bool or a mapping"),
+    ({"moe_patch": "yes"}, "moe_patch is 'yes'; expected a bool (true, false) or a mapping"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.schema import check_choice
 
 BACKENDS = ("auto", "torch", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -83,8 +84,7 @@ def refuse_batch_invariant(why: str) -> NoReturn:
 def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
     if requested == "torch":
         return BackendChoice("torch", "asked for")
-    if requested not in BACKENDS:
-        raise UnsupportedOptionError(f"backend is {requested!r}; accepted: {', '.join(BACKENDS)}")
+    check_choice("backend", requested, BACKENDS)
     obstacle = triton_obstacle(device, dtype)
     if requested == "triton":
         if obstacle is not None:

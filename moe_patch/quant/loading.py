@@ -15,6 +15,7 @@ from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import memory, mxfp4_checkpoint, state
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
+from moe_patch.schema import check_choice
 
 logger = logging.getLogger("moe_patch")
 
@@ -85,10 +86,7 @@ def load_quantized(
 
 
 def _check_options(storage: str, options: dict[str, Any]) -> None:
-    if storage not in READABLE:
-        raise UnsupportedOptionError(
-            f"load_quantized: storage is {storage!r}; accepted: {', '.join(READABLE)}"
-        )
+    check_choice("load_quantized: storage", storage, READABLE)
     for name, instead in _OWN.items():
         if name in options:
             raise UnsupportedOptionError(f"load_quantized: {name} is its own to set; {instead}")

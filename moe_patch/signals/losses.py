@@ -27,6 +27,7 @@ from moe_patch.runtime.adapters import is_param_wrapper, paused
 from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import LayerSignals
+from moe_patch.schema import check_choice
 from moe_patch.signals.recorder import Recorder, require_whole
 
 TARGETS = ("delta_sc", "surprise")
@@ -111,7 +112,7 @@ def smk_loss(
         UnsupportedModelError: the router's parameters are sharded (FSDP2).
         UnsupportedOptionError: one expert per token, or a wrong word.
     """
-    accept("target", target, TARGETS)
+    check_choice("target", target, TARGETS)
     losses = []
     for path, row in rows_of(recorder, gradient).items():
         logits_TE = router_logits(model, recorder.layers[path])
@@ -179,7 +180,7 @@ def _adapted(model: nn.Module, router: nn.Module) -> dict[str, Tensor]:
 
 def rows_of(recorder: Recorder, gradient: str) -> dict[str, Row]:
     """What the scores of every recorded layer are made of; errors as :func:`delta_sc`."""
-    accept("gradient", gradient, tuple(GRADIENTS))
+    check_choice("gradient", gradient, tuple(GRADIENTS))
     rows = {}
     for path, layer in recorder.layers.items():
         norms = [_recorded(layer, name) for name in ("act_norm", GRADIENTS[gradient])]
@@ -213,12 +214,6 @@ def _recorded(layer: LayerSignals, name: str) -> Tensor:
     return value
 
 
-def accept(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    """Refuse a word that is not one of the accepted ones."""
-    if value not in accepted:
-        raise UnsupportedOptionError(f"{name} is {value!r}; accepted: {', '.join(accepted)}")
-
-
 def delta_of(row: Row) -> Tensor:
     """delta_sc of one layer, [T, K]."""
     return _z(row.activation_TK, row.valid_TK) - _z(row.surprise_TK, row.valid_TK)
@@ -243,7 +238,7 @@ def _z(values_TK: Tensor, valid_TK: Tensor) -> Tensor:
 
 def _target(row: Row, target: str) -> Tensor:
     """[T] the slot of the target expert."""
-    accept("target", target, TARGETS)
+    check_choice("target", target, TARGETS)
     score_TK = delta_of(row) if target == "delta_sc" else -row.surprise_TK
     score_TK = score_TK.masked_fill(~row.valid_TK, -float("inf"))
     best_TK = score_TK == score_TK.amax(-1, keepdim=True)

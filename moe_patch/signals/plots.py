@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.runtime.taps import LayerSignals
+from moe_patch.schema import check_choice
 from moe_patch.signals.balance import balance
 from moe_patch.signals.losses import delta_sc
 from moe_patch.signals.recorder import Recorder
@@ -67,8 +68,7 @@ def load_over_training(source: Source, layer: str | None = None) -> Any:
         raise _nothing("load", "run a forward inside `with record(model)`")
     if layer is None:
         layer = max(totals, key=lambda path: balance(totals[path]).max_violation)
-    if layer not in totals:
-        raise UnsupportedOptionError(f"plots: layer is {layer!r}; accepted: {', '.join(totals)}")
+    check_choice("plots: layer", layer, totals)
     figure, (top, bottom) = _figure(7.0, 5.2, rows=2, heights=(3, 2))
     shares = _even_shares(_by_step(recorder, layer, totals[layer]))
     image = top.imshow(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import SIGNALS, LayerSignals, Taps, fused
+from moe_patch.schema import check_choice
 
 KEEP = ("load", "all")
 
@@ -115,8 +116,7 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
         PatchStateError: no patched MoE block, or the model is being recorded already.
         UnsupportedOptionError: ``keep`` is another word.
     """
-    if keep not in KEEP:
-        raise UnsupportedOptionError(f"record: keep is {keep!r}; accepted: {', '.join(KEEP)}")
+    check_choice("record: keep", keep, KEEP)
     blocks = patched_blocks(model, "record")
     recorder = Recorder({block.path: _layer_of(block, router_input) for block in blocks}, keep)
     tapped: list[ModulePatch] = []

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.patching.discover import discover
-from moe_patch.signals.losses import TARGETS, Row, accept, delta_of, rows_of, sum_by_expert
+from moe_patch.schema import check_choice
+from moe_patch.signals.losses import TARGETS, Row, delta_of, rows_of, sum_by_expert
 from moe_patch.signals.recorder import Recorder, require_whole
 
 KEEP = ("min", "max")
@@ -44,8 +45,8 @@ def keep_updates(
     """
     if k < 1:
         raise UnsupportedOptionError(f"keep_updates: k is {k}; at least 1 expert per layer")
-    accept("by", by, TARGETS)
-    accept("keep", keep, KEEP)
+    check_choice("by", by, TARGETS)
+    check_choice("keep", keep, KEEP)
     blocks = {block.path: block for block in discover(model)}
     masks = {}
     for path, row in rows_of(recorder, gradient).items():

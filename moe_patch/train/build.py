@@ -26,12 +26,12 @@ from moe_patch.errors import MoePatchError, UnsupportedOptionError
 from moe_patch.quant.loading import load_quantized
 from moe_patch.quant.stored import refuse_unknown
 from moe_patch.quant.surgery import quantize_experts
+from moe_patch.schema import check_known, check_mapping, nearest
 from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.tools.model_files import refuse_other_kind
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
 from moe_patch.train.router_losses import RouterLossConfig
-from moe_patch.train.schema import check_known, check_mapping, nearest
 from moe_patch.train.smk import SmkConfig
 
 # Set from the top level of the file; a second value here would contradict it.

@@ -31,8 +31,8 @@ import yaml
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
+from moe_patch.schema import check_choice, check_known, check_mapping, check_type
 from moe_patch.train.paths import expand_paths
-from moe_patch.train.schema import check_known, check_mapping, check_type
 from moe_patch.train.text_file import read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -251,9 +251,7 @@ def _model(node: Any, where: str) -> ModelConfig:
         accepted = set(MODEL_KEYS) - {"model_type"}
         check_known(f"{where} (with 'path'): unknown key", next(iter(overrides)), accepted)
     dtypes = DTYPES if "path" in own else DTYPES[:-1]
-    dtype = own.get("dtype", "float32")
-    if dtype not in dtypes:
-        raise UnsupportedOptionError(f"{where}.dtype is {dtype!r}; accepted: {', '.join(dtypes)}")
+    check_choice(f"{where}.dtype", own.get("dtype", "float32"), dtypes)
     return ModelConfig(**own, overrides=overrides)
 
 

@@ -19,7 +19,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.balance_loss import router_losses
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.runtime.spec import read
-from moe_patch.train.schema import check_factor
+from moe_patch.schema import check_factor
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.schema import check_factor
 from moe_patch.signals.balance import balance_metrics
 from moe_patch.signals.losses import gate_accuracy, router_logits, smk_loss
 from moe_patch.signals.recorder import Recorder, record
 from moe_patch.train.router_losses import RouterLossTrainer
-from moe_patch.train.schema import check_factor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks of a YAML mapping against a dataclass: a wrong key or type becomes one clear line."""
+"""Checks of options against a dataclass: a wrong key, type or word becomes one clear line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from moe_patch.errors import UnsupportedOptionError
 
 # Other hints (enums, nested dataclasses, protocols) are left to the class that owns them.
 CHECKED = {
-    bool: "a bool", int: "an int", float: "a number", str: "a string", dict: "a mapping",
-    list: "a list",
+    bool: "a bool (true, false)", int: "an int", float: "a number", str: "a string",
+    dict: "a mapping", list: "a list",
 }  # fmt: skip
+UNIONS = (typing.Union, types.UnionType)
 
 
 def nearest(value: Any, accepted: Iterable[str]) -> str | None:
@@ -37,30 +38,35 @@ def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
         raise UnsupportedOptionError(f"{what} {value!r}; {hint}")
 
 
+def check_choice(where: str, value: Any, accepted: Iterable[str]) -> None:
+    """Refuse a value that is not among a few words.
+
+    Raises:
+        UnsupportedOptionError: lists all accepted words.
+    """
+    words = list(accepted)
+    if value not in words:
+        raise UnsupportedOptionError(f"{where} is {value!r}; accepted: {', '.join(words)}")
+
+
 def check_type(where: str, value: Any, hint: Any) -> None:
     """Refuse a value that no member of the hint accepts, as far as the hint is of plain types.
 
     Raises:
         UnsupportedOptionError: names the key, the value and the accepted types.
     """
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    hints = typing.get_args(hint) if union else (hint,)
-    members = [typing.get_origin(m) or m for m in hints]
-    plain = [m for m in members if m in CHECKED]
-    literals = [m for m in hints if typing.get_origin(m) is typing.Literal]
-    words = [word for m in literals for word in typing.get_args(m)]
-    if value is None and type(None) in members:
+    members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
+    origins = [typing.get_origin(member) or member for member in members]
+    if not all(origin in (*CHECKED, type(None), typing.Literal) for origin in origins):
         return
-    known = {*CHECKED, type(None), typing.Literal}
-    if not (plain or words) or any(m not in known for m in members):
-        return
+    literals = [m for m in members if typing.get_origin(m) is typing.Literal]
+    words = [word for member in literals for word in typing.get_args(member)]
     # bool is a subclass of int, and a whole number is a fine float.
-    if any(type(value) is m or (m is float and type(value) is int) for m in plain):
+    fine = {*origins, int} if float in origins else set(origins)
+    if type(value) in fine or (type(value), value) in [(type(word), word) for word in words]:
         return
-    if any(type(value) is type(word) and value == word for word in words):
-        return
-    wanted = " or ".join([*(CHECKED[m] for m in plain), *map(repr, words)])
-    raise UnsupportedOptionError(f"{where} is {value!r}; expected {wanted}")
+    wanted = [*(CHECKED[o] for o in origins if o in CHECKED), *map(repr, words)]
+    raise UnsupportedOptionError(f"{where} is {value!r}; expected {' or '.join(wanted)}")
 
 
 def check_factor(where: str, value: float) -> None:
@@ -74,6 +80,17 @@ def check_factor(where: str, value: float) -> None:
             f"{where} is {value!r}; accepted: a number from 0 on (a negative factor would reward "
             "what the loss is to lower)"
         )
+
+
+def check_fields(where: str, instance: Any) -> None:
+    """Check the plain types of a dataclass's fields, as :func:`check_type` does.
+
+    Raises:
+        UnsupportedOptionError: for the first value of a wrong type.
+    """
+    hints = typing.get_type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        check_type(f"{where}: {field.name}", getattr(instance, field.name), hints[field.name])
 
 
 def check_mapping(where: str, given: Any, cls: type, exclude: Iterable[str] = ()) -> None:
