@@ -106,7 +106,7 @@ FAULTS = [
     Fault("scaled in the router too", "beam", params(scale=2.5)),
     Fault("scaling left out", "hy_v3", params(scale=1.0), {"router_scaling_factor": 2.5}),
     Fault("bias on the scores, not the logits", "kolibri1", params(bias_on="scores")),
-    Fault("bias left out", "lfm2_moe", params(use_bias=False)),
+    Fault("bias left out", "lfm2_moe", fields(bias=None)),
     Fault("softmax over all, then top-k", "granitemoe", softmax_first),
     Fault(
         "logits not soft-capped", "laguna", fields(logits=linear_then_fp32),

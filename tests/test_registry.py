@@ -94,7 +94,7 @@ def spec_of(model_type: str) -> FamilySpec:
         ({"params": {"top_k": "chosen", "renormalize": True}}, r"or Const\(value\)"),
         ({"params": None}, "params is None; accepted: a mapping"),
         ({"bias": Const(0.0)}, "bias is Const"),
-        ({"routing": "softmax_topk"}, "accepted: a function of moe_patch.ops.routing"),
+        ({"routing": "softmax_topk"}, "accepted: a rule of moe_patch.ops.routing"),
         ({"since": "soon"}, "since is 'soon'; accepted: a release"),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",

@@ -7,8 +7,8 @@ in tests/test_special_contracts.py.
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
 from moe_patch.families import families, lookup
-from moe_patch.ops.routing import softmax_topk
+from moe_patch.types import RouteSpec
 from tests import tiny_models
 from tests.numerics import assert_bits, assert_close, bf16_rule
 from tests.parity import Run, assert_parity, run_block, run_model
@@ -179,14 +179,9 @@ def test_block_in_bf16_with_every_expert_chosen(name) -> None:
 # --- the self-check of whole blocks --------------------------------------------------------------
 
 
-def wrong(*args: Any, **kwargs: Any) -> Any:
-    """softmax_topk with weights off by a thousandth."""
-    routing = softmax_topk(*args, **kwargs)
-    return type(routing)(routing.ids_TK, routing.weights_TK * 1.001, routing.logits_TE)
-
-
 def test_a_wrong_block_is_caught_before_anything_is_bound(monkeypatch) -> None:
-    monkeypatch.setattr("moe_patch.families.dbrx.softmax_topk", wrong)
+    off = functools.partial(RouteSpec, scale=1.001)
+    monkeypatch.setattr("moe_patch.families.dbrx.RouteSpec", off)
     base = tiny_models.FAMILIES["dbrx"].over["ffn_config"]
     model = tiny_models.build("dbrx", ffn_config=base | {"moe_normalize_expert_weights": None})
     before, state = snapshot(model), torch.get_rng_state()

@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_patch.families import families, lookup
 from moe_patch.ops.experts import composed, op
+from moe_patch.ops.routing import RouteRule
 from moe_patch.runtime import forward
 
 
@@ -85,9 +86,10 @@ def our_experts() -> set[CodeType]:
 
 
 def our_routing(model: nn.Module) -> set[CodeType]:
-    """The routing functions that the registry names for the model's routers."""
-    specs = [lookup(m)[0] for m in _of_role(model, "router")]
-    return {_code(spec.routing) for spec in specs if spec.routing is not None}
+    """The routing functions, or the code of all rules, that the model's routers must have run."""
+    found = [lookup(m)[0].routing for m in _of_role(model, "router")]
+    rules = [RouteRule.spec if isinstance(r, RouteRule) else r for r in found if r is not None]
+    return {_code(rule) for rule in rules}
 
 
 def _of_role(model: nn.Module, role: str) -> list[nn.Module]:

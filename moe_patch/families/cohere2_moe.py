@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.families.logits import linear
-from moe_patch.ops.routing import RouteImpl, route
+from moe_patch.ops.routing import RouteRule
 from moe_patch.runtime.spec import FamilySpec
-from moe_patch.types import RouteSpec, Routing
 
 
-def topk_softmax_or_sigmoid(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    selection: str,
-    renormalize: bool,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
+def softmax_or_sigmoid(
+    experts: int, *, top_k: int, selection: str, renormalize: bool
+) -> dict[str, Any]:
     """The best k logits; softmax over those in fp32, or sigmoids, renormalised on request.
 
     Raises:
@@ -32,11 +22,10 @@ def topk_softmax_or_sigmoid(
         raise UnsupportedModelError(
             f"Cohere2MoeTopKRouter.expert_selection_fn is {selection!r}; accepted: softmax, sigmoid"
         )
-    spec = RouteSpec(
-        top_k=top_k, score=selection, order="topk_score", fp32=selection == "softmax",
-        renormalize=renormalize and selection == "sigmoid", weights_dtype=weights_dtype, ties=ties,
-    )  # fmt: skip
-    return impl(logits_TE, spec, bias_E)
+    return {
+        "top_k": top_k, "score": selection, "order": "topk_score", "fp32": selection == "softmax",
+        "renormalize": renormalize and selection == "sigmoid",
+    }  # fmt: skip
 
 
 COHERE2_MOE = FamilySpec(
@@ -46,7 +35,7 @@ COHERE2_MOE = FamilySpec(
     router="Cohere2MoeTopKRouter",
     experts="Cohere2MoeExperts",
     logits=linear,
-    routing=topk_softmax_or_sigmoid,
+    routing=RouteRule("topk_softmax_or_sigmoid", softmax_or_sigmoid),
     params={
         "top_k": "top_k",
         "selection": "expert_selection_fn",

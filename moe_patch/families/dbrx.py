@@ -15,12 +15,11 @@ from torch import Tensor
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.experts.composed import combine_rows, gather_rows, grouped_linear
 from moe_patch.ops.experts.definition import build_plan
-from moe_patch.ops.routing import RouteImpl, softmax_topk
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.experts import compute_dtype
 from moe_patch.runtime.record import ModulePatch, bound, bound_method
 from moe_patch.runtime.spec import FamilySpec, Layout
-from moe_patch.types import Routing
+from moe_patch.types import RouteSpec
 
 
 @bound
@@ -32,9 +31,9 @@ def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> T
     return router.layer(hidden_states.view(-1, hidden_states.shape[-1]))
 
 
-def choose(block: Any, logits_TE: Tensor, *, ties: str, impl: RouteImpl) -> Routing:
+def choice(block: Any, ties: str) -> RouteSpec:
     """The best of a softmax in the logits' dtype."""
-    return softmax_topk(logits_TE, top_k=block.top_k, fp32=False, ties=ties, impl=impl)
+    return RouteSpec(block.top_k, fp32=False, ties=ties)
 
 
 @bound_method("route_tokens_to_experts")
@@ -43,7 +42,7 @@ def softmax_topk_norm(
 ) -> tuple[Tensor, Tensor]:
     """weights_TK and ids_TK: softmax in the logits' dtype, divided by an L_p norm if one is set."""
     impl = route_impl(record.config.backend, record.config.batch_invariant)
-    routing = choose(block, router_logits, ties=record.config.ties, impl=impl)
+    routing = impl(router_logits, choice(block, record.config.ties), None)
     weights_TK = routing.weights_TK
     if block.moe_normalize_expert_weights is not None:
         p = float(block.moe_normalize_expert_weights)
@@ -86,7 +85,7 @@ DBRX = FamilySpec(
     experts_forward=experts_forward,
     block_forward=softmax_topk_norm,
     block_slot="route_tokens_to_experts",
-    block_choice=choose,
+    block_choice=choice,
 )
 
 FAMILIES = (DBRX,)

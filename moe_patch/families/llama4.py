@@ -13,28 +13,11 @@ import torch
 from torch import Tensor
 
 from moe_patch.families.logits import linear
-from moe_patch.ops.routing import RouteImpl, route, stable_topk
+from moe_patch.ops.routing import RouteRule, stable_topk
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime import forward
 from moe_patch.runtime.record import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
-from moe_patch.types import RouteSpec, Routing
-
-
-def topk_sigmoid(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """The best k logits, and the sigmoid (in fp32) of each."""
-    spec = RouteSpec(
-        top_k=top_k, score="sigmoid", order="topk_score", weights_dtype=weights_dtype, ties=ties
-    )
-    return impl(logits_TE, spec, bias_E)
 
 
 @bound
@@ -92,7 +75,8 @@ LLAMA4 = FamilySpec(
     router="Llama4Router",
     experts="Llama4TextExperts",
     logits=linear,
-    routing=topk_sigmoid,
+    # the sigmoid, in fp32, of each of the best k logits
+    routing=RouteRule("topk_sigmoid", score="sigmoid", order="topk_score"),
     params={"top_k": "top_k"},
     weights_dtype="logits",
     router_attr="router",

@@ -5,15 +5,13 @@ The router divides the weights by top_k and the block multiplies its output by i
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_patch.ops.routing import RouteImpl, route, topk_softmax
+from moe_patch.ops.routing import RouteRule
 from moe_patch.runtime.spec import FamilySpec, GluRule
-from moe_patch.types import Routing
 
 
 def linear_bias_fp32(router: Any, hidden: Tensor) -> Tensor:
@@ -22,20 +20,9 @@ def linear_bias_fp32(router: Any, hidden: Tensor) -> Tensor:
     return torch.nn.functional.linear(hidden_TD.float(), router.weight.float(), router.bias.float())
 
 
-def topk_softmax_over_k(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
+def over_k(experts: int, *, top_k: int) -> dict[str, Any]:
     """The best k logits, softmax over those k, divided by k."""
-    routing = topk_softmax(
-        logits_TE, bias_E, top_k=top_k, weights_dtype=weights_dtype, ties=ties, impl=impl
-    )
-    return dataclasses.replace(routing, weights_TK=routing.weights_TK / top_k)
+    return {"top_k": top_k, "order": "topk_score", "fp32": False, "scale": 1.0 / top_k}
 
 
 OPENAI_PRIVACY_FILTER = FamilySpec(
@@ -45,7 +32,7 @@ OPENAI_PRIVACY_FILTER = FamilySpec(
     router="OpenAIPrivacyFilterTopKRouter",
     experts="OpenAIPrivacyFilterExperts",
     logits=linear_bias_fp32,
-    routing=topk_softmax_over_k,
+    routing=RouteRule("topk_softmax_over_k", over_k),
     params={"top_k": "top_k"},
     router_attr="router",
     glu=GluRule("swiglu_oai", alpha="alpha", limit="limit"),

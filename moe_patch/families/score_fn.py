@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any
+
+from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.ops.routing import RouteImpl, route
-from moe_patch.types import RouteSpec, Routing
+from moe_patch.ops.routing import RouteRule
 
 SCORES = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
 
@@ -27,21 +27,14 @@ def score_name(score_fn: nn.Module) -> str:
     return SCORES[name]
 
 
-def scored_topk(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    score_fn: nn.Module,
-    eps: float,
-    scale: float,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """s = score(l) in the dtype of l; choose by s + bias; w = s[ids] / (sum + eps) * scale."""
-    spec = RouteSpec(
-        top_k=top_k, score=score_name(score_fn), fp32=False, renormalize=True, eps=eps, scale=scale,
-        weights_dtype=weights_dtype, ties=ties,
-    )  # fmt: skip
-    return impl(logits_TE, spec, bias_E)
+def _scored(
+    experts: int, *, top_k: int, score_fn: nn.Module, eps: float, scale: float
+) -> dict[str, Any]:
+    return {
+        "top_k": top_k, "score": score_name(score_fn), "fp32": False, "renormalize": True,
+        "eps": eps, "scale": scale,
+    }  # fmt: skip
+
+
+# s = score(l) in the dtype of l; choose by s + bias; w = s[ids] / (sum + eps) * scale.
+scored_topk = RouteRule("scored_topk", _scored)

@@ -109,10 +109,9 @@ LFM2_MOE = FamilySpec(
         "renormalize": "norm_topk_prob",
         "eps": Const(1e-6),
         "scale": "routed_scaling_factor",
-        "use_bias": "use_expert_bias",
         "fp32": Const(False),
     },
-    bias=Arg(1),
+    bias=Arg(1, when="use_expert_bias"),
     glu=GluRule("silu"),
 )
 

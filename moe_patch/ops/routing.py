@@ -1,6 +1,6 @@
 """Routing: from router logits to the chosen experts and their weights. Pure functions, torch only.
 
-Every family's router is one of the named functions below, each a set of fixed choices for
+A family's router is a :class:`RouteRule` wherever possible, a name for some choices of
 :func:`route`, which is the definition (the Triton ``route`` of ops/routing_op.py has the same
 signature).
 
@@ -13,13 +13,15 @@ Rules, whatever the family:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_patch.errors import check_logits
-from moe_patch.types import NEG_INF, RouteSpec, Routing
+from moe_patch.types import RouteSpec, Routing
 
 
 def best_ids(scores_TE: Tensor, k: int, ties: str = "lower") -> Tensor:
@@ -125,125 +127,120 @@ def _biased(choice: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 RouteImpl = Callable[[Tensor, RouteSpec, Tensor | None], Routing]
+# Fields of RouteSpec that a rule fixes by its name, or that a call sets: no parameters of an entry.
+NOT_OF_AN_ENTRY = ("score", "order", "weights_dtype", "ties", "batch_invariant")
 
 
-def softmax_topk(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    renormalize: bool = False,
-    eps: float = 0.0,
-    clamp_eps: bool = False,
-    scale: float = 1.0,
-    groups: int | None = 0,
-    top_groups: int | None = 0,
-    group_score: str = "max",
-    group_fill: float = 0.0,
-    fp32: bool = True,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """Softmax over all experts, then the best k. w = softmax(l)[ids], optionally renormalised.
+class RouteRule:
+    """A family's routing as data: a name, and the choices of :class:`RouteSpec` that go with it.
 
-    Source: Qwen2/3-MoE, OLMoE, Mixtral (renormalised), DeepSeek-V2 (groups by max, masked with 0),
-    Mistral-4 (groups by top-2 sum), ERNIE-4.5 (bias, clamp).
+    A rule is called like any routing function. Its parameters are the fields of RouteSpec but for
+    those of NOT_OF_AN_ENTRY, or the keyword arguments of ``make``.
+
+    Args:
+        name: what reports and the table of families call it.
+        make: (experts, **parameters) -> fields of RouteSpec, for a rule with logic of its own;
+            ``experts`` is the number of logits per row. None takes the parameters as they are.
+        constants: parameters' values where an entry gives no other; fields fixed by the name.
     """
-    spec = RouteSpec(
-        top_k=top_k, score="softmax", fp32=fp32, renormalize=renormalize, eps=eps,
-        clamp_eps=clamp_eps, scale=scale, groups=groups or 0, top_groups=top_groups or 0,
-        group_score=group_score, group_fill=group_fill, weights_dtype=weights_dtype, ties=ties,
-    )  # fmt: skip
-    return impl(logits_TE, spec, bias_E)
+
+    def __init__(
+        self, name: str, make: Callable[..., dict[str, Any]] | None = None, **constants: Any
+    ) -> None:
+        self.name = self.__name__ = name
+        self.make, self.constants = make, constants
+        given = inspect.signature(RouteSpec if make is None else make).parameters.values()
+        at_call = inspect.signature(self.__call__).parameters.values()
+        self.__signature__ = inspect.Signature(
+            [p for p in at_call if p.kind is not p.VAR_KEYWORD]
+            + [
+                p.replace(kind=p.KEYWORD_ONLY, default=constants.get(p.name, p.default))
+                for p in given
+                if p.name not in (*NOT_OF_AN_ENTRY, "experts")
+            ]
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Equality by value: the entry of a copied or unpickled model is still the shipped one."""
+        return isinstance(other, RouteRule) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def spec(
+        self,
+        experts: int,
+        *,
+        weights_dtype: torch.dtype | None = None,
+        ties: str = "lower",
+        **params: Any,
+    ) -> RouteSpec:
+        """The choices for ``experts`` logits per row; groups of None mean no limit.
+
+        Raises:
+            ValueError, UnsupportedModelError: from ``make``, values that it does not accept.
+        """
+        chosen = {**self.constants, **params}
+        if self.make is not None:
+            chosen = self.make(experts, **chosen)
+        for name in ("groups", "top_groups"):
+            chosen[name] = chosen.get(name) or 0
+        return RouteSpec(**chosen, weights_dtype=weights_dtype, ties=ties)
+
+    def __call__(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None = None,
+        *,
+        weights_dtype: torch.dtype | None = None,
+        ties: str = "lower",
+        impl: RouteImpl = route,
+        **params: Any,
+    ) -> Routing:
+        """Route by the rule; arguments and errors as :func:`route` and :meth:`spec`."""
+        check_logits(logits_TE, f"moe_patch.ops.routing.{self.name}", "logits_TE")
+        spec = self.spec(logits_TE.shape[-1], weights_dtype=weights_dtype, ties=ties, **params)
+        return impl(logits_TE, spec, bias_E)
 
 
-def greedy_or_groups(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
+# w = softmax(l)[ids], over all experts, optionally renormalised. Source: Qwen2/3-MoE, OLMoE,
+# Mixtral (renormalised), Mistral-4 (groups by top-2 sum), ERNIE-4.5 (bias, clamp).
+softmax_topk = RouteRule("softmax_topk", score="softmax", group_score="max", group_fill=0.0)
+
+# The best k logits, then softmax over those k alone. Source: gpt_oss, Granite-MoE, Aria.
+topk_softmax = RouteRule("topk_softmax", score="softmax", order="topk_score", fp32=False)
+
+# s = sigmoid(l); choose by s + bias within the best groups (top-2 sum); w = s[ids], optionally
+# divided by its sum + eps, times scale. Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
+# GLM-4.5, MiniMax-M2 (no groups), Kolibri (bias on the logits).
+sigmoid_topk = RouteRule("sigmoid_topk", score="sigmoid", renormalize=True)
+
+
+def _greedy_or_groups(
+    experts: int,
     *,
     top_k: int,
     method: str,
     groups: int | None,
     top_groups: int | None,
     scale: float = 1.0,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """DeepSeek-V2: softmax, the best k overall ("greedy") or within the best groups by maximum.
-
-    transformers masks the scores of the other groups with 0.0 and takes the weights after that, so
-    an excluded expert can only ever be an empty choice. Here it is never chosen, and asking for
-    more experts than the best groups hold is an error.
-
-    Raises:
-        ValueError: another method, or groups too small for ``top_k``.
-        UnsupportedOptionError: as :func:`route`.
-    """
-    check_logits(logits_TE, "moe_patch.ops.routing.greedy_or_groups", "logits_TE")
+) -> dict[str, Any]:
     if method == "greedy":
         groups = top_groups = 0
     elif method != "group_limited_greedy":
         raise ValueError(f"topk_method is {method!r}; accepted: greedy, group_limited_greedy")
-    elif groups is None or top_groups is None or top_k * groups > top_groups * logits_TE.shape[-1]:
+    elif groups is None or top_groups is None or top_k * groups > top_groups * experts:
         raise ValueError(
-            f"top_k = {top_k} of {logits_TE.shape[-1]} experts does not fit into {top_groups} of "
-            f"{groups} groups"
+            f"top_k = {top_k} of {experts} experts does not fit into {top_groups} of {groups} "
+            "groups"
         )
-    return softmax_topk(
-        logits_TE, bias_E, top_k=top_k, scale=scale, groups=groups, top_groups=top_groups,
-        group_score="max", group_fill=NEG_INF, weights_dtype=weights_dtype, ties=ties, impl=impl,
-    )  # fmt: skip
+    return {
+        "top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score": "max",
+        "scale": scale,
+    }  # fmt: skip
 
 
-def topk_softmax(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    scale: float = 1.0,
-    fp32: bool = False,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """The best k logits, then softmax over those k alone. Source: gpt_oss, Granite-MoE, Aria."""
-    spec = RouteSpec(
-        top_k=top_k, score="softmax", order="topk_score", fp32=fp32, scale=scale,
-        weights_dtype=weights_dtype, ties=ties,
-    )  # fmt: skip
-    return impl(logits_TE, spec, bias_E)
-
-
-def sigmoid_topk(
-    logits_TE: Tensor,
-    bias_E: Tensor | None = None,
-    *,
-    top_k: int,
-    renormalize: bool = True,
-    eps: float = 0.0,
-    scale: float = 1.0,
-    groups: int | None = 0,
-    top_groups: int | None = 0,
-    group_fill: float = NEG_INF,
-    bias_on: str = "scores",
-    use_bias: bool = True,
-    fp32: bool = True,
-    weights_dtype: torch.dtype | None = None,
-    ties: str = "lower",
-    impl: RouteImpl = route,
-) -> Routing:
-    """Independent sigmoid scores; a correction bias and group limits shape the choice only.
-
-    s = sigmoid(l); choose by s + bias within the best groups (top-2 sum); w = s[ids], optionally
-    divided by its sum + eps, times scale. Groups of 0 or None mean no limit; ``use_bias=False``
-    leaves a given bias out (LFM2-MoE). Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
-    GLM-4.5, MiniMax-M2 (no groups), Kolibri (bias on the logits).
-    """
-    spec = RouteSpec(
-        top_k=top_k, score="sigmoid", fp32=fp32, renormalize=renormalize, eps=eps, scale=scale,
-        groups=groups or 0, top_groups=top_groups or 0, group_fill=group_fill, bias_on=bias_on,
-        weights_dtype=weights_dtype, ties=ties,
-    )  # fmt: skip
-    return impl(logits_TE, spec, bias_E if use_bias else None)
+# DeepSeek-V2: softmax, the best k overall ("greedy") or within the best groups by maximum.
+# transformers masks the scores of the other groups with 0.0 and takes the weights after that, so an
+# excluded expert can only ever be an empty choice. Here it is never chosen, and asking for more
+# experts than the best groups hold is an error.
+greedy_or_groups = RouteRule("greedy_or_groups", _greedy_or_groups)

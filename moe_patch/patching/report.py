@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import nn
 
-from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.backend import BackendChoice, choose_backend
 from moe_patch.ops.routing_op import route_obstacle
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
@@ -16,7 +16,7 @@ from moe_patch.runtime.adapters import fusion_obstacle, paused
 from moe_patch.runtime.experts import compute_dtype, layout_of, read_glu, stored_weight
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, FamilySpec
-from moe_patch.types import Glu, RouteSpec, Routing
+from moe_patch.types import Glu, RouteSpec
 
 
 @dataclass(frozen=True)
@@ -98,40 +98,65 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     record = _main_record(found)
     if record is None:
         return None
-    if record.role == "refused":
-        return refusal_row(found, record.reason)
-    if (conflict := overridden(found)) is not None:
+    conflict = record.reason if record.role == "refused" else overridden(found)
+    if conflict is not None:
         return refusal_row(found, conflict)
-    spec = found.spec
-    routed = bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
-    if spec.block_forward is not None:
-        routed = found.block is not None and record_of(found.block) is not None
-    dtype = _a_weight(found).dtype
-    device = _a_weight(found).device if device is None else device
-    choice = choose_backend(record.config.backend, device, dtype)
-    router_backend, why = _router_backend(found, choice.name) if routed else ("transformers", "")
-    if any(wrapped_by_parallelism(m) for _, m in found.routers):
-        why = "transformers' expert parallelism wraps the router, which stays its own"
-    reason = choice.reason if choice.name == "torch" and device.type == "cuda" else ""
-    if not found.experts:
-        choice = choose_backend("torch", device, dtype)
-    elif (glu := read_glu(found.experts[0][1], spec)) is None:
-        between = "the experts' own activation, norm or layout runs between grouped products"
-        reason = "; ".join(part for part in (between, reason) if part)
-    elif choice.name == "triton" and device.type == "cuda":
-        reason = _unusual_kernels(found, glu, device)
+    weight = _a_weight(found)
+    device = weight.device if device is None else device
+    choice = choose_backend(record.config.backend, device, weight.dtype)
+    tier, router, router_backend, why = _routing(found, choice.name)
+    experts_backend, reason = _experts(found, choice, device)
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
-        tier="full" if routed else "experts",
-        router=_router(found) if routed else "transformers",
+        tier=tier,
+        router=router,
         router_backend=router_backend,
-        experts_backend=choice.name,
-        shared=_shared(spec, found.block),
+        experts_backend=experts_backend,
+        shared=_shared(found.spec, found.block),
         lora=_lora(found, record),
         self_check=record.self_check,
-        reason="; ".join(part for part in (reason, why, record.reason) if part),
+        reason=_joined(reason, why, record.reason),
     )
+
+
+def _joined(*reasons: str | None) -> str:
+    return "; ".join(reason for reason in reasons if reason)
+
+
+def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
+    """Tier, deciding function, its backend, and why that is not the experts' own."""
+    router_backend, why = "transformers", ""
+    if routed := _is_routed(found):
+        router_backend, why = _router_backend(found, backend)
+    if any(wrapped_by_parallelism(m) for _, m in found.routers):
+        why = "transformers' expert parallelism wraps the router, which stays its own"
+    if not routed:
+        return "experts", "transformers", router_backend, why
+    decides = found.spec_of(found.routers[0][1]) if found.routers else found.spec
+    return "full", decides.decided_by, router_backend, why
+
+
+def _is_routed(found: FoundBlock) -> bool:
+    """Whether the routing is ours: in the bound block, or in every router."""
+    if found.spec.block_forward is not None:
+        return found.block is not None and record_of(found.block) is not None
+    return bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
+
+
+def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> tuple[str, str]:
+    """The backend of the experts, and why it or its kernels are not the usual ones."""
+    on_gpu = device.type == "cuda"
+    reason = choice.reason if choice.name == "torch" and on_gpu else ""
+    if not found.experts:
+        return "torch", reason
+    glu = read_glu(found.experts[0][1], found.spec)
+    if glu is None:
+        between = "the experts' own activation, norm or layout runs between grouped products"
+        reason = _joined(between, reason)
+    elif choice.name == "triton" and on_gpu:
+        reason = _unusual_kernels(found, glu, device)
+    return choice.name, reason
 
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
@@ -143,11 +168,10 @@ def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     rows, columns = _whole_shape(weight)[1:]
     shape = (columns, rows) if layout.is_transposed else (rows, columns)
     dtype = compute_dtype(weight, weight, found.spec.experts_fp32)
-    reasons = (
+    return _joined(
         portable_reason(capability, dtype, shape, glu, transposed=layout.is_transposed),
         smaller_tiles_reason(dtype, capability, shared_memory),
     )
-    return "; ".join(reason for reason in reasons if reason)
 
 
 def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
@@ -159,39 +183,27 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         why = "routing: ties='torch' chooses among all pairs of keys, as torch.topk does"
         return ("triton", "") if ties == "lower" else ("torch", why)
     router = found.routers[0][1]
-    spec = found.spec_of(router)
-    by_block = found.spec.block_choice
+    spec, by_block = found.spec_of(router), found.spec.block_choice
     if spec.routing is None and by_block is None:
         return "torch", "the family routes in a forward of its own"
     rows, dtype = next(
         (shape[0], p.dtype) for p in router.parameters() if len(shape := _whole_shape(p)) == 2
     )
-    obstacles = []
-
-    def look(logits: torch.Tensor, route_spec: RouteSpec, bias: torch.Tensor | None) -> Routing:
-        obstacles.append(route_obstacle(logits, route_spec, bias))
-        return Routing(logits, logits, logits)
-
-    ties = record_of(router).config.ties  # type: ignore[union-attr]
-    logits = torch.empty(1, rows, dtype=dtype, device="meta")
+    ties, bias = record_of(router).config.ties, None  # type: ignore[union-attr]
     if by_block is not None:
-        by_block(found.block, logits, ties=ties, impl=look)
+        chosen: RouteSpec | None = by_block(found.block, ties)
     else:
-        args = (None,) * (spec.bias.index if isinstance(spec.bias, Arg) else 0)
-        spec.choose(router, logits, logits, args, ties=ties, impl=look)
-    return ("triton", "") if obstacles[0] is None else ("torch", f"routing: {obstacles[0]}")
+        chosen = spec.route_spec(router, rows, ties)
+        bias = None if isinstance(spec.bias, Arg) else spec.bias_of(router, ())
+    if chosen is None:
+        return "triton", f"routing: {spec.decided_by} decides what of its choice the kernels route"
+    obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
+    return ("triton", "") if obstacle is None else ("torch", f"routing: {obstacle}")
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
     """The shape of a weight, also of one that ZeRO-3 leaves empty between its module's calls."""
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
-
-
-def _router(found: FoundBlock) -> str:
-    """The routing function that decides, or the family's own forward."""
-    spec = found.spec_of(found.routers[0][1]) if found.routers else found.spec
-    decides = spec.routing or found.spec.block_forward or spec.router_forward
-    return "transformers" if decides is None else decides.__name__
 
 
 def _main_record(found: FoundBlock) -> ModulePatch | None:

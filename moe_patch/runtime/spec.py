@@ -8,79 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import EntryMismatchError
-from moe_patch.ops.routing import RouteImpl
+from moe_patch.ops.routing import RouteImpl, RouteRule
 from moe_patch.ops.routing import route as torch_route
-from moe_patch.types import Routing
+from moe_patch.runtime.entry_values import Arg, Const, GluRule, Layout, Source, read
+from moe_patch.types import RouteSpec, Routing
+
+__all__ = ["TIERS", "Arg", "Const", "FamilySpec", "GluRule", "Layout", "Source", "read"]
 
 TIERS = ("full", "experts", "refused")
 _SET_AT_CALL = ("weights_dtype", "ties", "impl")
-
-
-@dataclass(frozen=True)
-class Const:
-    """A routing or activation parameter that is fixed for the family, not read from the model."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Arg:
-    """A tensor that the block passes to the router: the router's positional argument ``index``."""
-
-    index: int
-
-
-Source = str | Const
-
-
-@dataclass(frozen=True)
-class GluRule:
-    """Where a family's activation comes from when the experts class overrides ``_apply_gate``.
-
-    Attributes:
-        kind: a kind of :class:`moe_patch.types.Glu`, or "act_fn" to follow ``experts.act_fn``.
-        alpha, limit: attribute paths on the experts module, or Const.
-        limit_first: the limit bounds gate and up before the activation, as Glu has it; otherwise a
-            finite limit runs the module's own code (Step-3.7).
-    """
-
-    kind: str
-    alpha: Source = Const(1.0)
-    limit: Source = Const(float("inf"))
-    limit_first: bool = True
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How an undecorated experts class stores its weights (decorated ones carry these flags).
-
-    Attributes:
-        has_gate: the up projection holds gate and up.
-        has_bias: both projections have a bias.
-        is_transposed: storage is [E, in, out].
-        is_concatenated: gate and up lie side by side, not interleaved.
-        has_post_expert_norm: each expert's output is normalised before its routing weight.
-        up: attribute path of the up projection; None means gate_up_proj, or up_proj without a gate.
-        fused: the storage is one that the experts operator reads; otherwise only the family's own
-            ``experts_forward`` does.
-    """
-
-    has_gate: bool = True
-    has_bias: bool = False
-    is_transposed: bool = False
-    is_concatenated: bool = True
-    has_post_expert_norm: bool = False
-    up: str | None = None
-    fused: bool = True
-
-    @property
-    def up_name(self) -> str:
-        """The attribute path of the up projection's parameter."""
-        return self.up or ("gate_up_proj" if self.has_gate else "up_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +33,8 @@ class FamilySpec:
             the class names in any module.
         experts, router, block: class names; None where the family has none.
         logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
-        routing: one of the functions of moe_patch.ops.routing.
+        routing: a :class:`moe_patch.ops.routing.RouteRule`, or a function that is called like one
+            and has its parameters as keyword-only arguments.
         params: routing parameter -> attribute path on the router, or Const.
         bias: correction bias, flattened to [E]: attribute path on the router, Arg(i) when the block
             passes it, None.
@@ -121,8 +60,8 @@ class FamilySpec:
             common experts forward where a ``layout`` is given), and the common block forward where
             there is a shared expert.
         block_slot: the block's attribute that ``block_forward`` replaces.
-        block_choice: (block, logits_TE, ties=, impl=) -> Routing, how ``block_forward`` chooses
-            where the router only makes logits.
+        block_choice: (block, ties) -> RouteSpec, how ``block_forward`` chooses where the router
+            only makes logits.
         check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
             hidden states alone.
         since: the first transformers release whose classes the entry describes; in an earlier one
@@ -154,7 +93,7 @@ class FamilySpec:
     experts_forward: Callable[..., Any] | None = None
     block_forward: Callable[..., Any] | None = None
     block_slot: str = "forward"
-    block_choice: Callable[..., Routing] | None = None
+    block_choice: Callable[[Any, str], RouteSpec] | None = None
     check_call: Callable[[Any, Tensor], Any] | None = None
     since: str = ""
     tier: str = "full"
@@ -215,7 +154,7 @@ class FamilySpec:
         if not (self.bias is None or isinstance(self.bias, (str, Arg))):
             fail(f"bias is {self.bias!r}; accepted: an attribute path, Arg(index) or None")
         if self.routing is not None and not callable(self.routing):
-            fail(f"routing is {self.routing!r}; accepted: a function of moe_patch.ops.routing")
+            fail(f"routing is {self.routing!r}; accepted: a rule of moe_patch.ops.routing")
         if self.since and not re.fullmatch(r"\d+(\.\d+)+", self.since):
             fail(f"since is {self.since!r}; accepted: a release, as '5.21'")
 
@@ -286,42 +225,35 @@ class FamilySpec:
         ties: str = "lower",
         impl: RouteImpl = torch_route,
     ) -> Routing:
-        """The family's routing function on given logits; arguments as :meth:`route`."""
+        """The family's routing on given logits; arguments as :meth:`route`."""
         assert self.routing is not None
         dtypes = {"score": None, "logits": logits_TE.dtype, "hidden": hidden.dtype}
-        bias_E = args[self.bias.index - 1] if isinstance(self.bias, Arg) else None
-        if isinstance(self.bias, str):
-            bias_E = read(router, self.bias).reshape(-1)
         return self.routing(
             logits_TE,
-            bias_E,
+            self.bias_of(router, args),
             weights_dtype=dtypes[self.weights_dtype],
             ties=ties,
             impl=impl,
-            **{name: read(router, source) for name, source in self.params.items()},
+            **self.params_of(router),
         )
 
+    def route_spec(self, router: nn.Module, experts: int, ties: str) -> RouteSpec | None:
+        """The choices of :meth:`choose` but for dtypes; None where a function keeps its own."""
+        if not isinstance(self.routing, RouteRule):
+            return None
+        return self.routing.spec(experts, ties=ties, **self.params_of(router))
 
-def read(module: nn.Module, source: Source) -> Any:
-    """The value of a Const, or of an attribute path on ``module``; never a default.
+    def params_of(self, router: nn.Module) -> dict[str, Any]:
+        """The routing parameters' values, read from a router now.
 
-    Raises:
-        EntryMismatchError: the attribute is missing (names class, attribute, versions).
-    """
-    if isinstance(source, Const):
-        return source.value
-    value: Any = module
-    for name in source.split("."):
-        try:
-            value = getattr(value, name)
-        except AttributeError:
-            import transformers
+        Raises:
+            EntryMismatchError: the router lacks an attribute this entry names.
+        """
+        return {name: read(router, source) for name, source in self.params.items()}
 
-            raise EntryMismatchError(
-                f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r}: "
-                "its family entry, which reads it, does not fit this class (transformers "
-                f"{transformers.__version__}, torch {torch.__version__}); accepted: a release of "
-                "transformers that the entry describes, or an entry that describes this one "
-                "(register_family)"
-            ) from None
-    return value
+    def bias_of(self, router: nn.Module, args: tuple) -> Tensor | None:
+        """The correction bias [E] of a router that is called with further arguments ``args``."""
+        if isinstance(self.bias, Arg):
+            counts = self.bias.when is None or read(router, self.bias.when)
+            return args[self.bias.index - 1] if counts else None
+        return None if self.bias is None else read(router, self.bias).reshape(-1)

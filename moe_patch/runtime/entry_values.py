@@ -1,0 +1,103 @@
+"""What the fields of a family's entry hold: constants, attribute paths, arguments, small tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_patch.errors import EntryMismatchError
+
+
+@dataclass(frozen=True)
+class Const:
+    """A routing or activation parameter that is fixed for the family, not read from the model."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor that the block passes to the router: the router's positional argument ``index``.
+
+    ``when`` is the path of the router's attribute that says whether it counts; None: it does.
+    """
+
+    index: int
+    when: str | None = None
+
+
+Source = str | Const
+
+
+@dataclass(frozen=True)
+class GluRule:
+    """Where a family's activation comes from when the experts class overrides ``_apply_gate``.
+
+    Attributes:
+        kind: a kind of :class:`moe_patch.types.Glu`, or "act_fn" to follow ``experts.act_fn``.
+        alpha, limit: attribute paths on the experts module, or Const.
+        limit_first: the limit bounds gate and up before the activation, as Glu has it; otherwise a
+            finite limit runs the module's own code (Step-3.7).
+    """
+
+    kind: str
+    alpha: Source = Const(1.0)
+    limit: Source = Const(float("inf"))
+    limit_first: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an undecorated experts class stores its weights (decorated ones carry these flags).
+
+    Attributes:
+        has_gate: the up projection holds gate and up.
+        has_bias: both projections have a bias.
+        is_transposed: storage is [E, in, out].
+        is_concatenated: gate and up lie side by side, not interleaved.
+        has_post_expert_norm: each expert's output is normalised before its routing weight.
+        up: attribute path of the up projection; None means gate_up_proj, or up_proj without a gate.
+        fused: the storage is one that the experts operator reads; otherwise only the family's own
+            ``experts_forward`` does.
+    """
+
+    has_gate: bool = True
+    has_bias: bool = False
+    is_transposed: bool = False
+    is_concatenated: bool = True
+    has_post_expert_norm: bool = False
+    up: str | None = None
+    fused: bool = True
+
+    @property
+    def up_name(self) -> str:
+        """The attribute path of the up projection's parameter."""
+        return self.up or ("gate_up_proj" if self.has_gate else "up_proj")
+
+
+def read(module: nn.Module, source: Source) -> Any:
+    """The value of a Const, or of an attribute path on ``module``; never a default.
+
+    Raises:
+        EntryMismatchError: the attribute is missing (names class, attribute, versions).
+    """
+    if isinstance(source, Const):
+        return source.value
+    value: Any = module
+    for name in source.split("."):
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            import transformers
+
+            raise EntryMismatchError(
+                f"{type(module).__module__}.{type(module).__name__} has no attribute {source!r}: "
+                "its family entry, which reads it, does not fit this class (transformers "
+                f"{transformers.__version__}, torch {torch.__version__}); accepted: a release of "
+                "transformers that the entry describes, or an entry that describes this one "
+                "(register_family)"
+            ) from None
+    return value
