@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
+import pickle
 
 import pytest
 import torch
 import transformers
 
+import moe_patch.patching.report
 from moe_patch import (
     FamilySpec,
     UnsupportedModelError,
@@ -21,8 +24,10 @@ from moe_patch import (
     unpatch_model,
 )
 from moe_patch.families import logits as logits_of
-from moe_patch.ops.routing import sigmoid_topk, softmax_topk
+from moe_patch.ops.backend import BackendChoice
+from moe_patch.ops.routing import RouteRule, sigmoid_topk, softmax_topk, stable_topk
 from moe_patch.runtime.spec import Arg, Const, GluRule
+from moe_patch.types import Routing
 from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, assert_same_step, lora_config
 from tests.adapters import Pair as AdaptedPair
@@ -52,6 +57,18 @@ TOY = {
 }
 
 
+def two_best(logits_TE, bias_E=None, *, top_k, weights_dtype=None, ties="lower", impl=None):
+    """A user's own function, which leaves ``impl`` aside."""
+    weights_TK, ids_TK = stable_topk(logits_TE.softmax(-1, dtype=torch.float32), top_k, ties)
+    return Routing(ids_TK, weights_TK / weights_TK.sum(-1, keepdim=True), logits_TE)
+
+
+@functools.wraps(softmax_topk)
+def wrapped_rule(*args, **kwargs):
+    """A user's function around a shipped rule: it has the rule's parameters."""
+    return softmax_topk(*args, **kwargs)
+
+
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """What a test registers is forgotten after it."""
@@ -77,6 +94,12 @@ def spec_of(model_type: str) -> FamilySpec:
             {"params": {"top_k": "chosen", "renormalize": Const(True), "ties": Const("lower")}},
             r"no parameter \['ties'\]",
         ),
+        (
+            {"params": {"top_k": "chosen", "renormalize": Const(True), "score": Const("sigmoid")}},
+            r"no parameter \['score'\]",
+        ),
+        ({"routing": two_best}, r"two_best has no parameter \['renormalize'\]; accepted: top_k"),
+        ({"routing": two_best, "params": {}}, r"two_best needs \['top_k'\]"),
         ({"routing": None}, "no routing function"),
         ({"routing": None, "params": {}}, "no routing function"),
         ({"router": None}, "router's class name"),
@@ -214,6 +237,35 @@ def test_a_users_family_works_end_to_end(toy, batch, shared):
     for entry, state in snapshot(toy).items():
         assert list(state.entries) == list(before[entry].entries)
     assert_bits(toy(**batch).logits, out)
+
+
+@pytest.mark.parametrize("ties", ["lower", "torch"])
+@pytest.mark.parametrize(
+    ("function", "params"),
+    [(two_best, {"top_k": "chosen"}), (wrapped_rule, TOY["params"])],
+    ids=["own", "wrapped"],
+)
+def test_a_users_own_routing_function(toy, batch, monkeypatch, function, params, ties):
+    """The report judges what no function decides, as ties, and says that it is a function."""
+    register_family(FamilySpec(**{**TOY, "routing": function, "params": params}))
+    out = toy(**batch).logits
+    assert_close(patch_model(toy, ties=ties)(**batch).logits, out, FP32)
+    name = function.__name__
+    assert {(row.router, row.router_backend) for row in patch_report(toy)} == {(name, "torch")}
+    pretended = BackendChoice("triton", "")
+    monkeypatch.setattr(moe_patch.patching.report, "choose_backend", lambda *_: pretended)
+    for row in patch_report(toy):
+        assert (row.router, row.router_backend) == (name, "triton" if ties == "lower" else "torch")
+        own = f"routing: {name} decides what of its choice the kernels route"
+        assert row.reason == own if ties == "lower" else "ties='torch'" in row.reason
+
+
+@pytest.mark.parametrize("of", [copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))])
+def test_a_copied_entry_is_still_the_shipped_one(of):
+    entries = [s for s in families.families() if isinstance(s.routing, RouteRule)]
+    assert all(families.is_shipped(of(s)) for s in entries)
+    changed = dataclasses.replace(entries[0], routing=RouteRule(entries[0].routing.name))
+    assert not families.is_shipped(changed)
 
 
 def test_a_users_family_with_adapters(toy, batch):

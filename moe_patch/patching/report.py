@@ -195,10 +195,12 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     else:
         chosen = spec.route_spec(router, rows, ties)
         bias = None if isinstance(spec.bias, Arg) else spec.bias_of(router, ())
+    why = ""
     if chosen is None:
-        return "triton", f"routing: {spec.decided_by} decides what of its choice the kernels route"
+        why = f"routing: {spec.decided_by} decides what of its choice the kernels route"
+        chosen = RouteSpec(1, ties=ties)
     obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
-    return ("triton", "") if obstacle is None else ("torch", f"routing: {obstacle}")
+    return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
