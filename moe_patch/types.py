@@ -212,42 +212,6 @@ class ExpertsNeeds(NamedTuple):
     lora2_B: bool = False
     norms: bool = False
 
-    @property
-    def dh(self) -> bool:
-        """The gradient of h."""
-        w13 = self.w13 or self.b13 or self.lora13_A or self.lora13_B
-        return self.x or w13 or self.norms
-
-    @property
-    def wa(self) -> bool:
-        """The activation times the routing weight."""
-        return self.w2 or self.lora2_A or self.norms
-
-    @property
-    def h(self) -> bool:
-        """The pass over h that gives dh, wa and the gradient of the routing weights."""
-        return self.dh or self.wa or self.weights
-
-    @property
-    def p(self) -> bool:
-        """The rows s B13ᵀ dh, where the up projection has factors."""
-        return self.x or self.lora13_A or self.norms
-
-    @property
-    def q(self) -> bool:
-        """The rows s B2ᵀ dout, where the down projection has factors."""
-        return self.dh or self.weights or self.lora2_A
-
-    @property
-    def u13(self) -> bool:
-        """The inputs of B13, where the up projection has factors."""
-        return self.lora13_B or self.norms
-
-    @property
-    def u2(self) -> bool:
-        """The inputs of B2, where the down projection has factors."""
-        return self.lora2_B or self.norms
-
 
 class ExpertsBackward(NamedTuple):
     """Gradients in the order of :class:`ExpertsNeeds`; None where not asked for.

@@ -45,7 +45,7 @@ def _tested(version: str) -> Tested:
 
 def known_triton() -> bool:
     """Return whether the Hopper kernels were tested on the installed Triton."""
-    return tested().hopper
+    return _tested(triton.__version__).hopper
 
 
 def available(tensor: Tensor) -> bool:

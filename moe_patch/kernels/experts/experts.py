@@ -30,6 +30,7 @@ from moe_patch.kernels.experts.dw import outer_sum
 from moe_patch.kernels.experts.factors import weighted
 from moe_patch.kernels.experts.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.experts.reduce import combine, expert_sum, routing_gradient
+from moe_patch.kernels.experts.steps import Steps, steps_of
 from moe_patch.kernels.plan.plan import build_plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import (
@@ -141,18 +142,18 @@ def experts_backward(
         dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
         # What is computed again here is nobody else's.
         overwrite_h |= kept.h_NH.numel() == 0
-        mid = _intermediate(call, dout_TD, weights_TK, kept, needs, overwrite_h)
+        mid = _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h)
         return _backward(call, dout_TD, weights_TK, mid, needs)
 
 
 def _completed(
-    call: Call, kept: Kept, needs: ExpertsNeeds
+    call: Call, kept: Kept, steps: Steps
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(h_NH, u13_NR, u2_NR): as forward kept them, or computed again where needed."""
     h_NH, u13_NR, u2_NR = (None if rows.numel() == 0 else rows for rows in kept)
-    u2 = needs.u2 and call.lora2 is not None and u2_NR is None
-    h = (needs.h or u2) and h_NH is None
-    if u13_NR is None and (needs.u13 or h):
+    u2 = steps.u2 and call.lora2 is not None and u2_NR is None
+    h = (steps.h or u2) and h_NH is None
+    if u13_NR is None and (steps.u13 or h):
         u13_NR = call.inputs_of_B13()
     if h:
         h_NH, a_NF = call.up(u13_NR, save_h=True, save_a=u2)
@@ -169,28 +170,29 @@ def _intermediate(
     weights_TK: Tensor,
     kept: Kept,
     needs: ExpertsNeeds,
+    steps: Steps,
     overwrite_h: bool,
 ) -> Intermediate:
-    h_NH, u13_NR, u2_NR = _completed(call, kept, needs)
+    h_NH, u13_NR, u2_NR = _completed(call, kept, steps)
     wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
-    if lora2 is not None and needs.u2:
+    if lora2 is not None and steps.u2:
         wu2_NR = weighted(u2_NR, call.plan, weights_TK)
-    if lora2 is not None and (needs.q or needs.lora2_B):
+    if lora2 is not None and (steps.q or needs.lora2_B):
         summed_NR = wu2_NR if needs.lora2_B else None
         q_NR, grad2_EOR = call.factor_B_backward(
-            dout_TD, lora2, summed_NR, passed=needs.q, gather=True
+            dout_TD, lora2, summed_NR, passed=steps.q, gather=True
         )
     hidden = HiddenGradients(*(kept.h_NH,) * 3)
-    if needs.h:
+    if steps.h:
         low_rank = None if q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
-            dout_TD, weights_TK, h_NH, low_rank, dh=needs.dh, wa=needs.wa, partial=needs.weights,
+            dout_TD, weights_TK, h_NH, low_rank, dh=steps.dh, wa=steps.wa, partial=needs.weights,
             overwrite_h=overwrite_h,
         )  # fmt: skip
-    if lora13 is not None and (needs.p or needs.lora13_B):
+    if lora13 is not None and (steps.p or needs.lora13_B):
         summed_NR = u13_NR if needs.lora13_B else None
-        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=needs.p)
+        p_NR, grad13_EOR = call.factor_B_backward(hidden.dh_NH, lora13, summed_NR, passed=steps.p)
     return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
 
 

@@ -86,7 +86,7 @@ def takes(
     sides: Sequence[Tensor],
     w_EOI: Tensor,
     low_rank: tuple[Tensor, Tensor] | None,
-    axes: tuple[int, ...] = (2,),
+    axis: int = 2,
 ) -> bool:
     """Return whether rows, weight and factor are in whole 16 bytes, and the tiles :data:`BM` high.
 
@@ -94,7 +94,7 @@ def takes(
         rows: the plan and its tile table.
         sides: rows to be copied.
         w_EOI, low_rank: the weight, and the low-rank term's rows and factor.
-        axes: of the weight, one of which has to be contiguous; the factor's is the same.
+        axis: of weight and factor, which has to be contiguous.
     """
     weights = (w_EOI,)
     if low_rank is not None:
@@ -103,7 +103,7 @@ def takes(
         rows.block_m == BM
         and available(sides[0])
         and copies_rows(*sides)
-        and any(copies_boxes(*weights, axis=axis) for axis in axes)
+        and copies_boxes(*weights, axis=axis)
     )
 
 

@@ -53,7 +53,8 @@ def supported(
     inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Whether this kernel takes the operands: all in whole 16 bytes, factor and weight alike."""
-    return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axes=(2, 1))
+    axis = 2 if w_EOI.stride(2) == 1 else 1
+    return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axis)
 
 
 def specialised_grouped_linear(
