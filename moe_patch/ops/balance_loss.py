@@ -19,10 +19,10 @@ from torch import Tensor
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
-    no_second_derivative,
     refuse_forward_mode,
 )
 from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.define import define
 from moe_patch.ops.routing import best_ids
 
 
@@ -226,25 +226,13 @@ def _autograd(ctx: Any, dtokens: Any, dprobabilities_E: Tensor, dz: Tensor) -> t
     return dlogits_TE, None, None
 
 
-def _define() -> None:
-    torch.library.define(
-        "moe_patch::router_sums",
-        "(Tensor logits, Tensor? mask, int top_k) -> (Tensor, Tensor, Tensor)",
-    )
-    torch.library.define(
-        "moe_patch::router_sums_backward",
-        "(Tensor dprobabilities, Tensor dz, Tensor logits, Tensor? mask) -> Tensor",
-    )
-    for name, run, fake in (
-        ("router_sums", _sums, _sums_fake),
-        ("router_sums_backward", _sums_backward, _sums_backward_fake),
-    ):
-        torch.library.impl(f"moe_patch::{name}", "default", run)
-        torch.library.register_fake(f"moe_patch::{name}", fake)
-    torch.library.register_autograd(
-        "moe_patch::router_sums", _autograd, setup_context=_setup_context
-    )
-    torch.library.register_autograd("moe_patch::router_sums_backward", no_second_derivative)
-
-
-_define()
+define(
+    "moe_patch::router_sums",
+    "(Tensor logits, Tensor? mask, int top_k) -> (Tensor, Tensor, Tensor)",
+    _sums, _sums_fake, _autograd, _setup_context,
+)  # fmt: skip
+define(
+    "moe_patch::router_sums_backward",
+    "(Tensor dprobabilities, Tensor dz, Tensor logits, Tensor? mask) -> Tensor",
+    _sums_backward, _sums_backward_fake,
+)  # fmt: skip

@@ -15,10 +15,10 @@ from torch import Tensor
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
-    no_second_derivative,
     refuse_forward_mode,
 )
 from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.define import define
 from moe_patch.ops.routing import best_ids, stable_topk
 from moe_patch.types import Routing
 
@@ -209,26 +209,14 @@ def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...
     return dx_TP, dy_TP, None, None, None
 
 
-def _define() -> None:
-    options = "str score, bool renormalize"
-    torch.library.define(
-        "moe_patch::product_key_forward",
-        f"(Tensor logits_x, Tensor logits_y, int top_k, {options}) -> (Tensor, Tensor)",
-    )
-    torch.library.define(
-        "moe_patch::product_key_backward",
-        f"(Tensor dweights, Tensor x, Tensor y, Tensor ids, {options}) -> (Tensor, Tensor)",
-    )
-    for name, run, fake in (
-        ("forward", _forward, _forward_fake),
-        ("backward", _backward, _backward_fake),
-    ):
-        torch.library.impl(f"moe_patch::product_key_{name}", "default", run)
-        torch.library.register_fake(f"moe_patch::product_key_{name}", fake)
-    torch.library.register_autograd(
-        "moe_patch::product_key_forward", _autograd, setup_context=_setup_context
-    )
-    torch.library.register_autograd("moe_patch::product_key_backward", no_second_derivative)
-
-
-_define()
+_OPTIONS = "str score, bool renormalize"
+define(
+    "moe_patch::product_key_forward",
+    f"(Tensor logits_x, Tensor logits_y, int top_k, {_OPTIONS}) -> (Tensor, Tensor)",
+    _forward, _forward_fake, _autograd, _setup_context,
+)  # fmt: skip
+define(
+    "moe_patch::product_key_backward",
+    f"(Tensor dweights, Tensor x, Tensor y, Tensor ids, {_OPTIONS}) -> (Tensor, Tensor)",
+    _backward, _backward_fake,
+)  # fmt: skip

@@ -18,10 +18,10 @@ from torch import Tensor
 from moe_patch.errors import (
     UnsupportedOptionError,
     check_logits,
-    no_second_derivative,
     refuse_forward_mode,
 )
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
+from moe_patch.ops.define import define
 from moe_patch.ops.direct import unwatched
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
@@ -205,24 +205,13 @@ class _Route(torch.autograd.Function):
     backward = staticmethod(_autograd)
 
 
-def _define() -> None:
-    inputs = f"Tensor logits, Tensor? bias, ScalarType ids_dtype, {_SPEC_ARGUMENTS}"
-    torch.library.define(
-        "moe_patch::route_forward",
-        f"({inputs}) -> (Tensor, Tensor)",
-    )
-    torch.library.define(
-        "moe_patch::route_backward",
-        f"(Tensor dweights, Tensor logits, Tensor ids, {_SPEC_ARGUMENTS}) -> Tensor",
-    )
-    torch.library.impl("moe_patch::route_forward", "default", _forward)
-    torch.library.impl("moe_patch::route_backward", "default", _backward)
-    torch.library.register_fake("moe_patch::route_forward", _forward_fake)
-    torch.library.register_fake("moe_patch::route_backward", _backward_fake)
-    torch.library.register_autograd(
-        "moe_patch::route_forward", _autograd, setup_context=_setup_context
-    )
-    torch.library.register_autograd("moe_patch::route_backward", no_second_derivative)
-
-
-_define()
+define(
+    "moe_patch::route_forward",
+    f"(Tensor logits, Tensor? bias, ScalarType ids_dtype, {_SPEC_ARGUMENTS}) -> (Tensor, Tensor)",
+    _forward, _forward_fake, _autograd, _setup_context,
+)  # fmt: skip
+define(
+    "moe_patch::route_backward",
+    f"(Tensor dweights, Tensor logits, Tensor ids, {_SPEC_ARGUMENTS}) -> Tensor",
+    _backward, _backward_fake,
+)  # fmt: skip

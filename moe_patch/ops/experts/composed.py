@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.errors import no_second_derivative, refuse_forward_mode
+from moe_patch.errors import refuse_forward_mode
 from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.define import define
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.experts.rows import gather_sum, row_weights, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
@@ -28,18 +29,6 @@ from moe_patch.types import ExpertWeights, Lora, Plan
 # Each has a class Groups of the same methods.
 _GROUPS = {"torch": "moe_patch.ops.experts.grouped", "triton": "moe_patch.kernels.experts.groups"}
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
-_lib = torch.library.Library("moe_patch_steps", "DEF")
-_lib.define(f"rows(Tensor x, {_PLAN}) -> Tensor")
-_lib.define(f"combine(Tensor y, Tensor? weights, {_PLAN}) -> Tensor")
-_lib.define(f"combine_bwd(Tensor dout, Tensor y, Tensor weights, {_PLAN}) -> (Tensor, Tensor)")
-_lib.define(
-    "linear(Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, str backend, "
-    f"{_PLAN}) -> Tensor"
-)
-_lib.define(
-    "linear_bwd(Tensor dy, Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, "
-    f"str backend, {_PLAN}, bool[] needs) -> Tensor[]"
-)
 _ops = torch.ops.moe_patch_steps
 
 
@@ -223,22 +212,26 @@ def _linear_bwd_fake(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *
     ]
 
 
-for _name, _impl, _fake in (
-    ("rows", _rows, _rows_fake),
-    ("combine", _combine, _combine_fake),
-    ("combine_bwd", _combine_bwd, _combine_bwd_fake),
-    ("linear", _linear, _linear_fake),
-    ("linear_bwd", _linear_bwd, _linear_bwd_fake),
-):
-    _lib.impl(_name, _impl, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_patch_steps::{_name}", _fake, lib=_lib)
-for _name, _bwd, _setup in (
-    ("rows", _rows_backward, _rows_setup),
-    ("combine", _combine_backward, _combine_setup),
-    ("linear", _linear_backward, _linear_setup),
-):
-    torch.library.register_autograd(
-        f"moe_patch_steps::{_name}", _bwd, setup_context=_setup, lib=_lib
-    )
-for _name in ("combine_bwd", "linear_bwd"):
-    torch.library.register_autograd(f"moe_patch_steps::{_name}", no_second_derivative, lib=_lib)
+_STEPS = "moe_patch_steps::"
+define(
+    f"{_STEPS}rows", f"(Tensor x, {_PLAN}) -> Tensor",
+    _rows, _rows_fake, _rows_backward, _rows_setup,
+)  # fmt: skip
+define(
+    f"{_STEPS}combine", f"(Tensor y, Tensor? weights, {_PLAN}) -> Tensor",
+    _combine, _combine_fake, _combine_backward, _combine_setup,
+)  # fmt: skip
+define(
+    f"{_STEPS}combine_bwd",
+    f"(Tensor dout, Tensor y, Tensor weights, {_PLAN}) -> (Tensor, Tensor)",
+    _combine_bwd, _combine_bwd_fake,
+)  # fmt: skip
+_OPERANDS = "Tensor x, Tensor w, Tensor? b, Tensor? a, Tensor? lb, float s, str backend"
+define(
+    f"{_STEPS}linear", f"({_OPERANDS}, {_PLAN}) -> Tensor",
+    _linear, _linear_fake, _linear_backward, _linear_setup,
+)  # fmt: skip
+define(
+    f"{_STEPS}linear_bwd", f"(Tensor dy, {_OPERANDS}, {_PLAN}, bool[] needs) -> Tensor[]",
+    _linear_bwd, _linear_bwd_fake,
+)  # fmt: skip

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.errors import no_second_derivative, refuse_forward_mode
+from moe_patch.errors import refuse_forward_mode
 from moe_patch.formats.packed import plain_weights
 from moe_patch.ops.backend import choose_backend
+from moe_patch.ops.define import define
 from moe_patch.ops.direct import unwatched
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.schema import LIBRARY, spell_options
+from moe_patch.ops.experts.schema import spell_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
@@ -183,7 +184,22 @@ class _Experts(torch.autograd.Function):
         )
 
 
-torch.library.register_autograd(
-    "moe_patch::experts", _backward, setup_context=_setup_context, lib=LIBRARY
-)
-torch.library.register_autograd("moe_patch::experts_bwd", no_second_derivative, lib=LIBRARY)
+define(
+    "moe_patch::experts", schema.EXPERTS,
+    schema.experts_operator, schema.experts_fake, _backward, _setup_context,
+)  # fmt: skip
+# Where gradients are off: autograd's layer and outputs that nothing reads cost more than the call.
+define(
+    "moe_patch::experts.inference", schema.INFERENCE,
+    schema.inference, lambda x, *_: x.new_empty(x.shape), backward=None,
+)  # fmt: skip
+define(
+    "moe_patch::experts_bwd", schema.EXPERTS_BWD,
+    schema.experts_bwd_operator, schema.experts_bwd_fake,
+)  # fmt: skip
+# If backward runs only once, dh is written over h: this lowers peak memory.
+define(
+    "moe_patch::experts_bwd.over_h", schema.OVER_H,
+    functools.partial(schema.experts_bwd_operator, overwrite_h=True), schema.experts_bwd_fake,
+    backward=None,
+)  # fmt: skip

@@ -1,8 +1,8 @@
 """The experts' operators as torch knows them: schemas, implementations, fakes.
 
 ``experts``, ``inference`` and ``experts_bwd`` are what the operators run.
-:mod:`moe_patch.ops.experts.op` adds autograd's rules, and calls these functions itself where nobody
-watches operators.
+:mod:`moe_patch.ops.experts.op` defines the operators, with autograd's rules, and calls these
+functions itself where nobody watches operators.
 """
 
 from __future__ import annotations
@@ -25,29 +25,21 @@ _BACKEND_MODULES = {
     "triton": "moe_patch.kernels.experts.experts",
 }
 
-LIBRARY = torch.library.Library("moe_patch", "DEF")
 # Few arguments, since torch spends time on each: what is no tensor travels as one string.
 _OPERANDS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
     "Tensor? lb2, float s13, float s2, float alpha, float limit, str options"
 )
-LIBRARY.define(
-    f"experts(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, Tensor? signals, "
+EXPERTS = (
+    f"(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, bool[] keep, Tensor? signals, "
     "Tensor[] scales) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-# Where gradients are off: autograd's layer and outputs that nothing reads take a third of the time.
-LIBRARY.define(
-    f"experts.inference(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) "
-    "-> Tensor"
+INFERENCE = f"(Tensor x, Tensor ids, Tensor weights, {_OPERANDS}, Tensor[] scales) -> Tensor"
+EXPERTS_BWD = (
+    f"(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, Tensor slot_of_TK, "
+    "Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, Tensor[] scales) -> Tensor[]"
 )
-# Where backward comes but once, the gradient of h takes its place: so much less at the peak.
-_BACKWARD_OVERLOADS = {"": "Tensor", ".over_h": "Tensor(a!)"}
-for _overload, _h in _BACKWARD_OVERLOADS.items():
-    LIBRARY.define(
-        f"experts_bwd{_overload}(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor "
-        f"row_of_N, Tensor slot_of_TK, Tensor offsets, {_h} h, Tensor u13, Tensor u2, bool[] "
-        "needs, Tensor[] scales) -> Tensor[]"
-    )
+OVER_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
 
 
 # Options travel as one string of words, since torch spends time on each argument and takes no
@@ -177,8 +169,8 @@ def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
     return out, *plan, *kept, act_norm
 
 
-def _experts(*args: Any) -> tuple[Tensor, ...]:
-    """An operator's outputs must not alias."""
+def experts_operator(*args: Any) -> tuple[Tensor, ...]:
+    """Copy empty outputs of :func:`experts`: those of an operator must not alias."""
     return tuple(t if t.numel() else t.new_empty(t.shape) for t in experts(*args))
 
 
@@ -216,19 +208,7 @@ def experts_bwd(
     return grads._replace(**typed)
 
 
-def _experts_bwd(dout: Any, x: Any, *args: Any, overwrite_h: bool = False) -> list[Tensor]:
-    """An operator returns tensors: empty ones for None."""
+def experts_bwd_operator(dout: Any, x: Any, *args: Any, overwrite_h: bool = False) -> list[Tensor]:
+    """Return empty tensors for None, since an operator returns tensors."""
     grads = experts_bwd(dout, x, *args, overwrite_h=overwrite_h)
     return [x.new_empty(0) if g is None else g for g in grads]
-
-
-LIBRARY.impl("experts", _experts, "CompositeExplicitAutograd")
-torch.library.register_fake("moe_patch::experts", experts_fake, lib=LIBRARY)
-LIBRARY.impl("experts.inference", inference, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "moe_patch::experts.inference", lambda x, *_: x.new_empty(x.shape), lib=LIBRARY
-)
-for _overload in _BACKWARD_OVERLOADS:
-    _run = functools.partial(_experts_bwd, overwrite_h=_overload == ".over_h")
-    LIBRARY.impl(f"experts_bwd{_overload}", _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moe_patch::experts_bwd{_overload}", experts_bwd_fake, lib=LIBRARY)
