@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,44 +83,45 @@ class FoundBlock:
 def discover(model: nn.Module) -> list[FoundBlock]:
     """All MoE blocks of a model, in module order; unknown ones come back refused, with a reason."""
     blocks: dict[str, FoundBlock] = {}
-    order: list[str] = []
     named = list(model.named_modules())
-
-    def block_at(path: str, spec: FamilySpec) -> FoundBlock:
-        if path not in blocks:
-            blocks[path] = FoundBlock(path, spec)
-            order.append(path)
-        return blocks[path]
-
     for path, module in named:
         found = lookup(module) or _decorated(module)
-        if found is None:
-            if (reason := _looks_like_moe(module)) and _inside(path, order) is None:
-                blocks[path] = refused_block(path, module, reason)
-                order.append(path)
-            continue
-        spec, role = found
-        if role == "block":
-            block = block_at(path, spec)
-            block.block = module
-        else:
-            owner = _inside(path, order)
-            block = block_at(_holder(path) if owner is None else owner, spec)
-            (block.routers if role == "router" else block.experts).append((path, module))
-        if spec.tier == "refused":
-            block.reason = spec.reason
+        if found is not None:
+            _place(blocks, path, module, *found)
+        elif (reason := _looks_like_moe(module)) and _inside(path, blocks) is None:
+            blocks[path] = refused_block(path, module, reason)
     for path, module in named:
-        if is_param_wrapper(module) and (owner := _inside(path, order)) is not None:
-            base = module.get_base_layer()
-            if any(base is experts for _, experts in blocks[owner].experts):
-                blocks[owner].wrappers.append((path, module))
-    for path, block in blocks.items():
-        if why := _experts_alone(block):
-            blocks[path] = block.experts_only(why)
+        if is_param_wrapper(module):
+            _add_wrapper(blocks, path, module)
     added = {f"{path}.{child}".lstrip(".") for path, m in named if (child := _wrapped_child(m))}
     for block in blocks.values():
         block.plain_path = _without(added, block.path)
-    return [blocks[path] for path in order]
+    reasons = ((block, _experts_alone(block)) for block in blocks.values())
+    return [block.experts_only(why) if why else block for block, why in reasons]
+
+
+def _place(
+    blocks: dict[str, FoundBlock], path: str, module: nn.Module, spec: FamilySpec, role: str
+) -> None:
+    """Put a block, or a router or experts module of one, into its row."""
+    owner = path if role == "block" else _inside(path, blocks)
+    if owner is None:
+        owner = _holder(path)
+    block = blocks.setdefault(owner, FoundBlock(owner, spec))
+    if role == "block":
+        block.block = module
+    else:
+        (block.routers if role == "router" else block.experts).append((path, module))
+    if spec.tier == "refused":
+        block.reason = spec.reason
+
+
+def _add_wrapper(blocks: dict[str, FoundBlock], path: str, wrapper: Any) -> None:
+    """Add an adapter's wrapper to the block whose experts it is around."""
+    owner = _inside(path, blocks)
+    base = wrapper.get_base_layer()
+    if owner is not None and any(base is experts for _, experts in blocks[owner].experts):
+        blocks[owner].wrappers.append((path, wrapper))
 
 
 def _experts_alone(block: FoundBlock) -> str:
@@ -176,7 +178,7 @@ def _without(added: set[str], path: str) -> str:
     return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in added)
 
 
-def _inside(path: str, owners: list[str]) -> str | None:
+def _inside(path: str, owners: Iterable[str]) -> str | None:
     """The innermost block path that contains ``path``; the root's path is empty."""
     around = (o for o in owners if o in ("", path) or path.startswith(f"{o}."))
     return max(around, key=len, default=None)

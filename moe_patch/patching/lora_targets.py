@@ -121,16 +121,10 @@ def missed_experts(model: Any) -> str | None:
         model: a model, a PeftModel, or a wrapper around one.
     """
     tuners = [module for module in model.modules() if "peft_config" in module.__dict__]
-    configs = [config for tuner in tuners for config in _lora_configs(tuner)]
-    asked = {target for config in configs for target in _asked(config)}
-    # A regular expression over paths of modules, which a config may have in place of names.
-    patterns = {c.target_modules for c in configs if isinstance(c.target_modules, str)}
     blocks = discover(model)
     if not blocks or any(block.wrappers for block in blocks):
         return None
-    own = {_suffix(p, 1) for block in blocks for p, _ in block.experts}
-    wanted = sorted(t for t in asked if _names_experts(t, own))
-    wanted += [repr(pattern) for pattern in sorted(patterns) if _matches_experts(pattern, blocks)]
+    wanted = _targets_for_experts([c for tuner in tuners for c in _lora_configs(tuner)], blocks)
     if not wanted and not any(map(_names_every_linear, tuners)):
         return None
     return (
@@ -138,6 +132,16 @@ def missed_experts(model: Any) -> str | None:
         f"{len(blocks)} MoE blocks carries an adapter; experts are 3-D parameters: "
         "moe_patch.lora_targets(model) gives the target_parameters"
     )
+
+
+def _targets_for_experts(configs: list[Any], blocks: list[FoundBlock]) -> list[str]:
+    """The names, then the regular expressions, with which LoRA configs target experts."""
+    own = {_suffix(path, 1) for block in blocks for path, _ in block.experts}
+    names = {name for config in configs for name in _asked(config) if _names_experts(name, own)}
+    # A regular expression over paths of modules, which a config may have in place of names.
+    patterns = {c.target_modules for c in configs if isinstance(c.target_modules, str)}
+    matching = (pattern for pattern in sorted(patterns) if _matches_experts(pattern, blocks))
+    return [*sorted(names), *map(repr, matching)]
 
 
 def _names_every_linear(tuner: nn.Module) -> bool:

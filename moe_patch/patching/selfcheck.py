@@ -26,7 +26,7 @@ from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.experts import layout_of, read_glu, run_experts, stored_weight
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
 from moe_patch.runtime.record import is_ours
-from moe_patch.runtime.spec import Arg, FamilySpec, read
+from moe_patch.runtime.spec import Arg, FamilySpec
 
 TOKENS = 48
 EXPERTS = 4
@@ -35,35 +35,51 @@ EXPERTS = 4
 def obstacle(found: FoundBlock) -> str | None:
     """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
     for module in involved(found):
-        if has_accelerate_hook(module):
-            return "an accelerate hook moves the weights"
-        if "forward" in module.__dict__ and not is_ours(module.__dict__["forward"]):
-            return "another library bound a forward"
-        if any("FSDP" in cls.__name__ for cls in type(module).__mro__):
-            return "FSDP unit"
-        if module._modules.get("parametrizations") is not None:
-            return "a parametrization is active"
-        for name, value in module.__dict__.items():
-            if isinstance(value, Tensor):
-                return f"{name} is computed before each call (pruning, or an older weight norm)"
+        if (why := _module_obstacle(module)) is not None:
+            return why
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if tensor.is_meta:
-                return "meta weights"
-            if isinstance(tensor, QuantTensor):
-                return f"experts stored in {tensor.weight.storage}"
-            if tensor.is_inference():
-                return "weights were made in inference mode"
-            if hasattr(tensor, "ds_id"):
-                return "ZeRO-3 partitioned weights"
-            if isinstance(tensor, nn.Parameter) and not tensor.numel():
-                return "weights without a size: partitioned, and elsewhere just now"
-            if is_sharded(tensor):
-                return "DTensor weights"
-            if (foreign := foreign_class(tensor)) is not None:
-                return f"weights stored in {foreign}"
-            if tensor.is_floating_point() and tensor.numel() and not _finite(tensor.detach()):
-                return "weights hold NaN or Inf"
+            if (why := _tensor_obstacle(tensor)) is not None:
+                return why
     return None
+
+
+def _module_obstacle(module: nn.Module) -> str | None:
+    own = module.__dict__
+    computed = next((name for name, value in own.items() if isinstance(value, Tensor)), None)
+    found = {
+        "an accelerate hook moves the weights": has_accelerate_hook(module),
+        "another library bound a forward": "forward" in own and not is_ours(own["forward"]),
+        "FSDP unit": any("FSDP" in cls.__name__ for cls in type(module).__mro__),
+        "a parametrization is active": module._modules.get("parametrizations") is not None,
+        f"{computed} is computed before each call (pruning, or an older weight norm)": computed,
+    }
+    return next((why for why, is_so in found.items() if is_so), None)
+
+
+def _tensor_obstacle(tensor: Tensor) -> str | None:
+    """In the order of what can be asked of a tensor: a meta or quantised one has no values."""
+    if tensor.is_meta:
+        return "meta weights"
+    if isinstance(tensor, QuantTensor):
+        return f"experts stored in {tensor.weight.storage}"
+    if tensor.is_inference():
+        return "weights were made in inference mode"
+    if (why := _partition(tensor)) is not None:
+        return why
+    if (foreign := foreign_class(tensor)) is not None:
+        return f"weights stored in {foreign}"
+    if tensor.is_floating_point() and tensor.numel() and not _finite(tensor.detach()):
+        return "weights hold NaN or Inf"
+    return None
+
+
+def _partition(tensor: Tensor) -> str | None:
+    """Why a tensor is a part, or nothing, of what its name stands for; None where it is whole."""
+    if hasattr(tensor, "ds_id"):
+        return "ZeRO-3 partitioned weights"
+    if isinstance(tensor, nn.Parameter) and not tensor.numel():
+        return "weights without a size: partitioned, and elsewhere just now"
+    return "DTensor weights" if is_sharded(tensor) else None
 
 
 def involved(found: FoundBlock) -> list[nn.Module]:
@@ -85,11 +101,7 @@ def kind_of(found: FoundBlock) -> tuple:
     tensors = tuple(
         (n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters()
     )
-    routing = tuple(
-        str(read(m, source))
-        for _, m in found.routers
-        for source in found.spec_of(m).params.values()
-    )
+    routing = tuple(str(value) for _, m in found.routers for value in found.spec_of(m).values_of(m))
     activations = tuple(read_glu(m, spec) for _, m in found.experts if spec.experts_forward is None)
     return type(found.block), tuple(type(m) for m in modules), tensors, routing, activations
 

@@ -251,9 +251,16 @@ class FamilySpec:
         """
         return {name: read(router, source) for name, source in self.params.items()}
 
+    def values_of(self, router: nn.Module) -> tuple:
+        """All that :meth:`choose` reads from a router, tensors apart."""
+        return *self.params_of(router).values(), self._takes_argument(router)
+
     def bias_of(self, router: nn.Module, args: tuple) -> Tensor | None:
         """The correction bias [E] of a router that is called with further arguments ``args``."""
         if isinstance(self.bias, Arg):
-            counts = self.bias.when is None or read(router, self.bias.when)
-            return args[self.bias.index - 1] if counts else None
+            return args[self.bias.index - 1] if self._takes_argument(router) else None
         return None if self.bias is None else read(router, self.bias).reshape(-1)
+
+    def _takes_argument(self, router: nn.Module) -> bool:
+        when = self.bias.when if isinstance(self.bias, Arg) else None
+        return when is None or bool(read(router, when))
