@@ -56,17 +56,23 @@ def check_type(where: str, value: Any, hint: Any) -> None:
         UnsupportedOptionError: names the key, the value and the accepted types.
     """
     members = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
-    origins = [typing.get_origin(member) or member for member in members]
-    if not all(origin in (*CHECKED, type(None), typing.Literal) for origin in origins):
+    origins = {typing.get_origin(member) or member for member in members}
+    if not origins <= {*CHECKED, type(None), typing.Literal}:
         return
     literals = [m for m in members if typing.get_origin(m) is typing.Literal]
     words = [word for member in literals for word in typing.get_args(member)]
-    # bool is a subclass of int, and a whole number is a fine float.
-    fine = {*origins, int} if float in origins else set(origins)
-    if type(value) in fine or (type(value), value) in [(type(word), word) for word in words]:
+    if _fits(value, origins, words):
         return
-    wanted = [*(CHECKED[o] for o in origins if o in CHECKED), *map(repr, words)]
+    wanted = [*(words_for for t, words_for in CHECKED.items() if t in origins), *map(repr, words)]
     raise UnsupportedOptionError(f"{where} is {value!r}; expected {' or '.join(wanted)}")
+
+
+def _fits(value: Any, plain: Iterable[Any], words: Iterable[Any]) -> bool:
+    # bool is a subclass of int, and a whole number is a fine float.
+    kinds = {*plain, int} if float in plain else {*plain}
+    return type(value) in kinds or any(
+        type(value) is type(word) and value == word for word in words
+    )
 
 
 def check_factor(where: str, value: float) -> None:

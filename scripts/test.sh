@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Linter, type checker and the CPU tests on a bare machine, in their own environment. Tests marked
+# Linters, type checker and the CPU tests on a bare machine, in their own environment. Tests marked
 # `slow` are left out; scripts/matrix.py runs them too, and so does this with -m "not gpu".
 # Usage: bash scripts/test.sh [arguments for pytest]
 set -euo pipefail
@@ -10,6 +10,9 @@ install_moe_patch train,dev
 failed=()
 "$venv_python" -m ruff check . || failed+=("ruff check")
 "$venv_python" -m ruff format --check . || failed+=("ruff format")
+# Cyclomatic complexity, `and` and `or` included.
+"$venv_python" -m lizard moe_patch -l python -C 14 -w -W scripts/complexity_allowed.txt ||
+    failed+=("complexity")
 "$venv_python" -m mypy || failed+=("mypy")
 # Two workers with one thread each: more threads than cores make small tensors many times slower.
 env HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \

@@ -186,6 +186,16 @@ def _choices(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -
     return Check("expert choice", f"{len(theirs)} layers", 0.0, limit)
 
 
+def _errors(pairs: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, float]:
+    """Relative errors by name; ``noise`` is a share of the largest norm, added to each norm."""
+    sizes = {name: theirs.double().norm().item() for name, (_, theirs) in pairs.items()}
+    noise *= max(sizes.values())
+    return {
+        name: (ours.double() - theirs.double()).norm().item() / max(sizes[name] + noise, 1e-300)
+        for name, (ours, theirs) in pairs.items()
+    }
+
+
 def _worst(
     kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float
 ) -> Check | None:
@@ -196,14 +206,9 @@ def _worst(
     if kind == "gradient" and ours.keys() != theirs.keys():
         lost = sorted(ours.keys() ^ theirs.keys())
         return Check("gradients", f"on one side only: {lost[0]}", float("inf"), limit)
-    sizes = {n: theirs[n].double().norm().item() for n in names}
     # A gradient that is zero in exact arithmetic is rounding noise without a size of its own.
-    eps = torch.finfo(theirs[names[0]].dtype).eps
-    noise = 8 * eps * max(sizes.values()) if kind == "gradient" else 0.0
-    errors = {
-        n: (ours[n].double() - theirs[n].double()).norm().item() / max(sizes[n] + noise, 1e-300)
-        for n in names
-    }
+    noise = 8 * torch.finfo(theirs[names[0]].dtype).eps if kind == "gradient" else 0.0
+    errors = _errors({n: (ours[n], theirs[n]) for n in names}, noise)
     bad = [n for n in names if errors[n] != errors[n]]
     worst = bad[0] if bad else max(errors, key=lambda n: errors[n])
     where = worst if worst != kind else ""

@@ -97,8 +97,6 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     rows = [_row(row, blocks.get(row.path)) for row in patch_report(model, device)]
     parameters = dict(model.named_parameters())
     experts = [p for found in discover(model) for _, m in found.experts for p in m.parameters()]
-    saved = [row["saved_bytes_per_token"] for row in rows if row.get("saved_bytes_per_token")]
-    again = [row["saved_with_recompute"] for row in rows if row.get("saved_with_recompute")]
     try:
         _, quantised, unquantised = experts_memory(model)
     except UnsupportedModelError as error:
@@ -110,10 +108,15 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
         "expert_bytes": sum(p.nbytes for p in experts),
         "expert_bytes_quantised": quantised,
         "not_quantised": unquantised,
-        "saved_bytes_per_token": sum(saved),
-        "saved_with_recompute": sum(again),
+        "saved_bytes_per_token": _total(rows, "saved_bytes_per_token"),
+        "saved_with_recompute": _total(rows, "saved_with_recompute"),
         "blocks": rows,
     }
+
+
+def _total(rows: list[dict[str, Any]], key: str) -> int:
+    """The sum over the rows that have a value."""
+    return sum(row.get(key) or 0 for row in rows)
 
 
 def _sizes(found: FoundBlock) -> dict[str, Any]:

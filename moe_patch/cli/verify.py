@@ -46,11 +46,7 @@ def command(args: argparse.Namespace) -> int:
     """Compare and print; status 1 when a check fails."""
     from moe_patch.patching.patch import patch_model, unpatch_model
 
-    if args.batch < 1 or args.length < 2:
-        raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")
-    if args.limit is not None and not args.limit >= 0:
-        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number from 0 on")
-    check_seed(args.seed)
+    _check_numbers(args)
     device, name = models.device_of(args), args.dtype or "float32"
     with progress(4, "reading the config") as steps:
         config = models.load_config(args.model)
@@ -84,6 +80,14 @@ def command(args: argparse.Namespace) -> int:
     else:
         _print(result)
     return 0 if result["passed"] else CHECK_FAILED
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if args.batch < 1 or args.length < 2:
+        raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")
+    if args.limit is not None and not args.limit >= 0:
+        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number from 0 on")
+    check_seed(args.seed)
 
 
 def _make(

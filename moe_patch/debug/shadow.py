@@ -154,11 +154,6 @@ def _run(
         parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
         for parameter, given in handed_down(module).items()
     }
-    leaves = {f"gradient of {name}": t for name, t in zip(INPUTS, inputs, strict=False)}
-    leaves |= {f"gradient of {name}": p for name, p in named.items()}
-    for parameter, given in factors.items():
-        leaves |= {f"gradient of {parameter}, A of adapter {i}": f.rhs for i, f in enumerate(given)}
-        leaves |= {f"gradient of {parameter}, B of adapter {i}": f.lhs for i, f in enumerate(given)}
     tensors = {f"module.{name}": p for name, p in named.items()}
     if merge:
         for parameter, given in factors.items():
@@ -166,7 +161,18 @@ def _run(
     with _handed_down(module, {} if merge else factors), _forked(args):
         out = torch.func.functional_call(Direct(module, function), tensors, tuple(inputs), kwargs)
     outs = out if isinstance(out, tuple) else (out,)
-    return outs, _gradients(outs[0], leaves)
+    return outs, _gradients(outs[0], _leaves(inputs, named, factors))
+
+
+def _leaves(
+    inputs: list[Any], named: dict[str, Tensor], factors: dict[str, list[Factors]]
+) -> dict[str, Any]:
+    """Inputs, parameters and factors by the name of their gradient."""
+    leaves = {**dict(zip(INPUTS, inputs, strict=False)), **named}
+    for parameter, given in factors.items():
+        leaves |= {f"{parameter}, A of adapter {i}": f.rhs for i, f in enumerate(given)}
+        leaves |= {f"{parameter}, B of adapter {i}": f.lhs for i, f in enumerate(given)}
+    return {f"gradient of {name}": leaf for name, leaf in leaves.items()}
 
 
 def _copy(parameter: nn.Parameter) -> Tensor:

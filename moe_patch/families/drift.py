@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,29 +72,37 @@ def differences(
         specs: the registered entries.
         later: entries that describe a later release; their families are not new.
     """
-    known, now = stored(), current(specs)
-    found = []
-    for spec in specs:
-        path = modeling_file(spec.module) if spec.module is not None else None
-        if path is None or spec.module is None:
-            continue
-        for role in ("router", "block", "experts"):
-            name = getattr(spec, role)
-            if name is not None and name not in now[spec.module]:
-                what = f"{role} class {name} is not there"
-                found.append(Difference("gone", spec.model_types[0], str(path), what))
+    now = current(specs)
+    gone = [difference for spec in specs for difference in _gone(spec, now)]
+    named = {name for spec in (*specs, *later) for name in spec.model_types}
+    return [*gone, *_changed(now), *_new(named)]
+
+
+def _gone(spec: FamilySpec, now: Hashes) -> Iterator[Difference]:
+    path = modeling_file(spec.module) if spec.module is not None else None
+    if path is None or spec.module is None:
+        return
+    for role in ("router", "block", "experts"):
+        name = getattr(spec, role)
+        if name is not None and name not in now[spec.module]:
+            what = f"{role} class {name} is not there"
+            yield Difference("gone", spec.model_types[0], str(path), what)
+
+
+def _changed(now: Hashes) -> Iterator[Difference]:
+    known = stored()
     for folder, hashes in now.items():
         for name, value in hashes.items():
             if value not in known.get(folder, {}).get(name, {}):
                 what = f"source of {name} is not one that the entry was checked with"
-                found.append(Difference("changed", folder, str(modeling_file(folder)), what))
-    named = {name for spec in (*specs, *later) for name in spec.model_types}
+                yield Difference("changed", folder, str(modeling_file(folder)), what)
+
+
+def _new(named: set[str]) -> Iterator[Difference]:
     for model_type in moe_model_types().values():
         if model_type.own and model_type.name not in named:
             file = str(modeling_file(model_type.folder) or model_type.folder)
-            what = "has experts and no entry"
-            found.append(Difference("new", model_type.name, file, what))
-    return found
+            yield Difference("new", model_type.name, file, "has experts and no entry")
 
 
 @functools.cache

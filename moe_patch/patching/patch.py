@@ -69,14 +69,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     warn_of(refused, blocks)
     warn_of_mismatches(found, [b for b in blocks if b.path not in refused])
     forward.register_experts()
-    bound = 0
-    for before, block in zip(found, blocks, strict=True):
-        if block.path in refused:
-            _mark_refused(before, parsed, refused[block.path])
-            continue
-        if block.mismatch and not before.mismatch:
-            _give_back(before)
-        bound += _bind_block(block, parsed, checks.get(block.path, "off"))
+    bound = _bind_all(found, blocks, parsed, refused, checks)
     if parsed.shadow_check or parsed.debug_nan:
         patched_blocks = [b for b in blocks if b.path not in refused]
         probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
@@ -90,6 +83,33 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     if note := missed_experts(model):
         warnings.warn(f"moe_patch: {note}", stacklevel=2)
     return model
+
+
+def _bind_all(
+    found: list[FoundBlock],
+    blocks: list[FoundBlock],
+    config: PatchConfig,
+    refused: dict[str, str],
+    checks: dict[str, str],
+) -> int:
+    """Bind the accepted blocks and mark the others; returns how many modules are bound anew.
+
+    Args:
+        found: the blocks as discovered.
+        blocks: the same as they fit their entries.
+        config: of the patch.
+        refused: path -> why.
+        checks: path -> the self-check's result.
+    """
+    bound = 0
+    for before, block in zip(found, blocks, strict=True):
+        if block.path in refused:
+            _mark_refused(before, config, refused[block.path])
+            continue
+        if block.mismatch and not before.mismatch:
+            _give_back(before)
+        bound += _bind_block(block, config, checks.get(block.path, "off"))
+    return bound
 
 
 def unpatch_model(model: Model) -> Model:

@@ -123,16 +123,9 @@ def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Gl
     ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
     """
     layout = layout or layout_of(experts, spec)
-    if "_apply_gate" in experts.__dict__ or layout.has_post_expert_norm:
-        return None
-    if not layout.fused:
+    if layout.has_post_expert_norm or not layout.fused or _has_own_gate(experts, spec, layout):
         return None
     rule = spec.glu or _ACT_FN
-    if spec.glu is None and layout.has_gate and spec.layout is None:
-        from transformers.integrations.moe import _default_apply_gate
-
-        if type(experts)._apply_gate is not _default_apply_gate:
-            return None
     kind = rule.kind
     if kind == "act_fn":
         act_fn = experts._modules.get("act_fn")
@@ -150,6 +143,17 @@ def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Gl
         alpha=float(read(experts, rule.alpha)),
         limit=limit,
     )
+
+
+def _has_own_gate(experts: Any, spec: FamilySpec, layout: Layout) -> bool:
+    """Return whether instance or class gate unlike the entry and transformers' decorator say."""
+    if "_apply_gate" in experts.__dict__:
+        return True
+    if spec.glu is not None or spec.layout is not None or not layout.has_gate:
+        return False
+    from transformers.integrations.moe import _default_apply_gate
+
+    return type(experts)._apply_gate is not _default_apply_gate
 
 
 def activation_kind(act_fn: object) -> str | None:

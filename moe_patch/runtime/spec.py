@@ -110,31 +110,34 @@ class FamilySpec:
             fail(f"weights_dtype is {self.weights_dtype!r}; accepted: score, logits, hidden")
         if self.tier == "refused" and not self.reason:
             fail("a refused family needs a reason")
+        self._check_shared(fail)
+        if self.routing is not None:
+            self._check_routing(self.routing, fail)
+        elif self.params or (
+            self.tier == "full" and self.router_forward is None and self.block_forward is None
+        ):
+            fail("no routing function; give routing=, or tier='experts' without params")
+
+    def _check_shared(self, fail: Callable[[str], None]) -> None:
         if self.shared_gate and not self.shared:
             fail("shared_gate without shared")
         if self.shared and self.shared_by_block:
             fail("a shared expert is added either by the bound block forward or by transformers'")
         if self.shared and not self.block:
             fail("a shared expert needs the block's class name")
-        if self.routing is None:
-            if self.params or (
-                self.tier == "full" and self.router_forward is None and self.block_forward is None
-            ):
-                fail("no routing function; give routing=, or tier='experts' without params")
-            return
+
+    def _check_routing(self, routing: Callable[..., Routing], fail: Callable[[str], None]) -> None:
         if self.block_forward is None and (self.router is None or self.logits is None):
             fail("a routing function needs the router's class name and its logits expression")
-        accepted = inspect.signature(self.routing).parameters
+        accepted = inspect.signature(routing).parameters
         names = [
             n for n, p in accepted.items() if p.kind is p.KEYWORD_ONLY and n not in _SET_AT_CALL
         ]
         if unknown := sorted(set(self.params) - set(names)):
-            fail(
-                f"{self.routing.__name__} has no parameter {unknown}; accepted: {', '.join(names)}"
-            )
+            fail(f"{routing.__name__} has no parameter {unknown}; accepted: {', '.join(names)}")
         required = {n for n in names if accepted[n].default is inspect.Parameter.empty}
         if missing := sorted(required - set(self.params)):
-            fail(f"{self.routing.__name__} needs {missing}")
+            fail(f"{routing.__name__} needs {missing}")
 
     def _check_types(self, fail: Callable[[str], None]) -> None:
         """What a slip of the pen leaves here would be an error of some other place later."""

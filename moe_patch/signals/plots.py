@@ -42,7 +42,7 @@ def load_heatmap(source: Source) -> Any:
         interpolation="nearest",
     )  # fmt: skip
     axes.set(xlabel="expert", title="Expert load")
-    _layer_ticks(axes, loads)
+    _layer_ticks(axes.yaxis, loads)
     _integer_ticks(axes.xaxis)
     figure.colorbar(image, ax=axes, label="times an even share", extend="max", ticks=[0, 1, 2, 3])
     return figure
@@ -114,7 +114,7 @@ def delta_sc_per_expert(source: Source, gradient: str = "params") -> Any:
         values, aspect="auto", cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest"
     )
     axes.set(xlabel="expert", title="ΔSC by expert (grey: no rows)")
-    _layer_ticks(axes, rows)
+    _layer_ticks(axes.yaxis, rows)
     _integer_ticks(axes.xaxis)
     axes.set_facecolor("0.8")
     figure.colorbar(image, ax=axes, label="mean ΔSC")
@@ -127,11 +127,10 @@ def router_confidence(source: Source) -> Any:
     1 / K, where the router makes no difference between its choices, is the dashed line.
     """
     recorder = _recorder(source)
-    found = {
-        path: _confidence(layer)
-        for path, layer in recorder.layers.items()
-        if layer.weights is not None and layer.weights.numel()
+    weights = {
+        p: layer.weights for p, layer in recorder.layers.items() if layer.weights is not None
     }
+    found = {path: _confidence(w_TK) for path, w_TK in weights.items() if w_TK.numel()}
     if not found:
         raise _nothing("weights", "run a forward inside `with record(model)`")
     low, lower, middle, upper, high = (
@@ -148,13 +147,11 @@ def router_confidence(source: Source) -> Any:
     axes.hlines(
         middle, [i - 0.3 for i in at], [i + 0.3 for i in at], color="#1f3b5c", label="median"
     )
-    ks = {layer.weights.shape[1] for layer in recorder.layers.values() if layer.weights is not None}
+    ks = {w_TK.shape[1] for w_TK in weights.values()}
     if len(ks) == 1:
         axes.axhline(1 / ks.pop(), linestyle="--", linewidth=1, color="0.4", label="1 / K")
     axes.set(ylabel="largest weight of a token", ylim=(0, 1.02), title="Router confidence")
-    every = max(1, len(found) // 24)
-    axes.set_xticks(at[::every], [_short(path) for path in list(found)[::every]])
-    axes.set_xlabel("layer")
+    _layer_ticks(axes.xaxis, found)
     axes.grid(axis="y", alpha=0.3)
     figure.legend(loc="outside lower center", frameon=False, fontsize="small", ncols=4)
     return figure
@@ -229,10 +226,9 @@ def _mean_by_expert(layer: LayerSignals, score_TK: Tensor) -> Tensor:
     return sums_E / counts_E
 
 
-def _confidence(layer: LayerSignals) -> Tensor:
+def _confidence(weights_TK: Tensor) -> Tensor:
     """[T] the largest weight of each token over the sum of its weights."""
-    assert layer.weights is not None
-    weights_TK = layer.weights.double().abs().cpu()
+    weights_TK = weights_TK.double().abs().cpu()
     sums_T1 = weights_TK.sum(-1, keepdim=True)
     return (weights_TK / sums_T1).amax(-1)[sums_T1.squeeze(1) > 0]
 
@@ -243,11 +239,11 @@ def _short(path: str, word: str = "") -> str:
     return f"{word}{numbers[-1]}" if numbers else path
 
 
-def _layer_ticks(axes: Any, rows: dict[str, Any]) -> None:
+def _layer_ticks(axis: Any, rows: dict[str, Any]) -> None:
     every = max(1, len(rows) // 24)
     shown = list(range(0, len(rows), every))
-    axes.set_yticks(shown, [_short(list(rows)[i]) for i in shown])
-    axes.set_ylabel("layer")
+    axis.set_ticks(shown, [_short(list(rows)[i]) for i in shown])
+    axis.set_label_text("layer")
 
 
 def _integer_ticks(axis: Any) -> None:

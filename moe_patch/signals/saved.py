@@ -24,20 +24,10 @@ FIELDS = ("ids", "weights", "tokens_per_expert")
 
 def save_recorder(recorder: Recorder, file: str | Path) -> None:
     """Write a recorder to a file; a tensor that was not recorded is left out."""
-    paths = list(recorder.layers)
     tensors: dict[str, Tensor] = {}
-    for i, layer in enumerate(recorder.layers.values()):
-        found = {name: getattr(layer, name) for name in FIELDS}
-        if layer.signals is not None:
-            found["act_norm"] = layer.signals.act_norm_TK
-            if layer.grad_norm_params is not None:
-                found["grads"] = layer.signals.grads_3TK
+    for i, (path, layer) in enumerate(recorder.layers.items()):
+        found = {**_newest(layer), "history": _history(recorder, path)}
         tensors |= {f"{i}.{name}": t for name, t in found.items() if t is not None}
-    for i, path in enumerate(paths):
-        steps = [closed.load.get(path) for closed in recorder.history]
-        if seen := [load_E for load_E in steps if load_E is not None]:
-            filled = [torch.zeros_like(seen[0]) if load_E is None else load_E for load_E in steps]
-            tensors[f"{i}.history"] = torch.stack(filled)
     about = {
         "steps": str(len(recorder.history)),
         "layers": json.dumps(
@@ -48,6 +38,25 @@ def save_recorder(recorder: Recorder, file: str | Path) -> None:
         ),
     }
     tensor_file.write(file, FORMAT, tensors, about)
+
+
+def _newest(layer: LayerSignals) -> dict[str, Tensor | None]:
+    """The tensors of a layer's newest forward, by the name in the file."""
+    found = {name: getattr(layer, name) for name in FIELDS}
+    if layer.signals is not None:
+        found["act_norm"] = layer.signals.act_norm_TK
+        if layer.grad_norm_params is not None:
+            found["grads"] = layer.signals.grads_3TK
+    return found
+
+
+def _history(recorder: Recorder, path: str) -> Tensor | None:
+    """A layer's load in each closed step, zeros where it did not run; None if it never did."""
+    steps = [closed.load.get(path) for closed in recorder.history]
+    seen = [load_E for load_E in steps if load_E is not None]
+    if not seen:
+        return None
+    return torch.stack([torch.zeros_like(seen[0]) if step is None else step for step in steps])
 
 
 def load_recorder(file: str | Path) -> Recorder:

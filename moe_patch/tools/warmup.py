@@ -163,25 +163,36 @@ def _warm(
     start = time.perf_counter()
     weight = _weight(found)
     cuda = [weight.device] if weight.is_cuda else []
-    E, counts = weight.shape[0], list(tokens or ())
     with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
         K = _top_k(found) or top_k
         if K is None:
             why = "how many experts a token takes is known to transformers' router only: give top_k"
             return WarmedBlock(found.path, [], 0.0, why)
-        rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
-        counts = counts or sorted({-(-N // K) for N in rows})
-        for T in () if tokens else ROUTED_TOKENS:
-            _route(found, T)
+        if not tokens:
+            for T in ROUTED_TOKENS:
+                _route(found, T)
+        counts = list(tokens or _token_counts(weight.shape[0], K))
         for T in counts:
-            routing = _route(found, T) or _even(E, T, K, weight)
-            _run(found, T, routing, training)
-            if training:  # evaluation and reentrant checkpoints keep nothing for a backward
-                with torch.no_grad():
-                    _run(found, T, routing, False)
+            _run_both(found, T, K, training)
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)
     return WarmedBlock(found.path, counts, round(time.perf_counter() - start, 3), "")
+
+
+def _token_counts(E: int, K: int) -> list[int]:
+    """One count per size class of tiles."""
+    rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
+    return sorted({-(-N // K) for N in rows})
+
+
+def _run_both(found: FoundBlock, T: int, K: int, training: bool) -> None:
+    """Run a block on T tokens, in training without gradients as well."""
+    weight = _weight(found)
+    routing = _route(found, T) or _even(weight.shape[0], T, K, weight)
+    _run(found, T, routing, training)
+    if training:  # evaluation and reentrant checkpoints keep nothing for a backward
+        with torch.no_grad():
+            _run(found, T, routing, False)
 
 
 def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:

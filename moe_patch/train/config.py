@@ -172,15 +172,7 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
             also = " (or --output-dir)" if key == "output_dir" else ""
             raise UnsupportedOptionError(f"{where}: the key {key!r} is missing{also}")
     model = _model(node["model"], f"{where}: model")
-    if node.get("tokenizer") is not None:
-        tokenizer = _named(node["tokenizer"], TokenizerConfig, f"{where}: tokenizer")
-    elif model.path is not None:
-        tokenizer = TokenizerConfig(model.path)
-    else:
-        raise UnsupportedOptionError(
-            f"{where}: a model built from a config has no tokenizer; "
-            "add `tokenizer: train` or a path or hub id"
-        )
+    tokenizer = _tokenizer(node.get("tokenizer"), model, where)
     data = _named(node["data"], DataConfig, f"{where}: data")
     if data.block_size < 2:
         raise UnsupportedOptionError(f"{where}: data.block_size is {data.block_size}; at least 2")
@@ -190,20 +182,38 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     compare = node.get("compare_unpatched", False)
     if compare is not True and compare is not False and compare < 1:
         raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
-    if node.get("smk") is not None and (compare is not False or node.get("moe_patch") is False):
+    _check_patched(shape, compare is not False, where)
+    training = dict(shape.pop("training", None) or {})
+    return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
+
+
+def _tokenizer(node: Any, model: ModelConfig, where: str) -> TokenizerConfig:
+    """The tokenizer that the file names, else that of the model's path."""
+    if node is not None:
+        return _named(node, TokenizerConfig, f"{where}: tokenizer")
+    if model.path is None:
+        raise UnsupportedOptionError(
+            f"{where}: a model built from a config has no tokenizer; "
+            "add `tokenizer: train` or a path or hub id"
+        )
+    return TokenizerConfig(model.path)
+
+
+def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
+    """Refuse keys that need a patched model beside keys that leave it unpatched."""
+    unpatched = node.get("moe_patch") is False
+    if node.get("smk") is not None and (compares or unpatched):
         raise UnsupportedOptionError(
             f"{where}: smk reads what a patched model records; accepted: moe_patch on, and "
             "compare_unpatched: false"
         )
-    if (storage := shape.get("quantize_experts")) is not None:
+    if (storage := node.get("quantize_experts")) is not None:
         check_known(f"{where}: quantize_experts", storage, READABLE)
-        if node.get("lora") is None or node.get("moe_patch", True) is False:
+        if node.get("lora") is None or unpatched:
             raise UnsupportedOptionError(
                 f"{where}: quantize_experts freezes the experts, which only patched models run; "
                 "it needs `lora` and not `moe_patch: false`"
             )
-    training = dict(shape.pop("training", None) or {})
-    return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
 
 
 def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -59,23 +59,24 @@ def experts_bwd_flops(dout: Any, x: Any, weights: Any, *args: Any, out_val: Any 
     *operands, _, _, _, h, u13, u2, wanted, scales = args
     needs = ExpertsNeeds(*wanted)
     f = _products(weights.numel(), x, operands, scales)
-    lora13, lora2 = operands[4] is not None, operands[6] is not None
     dh = any((needs.x, needs.w13, needs.b13, needs.lora13_A, needs.lora13_B, needs.norms))
-    reads_u13 = lora13 and (needs.lora13_B or needs.norms)
-    again_u2 = lora2 and (needs.lora2_B or needs.norms) and not u2.numel()
-    reads_h = dh or needs.weights or needs.w2 or needs.lora2_A or again_u2
+    through_w2 = dh or needs.weights
+    # What forward kept is not empty.
+    again_u2 = _reads_u(operands[6], needs.lora2_B, needs) and not u2.numel()
+    reads_h = any((through_w2, needs.w2, needs.lora2_A, again_u2))
     again_h = reads_h and not h.numel()
+    reads_u13 = again_h or _reads_u(operands[4], needs.lora13_B, needs)
     runs = (
         # Again: h with its factors, and the inputs of both factors B.
         (f.w13 + f.b13, again_h),
-        (f.a13, (again_h or reads_u13) and not u13.numel()),
+        (f.a13, reads_u13 and not u13.numel()),
         (f.a2, again_u2),
         # W2ᵀ dout, through the factors too.
-        (f.w2 + f.a2, dh or needs.weights),
-        (f.b2, dh or needs.weights or needs.lora2_A),
+        (f.w2 + f.a2, through_w2),
+        (f.b2, through_w2 or needs.lora2_A),
         # W13ᵀ dh, through the factors too.
         (f.w13 + f.a13, needs.x),
-        (f.b13, needs.x or needs.lora13_A or needs.norms),
+        (f.b13, any((needs.x, needs.lora13_A, needs.norms))),
         # Outer sums, one for each gradient.
         (f.w13, needs.w13),
         (f.w2, needs.w2),
@@ -85,6 +86,11 @@ def experts_bwd_flops(dout: Any, x: Any, weights: Any, *args: Any, out_val: Any 
         (f.b2, needs.lora2_B),
     )
     return sum(flops for flops, run in runs if run)
+
+
+def _reads_u(A_ERI: Any, trained: bool, needs: ExpertsNeeds) -> bool:
+    """Return whether backward reads what the factor B is multiplied with."""
+    return A_ERI is not None and (trained or needs.norms)
 
 
 def linear_flops(x: Any, w: Any, b: Any, a: Any, lb: Any, *_: Any, out_val: Any = None) -> int:

@@ -10,7 +10,7 @@ dispatcher (ops/direct.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from moe_patch.ops.experts.schema import spell_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
+_NO_LORA = (None, None, 1.0)
 
 
 @dataclass
@@ -83,11 +84,11 @@ def experts_mlp(
     """
     backend = choose_backend(backend, x_TD.device, x_TD.dtype, batch_invariant).name
     tensors, scales, storage = plain_weights(w)
-    inputs = (x_TD, weights_TK, *tensors, *(lora13 or ())[:2], *(lora2 or ())[:2])
+    a13, lb13, s13 = lora13 or _NO_LORA
+    a2, lb2, s2 = lora2 or _NO_LORA
+    inputs = (x_TD, weights_TK, *tensors, a13, lb13, a2, lb2)
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    a13, lb13, s13 = lora13 or (None, None, 1.0)
-    a2, lb2, s2 = lora2 or (None, None, 1.0)
     spelled = spell_options(glu, backend, batch_invariant, storage)
     numbers = s13, s2, glu.alpha, glu.limit
     operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, *numbers, spelled
@@ -95,14 +96,14 @@ def experts_mlp(
         if unwatched((ids_TK, *inputs)):
             return schema.inference(*operands, scales)
         return _OPERATORS.experts.inference(*operands, scales)
-    graph = grad and any(t is not None and t.requires_grad for t in inputs)
+    graph = grad and _any_requires_grad(inputs)
     keep, norms = graph and not recompute, signals is not None
     # Compilers know the operator's own rule; made by hand it costs a third of the time.
     eager = graph and not torch.compiler.is_compiling()
     run = _Experts.apply if eager else _OPERATORS.experts.default
     out_TD, *_, act_norm_TK = run(
         *operands,
-        [keep, keep and _reads_u(lora13, norms), keep and _reads_u(lora2, norms), norms],
+        [keep, _keeps_u(lora13, keep, norms), _keeps_u(lora2, keep, norms), norms],
         None if signals is None else signals.grads_3TK,
         scales,
     )
@@ -111,9 +112,13 @@ def experts_mlp(
     return out_TD
 
 
-def _reads_u(lora: Lora | None, norms: bool) -> bool:
-    """Whether backward reads what the factor B is multiplied with."""
-    return lora is not None and (norms or lora.B_EOR.requires_grad)
+def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _keeps_u(lora: Lora | None, keep: bool, norms: bool) -> bool:
+    """Return whether forward keeps what the factor B is multiplied with, which backward reads."""
+    return keep and lora is not None and (norms or lora.B_EOR.requires_grad)
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> Any:
