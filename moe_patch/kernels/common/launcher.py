@@ -197,16 +197,18 @@ def _launch_in_c(
     places = [at for at, operand in enumerate(operands) if isinstance(operand, Box)]
     if run.global_scratch_size or run.profile_scratch_size or len(places) != len(kinds):
         return _BY_TRITON
-    if places:
-        # The function in C is a variable in the closure of the one that encodes descriptors.
-        launch = inspect.isfunction(launch) and inspect.getclosurevars(launch).nonlocals.get(
-            "launcher"
-        )
-        if not launch:
-            return _BY_TRITON
+    if places and (launch := _below_encoding(launch)) is None:
+        return _BY_TRITON
     described = tuple((at, kind, {}) for at, kind in zip(places, kinds, strict=True))
     settings = run.launch_cooperative_grid, run.launch_pdl, None, None
     return launch, settings, described[::-1]
+
+
+def _below_encoding(launch: Any) -> Callable[..., None] | None:
+    """The function in C: a variable in the closure of the one that encodes descriptors."""
+    if not inspect.isfunction(launch):
+        return None
+    return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
 def _calls_somebody(hook: Any) -> bool:
