@@ -84,7 +84,8 @@ def refuse_batch_invariant(why: str) -> NoReturn:
 def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
     if requested == "torch":
         return BackendChoice("torch", "asked for")
-    check_choice("backend", requested, BACKENDS)
+    if requested not in BACKENDS:
+        check_choice("backend", requested, BACKENDS)
     obstacle = triton_obstacle(device, dtype)
     if requested == "triton":
         if obstacle is not None:

@@ -17,17 +17,14 @@ from torch import nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
-from moe_patch.errors import EntryMismatchError, PatchStateError, UnsupportedModelError
-from moe_patch.families import is_shipped
-from moe_patch.patching import selfcheck
+from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.bindings import bindings_of, watched
-from moe_patch.patching.blockcheck import check_block
+from moe_patch.patching.checks import self_checks
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.lora_targets import missed_experts
 from moe_patch.patching.merging import PATCH, free_merging, guard_merging
 from moe_patch.patching.resolve import (
     chosen_blocks,
-    falls_to_experts,
     fitted,
     refusals,
     warn_of,
@@ -65,7 +62,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     found = chosen_blocks(model, parsed)
     blocks = fitted(found)
     refused = refusals(model, blocks, parsed)
-    checks = _self_checks(blocks, parsed, refused) if parsed.self_check else {}
+    checks = self_checks(blocks, parsed, refused) if parsed.self_check else {}
     warn_of(refused, blocks)
     warn_of_mismatches(found, [b for b in blocks if b.path not in refused])
     forward.register_experts()
@@ -173,64 +170,6 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
             "what is new), or unpatch_model first"
         )
     return bool(configs)
-
-
-def _self_checks(
-    blocks: list[FoundBlock], config: PatchConfig, refused: dict[str, str]
-) -> dict[str, str]:
-    """What the self-check says of each block, by path; without ``strict`` it may refuse more.
-
-    Where an entry fits a block's experts alone, these take the block's place in ``blocks``.
-    """
-    results: dict[tuple, tuple[str, str]] = {}
-    by_path = {}
-    for place, block in enumerate(blocks):
-        if block.path in refused:
-            continue
-        kind = selfcheck.kind_of(block)
-        if not is_shipped(block.spec):
-            # Its classes may read what we know nothing of, layer by layer.
-            kind = (*kind, block.path)
-        # A block that could not be checked speaks for itself only.
-        if results.get(kind, ("", ""))[0] != "passed":
-            try:
-                results[kind] = _self_check(block, config)
-            except UnsupportedModelError as error:
-                if config.strict:
-                    raise
-                refused[block.path] = str(error)
-                continue
-        by_path[block.path], mismatch = results[kind]
-        if mismatch and not block.mismatch:
-            blocks[place] = block.experts_only(mismatch)
-    return by_path
-
-
-def _self_check(block: FoundBlock, config: PatchConfig) -> tuple[str, str]:
-    """The result, and why it is that of the experts alone where the entry does not fit the rest."""
-    if not block.mismatch:
-        try:
-            return _compare(block, config), ""
-        except EntryMismatchError as error:
-            if not falls_to_experts(block):
-                raise UnsupportedModelError(f"{block.path}: self-check: {error}") from error
-            block = block.experts_only(str(error))
-    try:
-        return _compare(block, config), block.mismatch
-    except UnsupportedModelError as error:
-        # Where the experts are what the entry does not fit, both say so.
-        why = "; nor do the experts pass alone: ".join(dict.fromkeys((block.mismatch, str(error))))
-        raise UnsupportedModelError(f"{block.path}: self-check: {why}") from error
-
-
-def _compare(block: FoundBlock, config: PatchConfig) -> str:
-    # What a shipped family does in training alone is in its entry; of others nobody has looked.
-    for training in (False,) if is_shipped(block.spec) else (False, True):
-        result = selfcheck.check(block, config.backend, training)
-        if result == "passed" and block.spec.checked_as_block:
-            with selfcheck.sandbox(block, training):
-                check_block(block, [b for _, b in bindings_of(block, config)])
-    return result
 
 
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
