@@ -3,13 +3,13 @@
 Same names, signatures and meaning as ``moe_patch.ops.experts.torch_backend``, whose docstring has
 the formulas. The kernels, and what passes between them, rows in plan order:
 
-    plan.py    ids_TK                        -> row_of_N, slot_of_TK, offsets_S, tile tables
+    plan/      ids_TK                        -> row_of_N, slot_of_TK, offsets_S, tile tables
     up.py      x_TD, W13                     -> h_NH (kept), a_NF
-    rows.py    a_NF, W2                      -> y_ND
-    kernels/experts/reduce.py  y_ND, weights_TK              -> out_TD
+    linear.py  a_NF, W2                      -> y_ND
+    reduce.py  y_ND, weights_TK              -> out_TD
     dh.py      dout_TD, W2, h_NH             -> dh_NH, wa_NF, partial sums of the routing gradient
     dw.py      dout_TD, wa_NF and dh_NH, x_TD -> dW2, dW13
-    rows.py    dh_NH, W13                    -> dx_ND, summed per token by kernels/experts/reduce.py
+    linear.py  dh_NH, W13                    -> dx_ND, summed per token by reduce.py
 
 LoRA adds thin products: u = s A x before up and down (kept), q = s B2ᵀ dout before dh, p = s B13ᵀ
 dh before dx. Each then extends the sum of the product it belongs to, so that no merged weight is

@@ -1,4 +1,4 @@
-"""The gradients through the activation on Hopper, in Gluon: a warp-specialised form of dh.py.
+"""The gradients through the activation on Hopper, in Gluon: a twin of experts/dh.py.
 
 One warpgroup produces: it gathers rows of dout by cp.async and brings W2 by TMA. h follows through
 the same ring (kernels/hopper/common.py), 64 columns of gate and up a stage, so that it is there

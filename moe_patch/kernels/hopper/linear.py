@@ -1,4 +1,4 @@
-"""The grouped product of rows.py on Hopper, in Gluon: the down projection and the gradient of x.
+"""The twin of experts/linear.py on Hopper, in Gluon: the down projection and the gradient of x.
 
 One warp produces, everything by TMA; two warpgroups multiply 64 rows each by 256 columns and write
 them out in four chunks, clipped at the expert's end, while the producer is in the next tile.

@@ -1,4 +1,4 @@
-"""The up projection of up.py on Hopper, in Gluon: gather, product and gated activation in one.
+"""The twin of experts/up.py on Hopper, in Gluon: gather, product and gated activation in one.
 
 One warpgroup produces: it gathers rows of x by cp.async and brings gate and up columns of W13 as
 the two halves of one box by TMA. Two warpgroups multiply 64 rows each and write h and a in chunks,
