@@ -228,3 +228,12 @@ def test_an_entry_of_the_users_own_is_refused(change, what) -> None:
         register_family(own)
     assert re.search(reason, message), message
     assert "random data" not in message
+
+
+def test_experts_by_themselves_are_patched_without_a_warning() -> None:
+    """The replay of a kept call rebuilds the experts module alone."""
+    experts = tiny_models.build("qwen3_moe").model.layers[0].mlp.experts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(experts)
+    assert [row.reason for row in patch_report(experts)] == [""]

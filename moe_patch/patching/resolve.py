@@ -204,7 +204,9 @@ def _check_attributes(block: FoundBlock) -> None:
             if isinstance(source, str):
                 read(router, source)
     spec = block.spec
-    if spec.routing is not None and spec.router is not None and not block.routers:
+    # Experts given by themselves (a replayed call) have no block that could lack a router.
+    around = block.block is not None or block.path != ""
+    if around and spec.routing is not None and spec.router is not None and not block.routers:
         raise mismatch(
             block.block or block.experts[0][1], f"there is no {spec.router} in the block"
         )
