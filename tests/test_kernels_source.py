@@ -30,6 +30,31 @@ HOT = [
 WAITING = ("item", "tolist", "cpu", "nonzero", "numpy", "synchronize", "unique", "masked_select")
 
 
+def calls(source: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+
+
+def called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def tf32(source: str) -> list[str]:
+    """Products of operands that may be fp32 without ``input_precision="ieee"``."""
+    dots = [call for call in calls(source) if ast.unparse(call.func) == "tl.dot"]
+    exact = "input_precision='ieee'"
+    return [ast.unparse(c) for c in dots if exact not in map(ast.unparse, c.keywords)]
+
+
+def atomics(source: str) -> list[str]:
+    return [ast.unparse(call) for call in calls(source) if "atomic" in called(call)]
+
+
+def tuned(source: str) -> list[str]:
+    names = ast.walk(ast.parse(source))
+    attributes = (ast.unparse(n) for n in names if isinstance(n, (ast.Attribute, ast.Name)))
+    return [name for name in attributes if name.rpartition(".")[2] in ("autotune", "do_bench")]
+
+
 def waiting(source: str) -> list[str]:
     """Calls that wait for the device, by their usual names."""
     return [
