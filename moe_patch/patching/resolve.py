@@ -192,6 +192,14 @@ def _no_experts(block: FoundBlock) -> str:
     return f"no {block.spec.experts} found in the block{other}"
 
 
+def _lacks_router(block: FoundBlock) -> bool:
+    """Return whether the entry names a router class and the block has none of it."""
+    # Experts given by themselves (a replayed call) have no block that could lack a router.
+    around = block.block is not None or block.path != ""
+    named = block.spec.routing is not None and block.spec.router is not None
+    return around and named and not block.routers
+
+
 def _check_attributes(block: FoundBlock) -> None:
     """Every attribute that the family entry names is there, before a forward asks for it.
 
@@ -204,9 +212,7 @@ def _check_attributes(block: FoundBlock) -> None:
             if isinstance(source, str):
                 read(router, source)
     spec = block.spec
-    # Experts given by themselves (a replayed call) have no block that could lack a router.
-    around = block.block is not None or block.path != ""
-    if around and spec.routing is not None and spec.router is not None and not block.routers:
+    if _lacks_router(block):
         raise mismatch(
             block.block or block.experts[0][1], f"there is no {spec.router} in the block"
         )
