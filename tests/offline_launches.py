@@ -3,7 +3,8 @@
 A program: the experts run on CPU tensors under a driver that compiles for sm_90 and launches
 nothing. Prints one line of JSON: the kernels launched, and where the two ways differ. Of the
 releases that are launched directly Triton's own launcher takes part: what is compared is what
-reaches its function in C.
+reaches its function in C. There the Hopper kernels take part too, whether a card ran them or not.
+Another Triton than the installed one: ``PYTHONPATH=FOLDER python tests/offline_launches.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).parents[1]
@@ -25,11 +26,15 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from compile_only import CompileOnly, compiling_for  # noqa: E402
 
+from moe_patch.kernels.common.versions import TRITON_VERSIONS, tested  # noqa: E402
+
+# Before the modules that import the Hopper kernels by this table.
+TRITON_VERSIONS.update({k: v._replace(hopper=v.direct) for k, v in TRITON_VERSIONS.items()})
+
 import moe_patch.kernels.experts.experts  # noqa: E402, F401
 from moe_patch.formats import mxfp4  # noqa: E402
 from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
 from moe_patch.kernels.common.launcher import Launcher  # noqa: E402
-from moe_patch.kernels.common.versions import tested  # noqa: E402
 from moe_patch.kernels.experts.call import Call  # noqa: E402
 from moe_patch.kernels.packed import dequant  # noqa: E402
 from moe_patch.kernels.routing import route  # noqa: E402
@@ -43,9 +48,18 @@ from moe_patch.types import (  # noqa: E402
 
 D, F, E, K, R = 256, 128, 8, 2, 16
 Launch = tuple[object, str, tuple]
-KNOWN = tested().direct
-HOOKS = slice(10, 13) if KNOWN else slice(6, 9)  # the metadata for hooks, and the hooks
+KNOWN, AS_TUPLE = tested().direct, tested().as_tuple
+# The metadata for hooks, and the hooks.
+HOOKS = slice(6, 9) if not KNOWN else slice(8, 11) if AS_TUPLE else slice(10, 13)
 launched: list[Launch] = []
+compared: dict[str, list[int]] = {}  # the arguments of each launch, by kernel
+
+
+class Annotation(NamedTuple):
+    """In place of what the extension in C has for one argument, since 3.7."""
+
+    nested_tuple: list | None
+    type: str
 
 
 class Recorder:
@@ -67,9 +81,15 @@ def recording(src: object, metadata: Any) -> object:
         return recorder
     from triton.backends.nvidia import driver
 
+    replaced = {"library_dirs": list}
+    if AS_TUPLE:
+        replaced = {f"ARG_{kind}": kind for kind in ("CONSTEXPR", "KERNEL", "TUPLE")}
+        replaced["PyKernelArg"] = Annotation
+    else:
+        replaced["compile_module_from_src"] = lambda **_: recorder
     with (
-        mock.patch.object(driver, "compile_module_from_src", return_value=recorder),
-        mock.patch.object(driver, "library_dirs", return_value=[]),
+        mock.patch.multiple(driver, **replaced),
+        mock.patch.object(CompileOnly.utils, "launch", recorder, create=True),
     ):
         return driver.CudaLauncher(src, metadata)
 
@@ -77,6 +97,18 @@ def recording(src: object, metadata: Any) -> object:
 def encoded(*args: Any) -> tuple:
     """In place of a descriptor that the driver encodes."""
     return ("encoded", *args)
+
+
+def signed(signature: list[str]) -> tuple:
+    """In place of the bytes by which the function in C reads its arguments."""
+    return ("signature", *signature)
+
+
+IN_C = {
+    "fill_tma_descriptor": encoded,
+    "fill_tma_descriptor_tiled": encoded,  # since 3.7
+    "build_signature_metadata": signed,
+}
 
 
 def trained(*shape: int) -> torch.Tensor:
@@ -149,7 +181,7 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
 def described(args: tuple) -> list:
     """What the driver reads: of a tensor its address, whichever way it is given."""
     said: list[Any] = []
-    for arg in args:
+    for arg in (*args[:-1], *args[-1]) if AS_TUPLE else args:
         if isinstance(arg, torch.Tensor):
             said.append(arg.data_ptr())
         elif hasattr(arg, "base"):
@@ -194,6 +226,7 @@ def differences(case: str, run: Callable[[], None]) -> list[str]:
             args[: HOOKS.start] + args[HOOKS.stop :],
             others[: HOOKS.start] + others[HOOKS.stop :],
         )
+        compared.setdefault(name, []).append(len(described(after)))
         if described(before) != described(after):
             found.append(f"{case}: arguments of {name}")
     return found
@@ -205,7 +238,7 @@ def main() -> None:
     with (
         mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None),
         mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
-        mock.patch.object(CompileOnly.utils, "fill_tma_descriptor", encoded, create=True),
+        mock.patch.multiple(CompileOnly.utils, create=True, **IN_C),
         # By a plan that no kernel has written.
         mock.patch.object(Call, "_gathered", lambda call, t: t.new_zeros(call.tiles.count, D)),
         compiling_for((9, 0), 227 * 1024),
@@ -224,6 +257,9 @@ def main() -> None:
     said = {
         "direct": direct,
         "different": different,
+        "kernels": len(compared),
+        "launches": sum(len(each) for each in compared.values()),
+        "arguments": sum(sum(each) for each in compared.values()),
         "by_triton": sorted(by_triton),
         "hooked": hooked,
         "descriptors": len(descriptors),

@@ -59,6 +59,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 ) -> None:
     """And only then, however often it comes back; the most that is kept is bounded."""
     from moe_patch.kernels.common import launcher
+    from moe_patch.kernels.common.versions import Tested
 
     asked: list[tuple] = []
 
@@ -71,6 +72,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
         return launcher._encode(box, handles[0], "kind", kept)
 
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode, raising=False)
+    monkeypatch.setattr(launcher, "_RELEASE", Tested(hopper=True, direct=True))
     monkeypatch.setattr(launcher, "_MOST_ENCODED", 4)
     here, there = torch.zeros(64), torch.zeros(64)
     boxes = [
@@ -91,7 +93,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 class Compiled:
     """Stands for a compiled kernel of a known release: notes what reaches it, and by which way."""
 
-    packed_metadata, function = (), 0
+    packed_metadata, function = (4, 1, 0), 77
 
     def __init__(self, run: object, metadata: object, got: list[tuple]) -> None:
         self.run, self.metadata, self.got = run, metadata, got
@@ -110,39 +112,59 @@ def encoding_renamed(in_c: Callable) -> Callable:
     return lambda *args: in_c(*args)
 
 
+# What make_tensordesc_arg takes, and what the function in C takes of a kernel's own arguments.
+IN_C: dict[str, tuple[Callable, Callable]] = {
+    "3.6": (
+        lambda descriptor, kind: ["encoded"],
+        lambda own: (False, True, None, None, (4, 1, 0), None, None, None, *own),
+    ),
+    "3.7": (
+        lambda descriptor, kind: ["encoded"],
+        lambda own: (
+            False, True, (4, 1, 0), None, None, None, None, None, "annotations", "signature", own
+        ),
+    ),
+}  # fmt: skip
+IN_C["3.8"] = (lambda descriptor, kind, before: ["encoded"], IN_C["3.7"][1])
 GONE = ["", "CudaLauncher", "make_tensordesc_arg", "closure", "launch", "launch_pdl", "meta"]
+CASES = [(release, gone) for release in IN_C for gone in GONE]
+CASES += [("3.7", "arg_annotations"), ("3.7", "kernel_signature"), ("3.8", "instrumented")]
 
 
-@pytest.mark.parametrize("gone", GONE)
+@pytest.mark.parametrize(("release", "gone"), CASES)
 def test_where_triton_lacks_a_private_name_it_launches_itself(
-    monkeypatch: pytest.MonkeyPatch, gone: str
+    monkeypatch: pytest.MonkeyPatch, release: str, gone: str
 ) -> None:
     """Right arguments by Triton's own way, at every launch; with all names by the one in C."""
     from moe_patch.kernels.common import launcher
+    from moe_patch.kernels.common.versions import TRITON_VERSIONS
 
     got: list[tuple] = []
-    launcher_in_c = lambda *args: got.append(("C", *args[-5:]))  # noqa: E731
+    launcher_in_c = lambda *args: got.append(("C", *args))  # noqa: E731
+    make_tensordesc_arg, in_c = IN_C[release]
+    monkeypatch.setattr(launcher, "_RELEASE", TRITON_VERSIONS[release])
 
     class CudaLauncher:
         global_scratch_size = profile_scratch_size = 0
-        launch_cooperative_grid = launch_pdl = False
+        launch_cooperative_grid, launch_pdl = False, True
         launch = staticmethod(encoding_renamed(launcher_in_c))
+        gsan_enabled = gone == "instrumented"
+        if release != "3.6":
+            arg_annotations, kernel_signature = "annotations", "signature"
 
     if gone != "closure":
         CudaLauncher.launch = staticmethod(encoding(launcher_in_c))
     nvidia = "triton.backends.nvidia.driver"
     monkeypatch.setattr(f"{nvidia}.CudaLauncher", CudaLauncher, raising=False)
-    monkeypatch.setattr(f"{nvidia}.make_tensordesc_arg", lambda *_: ["encoded"], raising=False)
+    monkeypatch.setattr(f"{nvidia}.make_tensordesc_arg", make_tensordesc_arg, raising=False)
     metadata = SimpleNamespace(tensordesc_meta=["kind"])
     compiled = Compiled(CudaLauncher(), metadata, got)
     if gone in ("CudaLauncher", "make_tensordesc_arg"):
         monkeypatch.delattr(f"{nvidia}.{gone}")
     elif gone == "meta":
         del metadata.tensordesc_meta
-    elif gone == "launch":
-        del CudaLauncher.launch
-    elif gone == "launch_pdl":
-        del CudaLauncher.launch_pdl
+    elif hasattr(CudaLauncher, gone):
+        delattr(CudaLauncher, gone)
     active = SimpleNamespace(get_current_stream=lambda device: 0)
     monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=active))
 
@@ -159,7 +181,8 @@ def test_where_triton_lacks_a_private_name_it_launches_itself(
     for T in (3, 3, 5):
         launch((2,), (box, here), (T,), (8,), BLOCK=16)
     if not gone:
-        assert got == [("C", "encoded", here.data_ptr(), T, 8, 16) for T in (3, 5)]
+        own = [("encoded", here.data_ptr(), T, 8, 16) for T in (3, 5)]
+        assert got == [("C", 2, 1, 1, 0, 77, *in_c(each)) for each in own]
         return
     assert [each[:2] for each in got] == [("Triton", (2, 1, 1))] * 2
     for (_, _, descriptor, tensor, *numbers), T in zip(got, (3, 5), strict=True):

@@ -21,7 +21,8 @@ from triton.runtime import JITFunction, driver
 from moe_patch.kernels.common.versions import tested
 
 # What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
-_DIRECT = torch.version.hip is None and tested().direct
+_RELEASE = tested()
+_DIRECT = torch.version.hip is None and _RELEASE.direct
 # A size class of T adds a few kernels; a program that passes this many has no use for a cache.
 _MOST = 1024
 # Descriptors kept of each operand: where the addresses do not come back, they need not stay.
@@ -75,7 +76,8 @@ class _Compiled(NamedTuple):
         kernel: as Triton made it.
         tail: its compile-time arguments, which a launch takes as well.
         launch: the function in C; None where only Triton's own way will do.
-        settings: what that function takes behind the kernel's address.
+        settings: what that function takes between the stream and the kernel's own arguments.
+        as_tuple: it takes those as one tuple.
         described: of each tensor descriptor, the last first: the operand it is, what Triton needs
             to know to encode it, and what was encoded.
     """
@@ -84,6 +86,7 @@ class _Compiled(NamedTuple):
     tail: tuple
     launch: Callable[..., None] | None
     settings: tuple
+    as_tuple: bool
     described: tuple[tuple[int, Any, dict], ...]
 
 
@@ -132,7 +135,7 @@ class Launcher:
         key = (device, *kinds, fixed, options)
         found = self._compiled.get(key)
         if found is not None:
-            compiled, tail, launch, settings, described = found
+            compiled, tail, launch, settings, as_tuple, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
             runtime = triton.knobs.runtime
             if (
@@ -144,10 +147,10 @@ class Launcher:
             else:  # the same, without what only hooks read
                 for at, kind, encoded in described:
                     handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
-                launch(
-                    *sizes, stream, compiled.function, *settings, compiled.packed_metadata, None,
-                    None, None, *handles, *varying, *fixed, *tail,
-                )  # fmt: skip
+                if as_tuple:
+                    launch(*sizes, stream, *settings, (*handles, *varying, *fixed, *tail))
+                else:
+                    launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
             return
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
 
@@ -174,34 +177,51 @@ class Launcher:
 _READ = (
     "launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"
 )  # fmt: skip
-_BY_TRITON = None, (), ()
+_READ_FOR_TUPLE = "arg_annotations", "kernel_signature"
+_BY_TRITON = None, (), False, ()
 
 
 def _launch_in_c(
     compiled: CompiledKernel, operands: Sequence[Any]
-) -> tuple[Callable[..., None] | None, tuple, tuple[tuple[int, Any, dict], ...]]:
-    """The last three fields of :class:`_Compiled`: what Triton's launcher does at every call.
+) -> tuple[Callable[..., None] | None, tuple, bool, tuple[tuple[int, Any, dict], ...]]:
+    """The last four fields of :class:`_Compiled`: what Triton's launcher does at every call.
 
     Returns:
-        No function in C if the kernel needs memory of Triton, if a device takes descriptors apart,
-        or if this release lacks a private name: then Triton launches, which takes the host longer.
+        No function in C if the kernel needs memory of Triton, if it was instrumented, if a device
+        takes descriptors apart, or if this release lacks a private name: then Triton launches,
+        which takes the host longer.
     """
     try:
         from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg  # noqa: F401
     except ImportError:
         return _BY_TRITON
-    run = compiled.run
-    if type(run) is not CudaLauncher or not all(hasattr(run, name) for name in _READ):
+    run, names = compiled.run, _READ + _READ_FOR_TUPLE * _RELEASE.as_tuple
+    if type(run) is not CudaLauncher or not all(hasattr(run, name) for name in names):
         return _BY_TRITON
     launch, kinds = run.launch, getattr(compiled.metadata, "tensordesc_meta", None) or ()
     places = [at for at, operand in enumerate(operands) if isinstance(operand, Box)]
-    if run.global_scratch_size or run.profile_scratch_size or len(places) != len(kinds):
+    if _needs_triton(run) or len(places) != len(kinds):
         return _BY_TRITON
     if places and (launch := _below_encoding(launch)) is None:
         return _BY_TRITON
     described = tuple((at, kind, {}) for at, kind in zip(places, kinds, strict=True))
-    settings = run.launch_cooperative_grid, run.launch_pdl, None, None
-    return launch, settings, described[::-1]
+    return launch, _settings(compiled), _RELEASE.as_tuple, described[::-1]
+
+
+def _needs_triton(run: Any) -> bool:
+    """Whether its launcher allocates memory for each launch, or adds an argument of its own."""
+    instrumented = getattr(run, "gsan_enabled", False)  # since 3.8
+    return bool(run.global_scratch_size or run.profile_scratch_size or instrumented)
+
+
+def _settings(compiled: CompiledKernel) -> tuple:
+    """What the function in C takes between the stream and the kernel's own arguments."""
+    run, memory, hooks = compiled.run, (None, None), (None, None, None)
+    first = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+    if not _RELEASE.as_tuple:
+        return *first, *memory, compiled.packed_metadata, *hooks
+    own = run.arg_annotations, run.kernel_signature
+    return *first, compiled.packed_metadata, *hooks, *memory, *own
 
 
 def _below_encoding(launch: Any) -> Callable[..., None] | None:
@@ -229,7 +249,7 @@ def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
 
         if len(encoded) >= _MOST_ENCODED:
             encoded.clear()
-        found = encoded[key] = make_tensordesc_arg(box.descriptor(), kind)
+        found = encoded[key] = make_tensordesc_arg(box.descriptor(), kind, *_RELEASE.encoding)
     return found
 
 

@@ -7,7 +7,7 @@ have, the Hopper kernels are not imported and launches go through Triton.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,13 +23,23 @@ class Tested(NamedTuple):
         hopper: the Hopper kernels in Gluon, and that matrix instructions leave the registers of
             their operands alone (scripts/wgmma_operands.py).
         direct: the arguments of the function in C that launches a kernel.
+        as_tuple: that function takes the kernel's own arguments as one tuple.
+        encoding: what ``make_tensordesc_arg`` takes behind a descriptor and its metadata.
     """
 
     hopper: bool
     direct: bool
+    as_tuple: bool = False
+    encoding: tuple[Any, ...] = ()
 
 
-TRITON_VERSIONS = {"3.6": Tested(hopper=True, direct=True)}
+# Of 3.7 and 3.8 the launches alone were compared, offline: every argument that reaches the function
+# in C for each kernel of tests/offline_launches.py, on 3.7.1 and 3.8.0. No card ran the kernels.
+TRITON_VERSIONS = {
+    "3.6": Tested(hopper=True, direct=True),
+    "3.7": Tested(hopper=False, direct=True, as_tuple=True),
+    "3.8": Tested(hopper=False, direct=True, as_tuple=True, encoding=(None,)),
+}
 _UNTESTED = Tested(hopper=False, direct=False)
 
 
