@@ -34,7 +34,8 @@ class Tested(NamedTuple):
 
 
 # Of 3.7 and 3.8 the launches alone were compared, offline: every argument that reaches the function
-# in C for each kernel of tests/offline_launches.py, on 3.7.1 and 3.8.0. No card ran the kernels.
+# in C for each kernel of tests/offline_launches.py, on 3.7.1 (3.7.0 has the same driver) and 3.8.0.
+# No card ran the kernels there.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
     "3.7": Tested(hopper=False, direct=True, as_tuple=True),
