@@ -30,6 +30,7 @@ LOGGED = {
     "throttle",
 }  # fmt: skip
 MODEL_FIELDS = {"moe_ms", "tokens_per_s"}
+BLOCK_FIELDS = {"kernel_ms"}
 
 
 def dry_run(op: str, out: Path | None, *more: str) -> int:

@@ -1,16 +1,27 @@
 """The benchmark's own promises: valid rows, nothing hidden, no number before a correct result."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import bench
 import pytest
 import torch
-from bench_lib import child, rows, runner
-from bench_lib.ops import OPS
+from bench_lib import child, moe_block, rows, runner
+from bench_lib.measure import run_pass
+from bench_lib.ops import OPS, block
 
 from tests import bench_cases
-from tests.bench_cases import COMMIT, FIELDS, LOGGED, MODEL_FIELDS, ROOT, dry_run
+from tests.bench_cases import (
+    BLOCK_FIELDS,
+    COMMIT,
+    FIELDS,
+    LOGGED,
+    MODEL_FIELDS,
+    ROOT,
+    TINY,
+    dry_run,
+)
 
 pytestmark = bench_cases.NEEDS_GROUPED_MM
 
@@ -21,6 +32,7 @@ REQUIRED = {
     "experts": {"hf_grouped_mm", "torch_grouped_mm_early", "scattermoe", "sonicmoe"},
     "lora": {"peft", "axolotl_lora", "split_lora"},
     "decode": {"hf_batched_mm", "hf_grouped_mm"},
+    "block": {"hf_grouped_mm", "peft", "split_lora"},
     "model": {"peft"},
     "signals": set(),
     "quantised": {"dequant_grouped_mm"},
@@ -59,7 +71,7 @@ def dry_rows(tmp_path_factory):
 @pytest.mark.parametrize("op", REQUIRED)
 def test_dry_run_rows_hold_every_field(dry_rows, op):
     for row in dry_rows[op]:
-        more = MODEL_FIELDS if op == "model" else set()
+        more = {"model": MODEL_FIELDS, "block": BLOCK_FIELDS}.get(op, set())
         assert set(row) - {"skipped"} == FIELDS | LOGGED | more
         assert rows.check_row(row) is row
         assert row["op"] == op
@@ -83,13 +95,39 @@ def test_required_peers_have_a_row_even_when_they_cannot_run(dry_rows, op):
             assert row["median_ms"] > 0
 
 
-@pytest.mark.parametrize("op", sorted(REQUIRED.keys() - {"model"}))
+@pytest.mark.parametrize("op", sorted(REQUIRED.keys() - {"model", "block"}))
 def test_measured_rows_are_right_and_ours_repeat(dry_rows, op):
     for row in dry_rows[op]:
         if row["median_ms"] is not None:
             limit = OPS[op].limits[row["dtype"]]
             assert (0 if op == "plan" else 1e-9) <= row["rel_err"] <= limit
             assert row["bitwise"] is True
+
+
+def test_block_rows_are_held_to_transformers_block(dry_rows):
+    found = {(row["impl"], row["R"]): row["rel_err"] for row in dry_rows["block"]}
+    assert found.pop(("hf_grouped_mm", None)) is None
+    assert found.pop(("peft", 16)) is None
+    measured = [("moe_patch", None), ("split_lora", 16), ("moe_patch", 16)]
+    assert all(0 < found[each] < 1e-5 for each in measured)
+
+
+@pytest.mark.parametrize("name", ["w13", "a2", "out"])
+def test_a_block_that_differs_has_no_row(name):
+    point = dataclasses.replace(TINY, R=None if name == "w13" else 4)
+    inputs = moe_block.make_inputs(point, torch.device("cpu"))
+    program = moe_block.build_module(inputs, point, patched=False)
+    out, grads = run_pass(OPS["block"], point, program, inputs.layer.dout_TD)
+    block._error(program, (out, grads), peer=True)
+    assert block._error(program, (out, grads), peer=False) < 1e-12
+    if name == "out":
+        out = out * 1.1
+    else:
+        grads = tuple(
+            grad * (1.1 if leaf == name else 1.0)
+            for leaf, grad in zip(program.leaves, grads, strict=True)
+        )
+    assert block._error(program, (out, grads), peer=False) == pytest.approx(0.1, rel=1e-4)
 
 
 def test_model_rows_are_of_one_model_and_share_its_loss(dry_rows):

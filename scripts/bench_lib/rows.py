@@ -21,7 +21,8 @@ Row = dict[str, Any]
 OURS = "moe_patch"
 
 OPS = (
-    "routing", "product_key", "plan", "experts", "lora", "decode", "model", "quantised", "signals",
+    "routing", "product_key", "plan", "experts", "lora", "block", "decode", "model", "quantised",
+    "signals",
 )  # fmt: skip
 IMPLS = (
     "moe_patch", "torch", "torch_compile", "hf_eager", "hf_batched_mm", "hf_grouped_mm",
@@ -50,6 +51,8 @@ _LOGGED_NUMBER = ("sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c",
 LOGGED = (*_LOGGED_TEXT, *_LOGGED_NUMBER)
 FIELDS = (*_TEXT, *_VERSION_OR_NULL, *_SIZE_OR_NULL, "T", *_NUMBER_OR_NULL, "bitwise")
 MODEL_FIELDS = ("moe_ms", "tokens_per_s")
+BLOCK_FIELDS = ("kernel_ms",)
+OF_OP = {"model": MODEL_FIELDS, "block": BLOCK_FIELDS}
 KEY = ("run", "impl", "shape", "T", "pass", "dtype", "R")
 
 
@@ -71,7 +74,8 @@ def _type_faults(row: Row) -> Iterable[str]:
     for name in (*_SIZE_OR_NULL, "T"):
         if (row[name] is None and name == "T") or not isinstance(row[name], int | None):
             yield f"{name} is {row[name]!r}, not an integer"
-    for name in (*_NUMBER_OR_NULL, *(n for n in (*MODEL_FIELDS, *_LOGGED_NUMBER) if n in row)):
+    extra = (*MODEL_FIELDS, *BLOCK_FIELDS, *_LOGGED_NUMBER)
+    for name in (*_NUMBER_OR_NULL, *(n for n in extra if n in row)):
         if row[name] is not None and (not _is_number(row[name]) or row[name] < 0):
             yield f"{name} is {row[name]!r}, neither a finite number >= 0 nor null"
     if row.get("machine", "old") == "" or not isinstance(row.get("machine", ""), str):
@@ -119,7 +123,7 @@ def check_row(row: Row) -> Row:
     Raises:
         RowError: names every field that is missing, unknown or wrong.
     """
-    expected = {*FIELDS, *(MODEL_FIELDS if row.get("op") == "model" else ())}
+    expected = {*FIELDS, *OF_OP.get(row.get("op", ""), ())}
     # All of what newer rows log, or nothing.
     expected |= {*LOGGED} if row.keys() & {*LOGGED} else set()
     faults = [f"{name} is missing" for name in sorted(expected - row.keys())]

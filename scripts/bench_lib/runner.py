@@ -20,7 +20,7 @@ from bench_lib import clocks
 from bench_lib.child import BOUNDS, Task
 from bench_lib.measure import Settings
 from bench_lib.process import LOST, Child, Timeout
-from bench_lib.rows import OURS, Row, check_row
+from bench_lib.rows import OF_OP, OURS, Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
 
@@ -209,8 +209,7 @@ def make_row(
         "bitwise": found.get("bitwise"), "plain_ms": plain_ms,
         **{name: found.get(name) for name in clocks.FIELDS},
     }  # fmt: skip
-    if plan.op.name == "model":
-        row |= {"moe_ms": found.get("moe_ms"), "tokens_per_s": found.get("tokens_per_s")}
+    row |= {name: found.get(name) for name in OF_OP.get(plan.op.name, ())}
     return check_row(row if skipped is None else row | {"skipped": skipped})
 
 

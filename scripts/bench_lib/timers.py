@@ -29,7 +29,8 @@ MAX_GRAPH_MS = 20.0
 SETTLE_S = 2.0
 SETTLE_CALLS = 5
 PLAIN_WARMUP = 10
-PLAIN_CALLS = 20
+# As long as the clock takes to swing once around what the power limit allows, at some ms a call.
+PLAIN_CALLS = 60
 PLAIN_FLUSH_BYTES = 64 << 20
 
 
@@ -53,6 +54,12 @@ def _one_ms(run: Run, device: torch.device) -> float:
     run()
     torch.cuda.synchronize(device)
     return 1e3 * (time.perf_counter() - start)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a CUDA device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def settle(run: Run, device: torch.device) -> None:
@@ -89,7 +96,7 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
 
 
 def plain_ms(run: Run, device: torch.device) -> float:
-    """Median time of twenty calls by the shortest loop that is right, to hold :func:`median_ms` to.
+    """Median time of sixty calls by the shortest loop that is right, to hold :func:`median_ms` to.
 
     On CUDA the clock settles before, as for :func:`median_ms`.
     """
@@ -102,7 +109,7 @@ def plain_ms(run: Run, device: torch.device) -> float:
 
 
 def plain_times(run: Run, device: torch.device, synced: bool = False) -> list[float]:
-    """Milliseconds of each of twenty calls on CUDA, after ten others.
+    """Milliseconds of each of sixty calls on CUDA, after ten others.
 
     Each call lies between two events, and a buffer a little larger than the L2 is written before
     it. ``synced`` lets the device fall idle before each call.

@@ -38,8 +38,8 @@ class Tested(NamedTuple):
 # No card ran the kernels there.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
-    "3.7": Tested(hopper=False, direct=True, as_tuple=True),
-    "3.8": Tested(hopper=False, direct=True, as_tuple=True, encoding=(None,)),
+    "3.7": Tested(hopper=True, direct=True, as_tuple=True),
+    "3.8": Tested(hopper=True, direct=True, as_tuple=True, encoding=(None,)),
 }
 _UNTESTED = Tested(hopper=False, direct=False)
 

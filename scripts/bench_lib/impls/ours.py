@@ -32,6 +32,16 @@ def build(
     return Program(forward, inputs.leaves())
 
 
+def build_portable(inputs: LayerInputs, point: Point) -> Program:
+    """The kernels that cards without Hopper's instructions run. For a process of its own."""
+    from moe_patch.kernels.common import versions
+
+    table = versions.TRITON_VERSIONS
+    table.update({name: entry._replace(hopper=False) for name, entry in table.items()})
+    versions._tested.cache_clear()
+    return build(inputs, point)
+
+
 def _covers_adapters(point: Point) -> bool:
     return point.R is not None
 
@@ -44,13 +54,19 @@ BATCH_INVARIANT = Impl(
     compiles="once",
     modules=MODULES,
 )
+# A peer, since what it closes stays closed in its process.
+PORTABLE = Impl(
+    "moe_patch:portable", build_portable, ours=True, peer=True, needs_cuda=True, compiles="once"
+)
 EXPERTS_IMPLS = (
     Impl("moe_patch", build, ours=True, compiles="once", modules=MODULES),
     Impl("moe_patch:torch", partial(build, backend="torch"), ours=True),
     Impl("moe_patch:recompute", partial(build, recompute=True), ours=True),
     BATCH_INVARIANT,
+    PORTABLE,
 )
 LORA_IMPLS = (
     *EXPERTS_IMPLS[:2],
     Impl("moe_patch:recompute", partial(build, recompute=True), ours=True, covers=_covers_adapters),
+    PORTABLE,
 )

@@ -1,5 +1,6 @@
 """Every op of the benchmark, by name. A new op is a module here and one entry in this table."""
 
+from bench_lib.ops.block import BLOCK
 from bench_lib.ops.decode import DECODE
 from bench_lib.ops.experts import EXPERTS
 from bench_lib.ops.lora import LORA
@@ -10,5 +11,5 @@ from bench_lib.ops.quantised import QUANTISED
 from bench_lib.ops.routing import ROUTING
 from bench_lib.ops.signals import SIGNALS
 
-_ALL = (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, DECODE, MODEL, SIGNALS, QUANTISED)
+_ALL = (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, BLOCK, DECODE, MODEL, SIGNALS, QUANTISED)
 OPS = {op.name: op for op in _ALL}
