@@ -42,9 +42,22 @@ def ptx_for_the_driver(self: Any, src: str, *_: Any) -> bytes:
     return src.encode() + b"\0"
 
 
+def stored_as(storage: str, weight_EOI: torch.Tensor) -> Any:
+    """The weight in a storage; for MXFP4, which checkpoints bring, random bytes of its size."""
+    from moe_patch.formats import mxfp4
+    from moe_patch.formats.packed import PackedWeight, pack
+
+    if storage != "mxfp4":
+        return pack(weight_EOI.bfloat16(), storage, weight_EOI.device, where=storage)
+    E, O, I = weight_EOI.shape
+    random = partial(torch.randint, dtype=torch.uint8, device=weight_EOI.device)
+    # Scales are exponents of two, 127 for 1; the values are up to 6.
+    scales = random(122, 126, (E, O, I // mxfp4.BLOCK))
+    return PackedWeight(storage, random(0, 256, (E, O, I // 2)), (scales,), torch.bfloat16)
+
+
 def packed_errors(device: torch.device) -> dict[str, float]:
     """Relative error of LoRA over packed experts, output and gradients, by storage."""
-    from moe_patch.formats.packed import pack
     from moe_patch.ops.experts import definition
     from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights, Glu, Lora
@@ -68,7 +81,7 @@ def packed_errors(device: torch.device) -> dict[str, float]:
 
     found = {}
     for storage in STORAGES:
-        packed = [pack(w.bfloat16(), storage, device, where=storage) for w in stored]
+        packed = [stored_as(storage, w) for w in stored]
         exact = [torch.stack([w[e] for e in range(E)]).double() for w in packed]
         ours = results(experts_mlp, torch.bfloat16, packed)
         theirs = results(definition.experts, torch.float64, exact)
