@@ -199,6 +199,32 @@ def _step(line: Line, impl: str) -> list[str]:
     ]
 
 
+def block(results: Path) -> str:
+    """Wall, host and kernel time of whole blocks, and their peak."""
+    lines = lines_of("block", results, each_card=True)
+    if not lines:
+        return NOTHING
+    body = []
+    for line in lines:
+        for impl in _impls([line], "block"):
+            where = [*_point(line, ("T", "R")), line.card, impl]
+            if "skipped" in line.by_impl[impl]:
+                body.append([*where, "skipped", "", "", "", "", ""])
+                continue
+            fields = ("median_ms", "host_us", "kernel_ms", "peak_bytes")
+            wall_ms, host_us, kernel_ms, peak = (line.number(impl, field) for field in fields)
+            faster = line.faster(impl)
+            cells = [_number(wall_ms), "" if faster is None or impl == OURS else _ratio(faster)]
+            cells += ["" if v is None else _number(v) for v in (host_us, kernel_ms)]
+            body.append([*where, *cells, "" if peak is None else f"{peak / GIB:.2f}", _runs(line)])
+    header = [
+        "T", "R", "card", "impl", "pass, ms", "over ours", "host, µs", "kernels, ms", "peak, GiB",
+        "runs (machines)",
+    ]  # fmt: skip
+    told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
+    return f"{_markdown(header, body)}\n{told}\n"
+
+
 def headline(results: Path) -> str:
     """The README's table: forward and backward of each shape."""
     body, used = [], []
@@ -257,6 +283,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "experts_memory": memory("experts", ("shape", "T")),
     "lora": times("lora", ("shape", "T", "R", "pass")),
     "lora_memory": memory("lora", ("shape", "T", "R")),
+    "block": block,
     "decode": times("decode", ("shape", "T"), "µs"),
     "model": model,
     "quantised": times("quantised", ("shape", "T", "dtype")),

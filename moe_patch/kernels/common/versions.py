@@ -33,12 +33,12 @@ class Tested(NamedTuple):
     encoding: tuple[Any, ...] = ()
 
 
-# Of 3.7 and 3.8 the launches alone were compared, offline: every argument that reaches the function
-# in C for each kernel of tests/offline_launches.py, on 3.7.1 (3.7.0 has the same driver) and 3.8.0.
-# No card ran the kernels there.
+# Launches were compared offline on every release here: each argument that reaches the function in
+# C, for each kernel of tests/offline_launches.py (3.7.0 has the same driver as 3.7.1). The Hopper
+# kernels passed the GPU suite on an H200 with 3.6.0 and 3.8.0; 3.7.1 only compiled them.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
-    "3.7": Tested(hopper=True, direct=True, as_tuple=True),
+    "3.7": Tested(hopper=False, direct=True, as_tuple=True),
     "3.8": Tested(hopper=True, direct=True, as_tuple=True, encoding=(None,)),
 }
 _UNTESTED = Tested(hopper=False, direct=False)
