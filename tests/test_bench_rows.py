@@ -231,6 +231,7 @@ def test_too_few_runs_or_machines_are_marked(tmp_path, changes, shown):
     text = blocks.BLOCKS["experts"](tmp_path)
     assert f"| {shown} \\* |" in text
     assert "\\* Fewer than 3 runs or 2 machines." in text
+    assert blocks.BLOCKS["headline"](tmp_path) == blocks.NOTHING
 
 
 def test_one_later_run_does_not_take_the_place_of_three(tmp_path):

@@ -226,7 +226,7 @@ def block(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The README's table: forward and backward of each shape."""
+    """The README's table: forward and backward of each shape that enough runs stand behind."""
     body, used = [], []
     parts = {
         "experts": "experts, every weight trained",
@@ -237,7 +237,7 @@ def headline(results: Path) -> str:
         lines = [
             line
             for line in lines_of(op_name, results)
-            if line.passes == "fwd+bwd" and (op_name == "experts" or line.R)
+            if line.enough and line.passes == "fwd+bwd" and (op_name == "experts" or line.R)
         ]
         for line in one_per_shape(lines):
             peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
