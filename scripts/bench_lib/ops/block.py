@@ -23,8 +23,10 @@ from bench_lib.ops import experts, lora
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Op, Program, Work
 
-PASSES_TOGETHER = 10
-ROUNDS = 7
+# Passes that follow one another, as many as fit, and how often.
+TOGETHER_MS = 100.0
+MOST_TOGETHER = 20
+ROUNDS = 5
 # What CUDA graphs need before they are recorded, and the largest blocks that are worth one.
 WARM_PASSES = 5
 MOST_TOKENS_COMPILED = 4096
@@ -64,14 +66,18 @@ def _error(program: Program, results: tuple, peer: bool) -> float | None:
 
 def _wall_ms(run: timers.Run, device: torch.device) -> float:
     """Median time of a pass among passes that follow one another."""
-    times = []
-    for _ in range(ROUNDS):
+    together, times = 1, []
+    for attempt in range(ROUNDS + 1):
         timers.wait(device)
         start = time.perf_counter()
-        for _ in range(PASSES_TOGETHER):
+        for _ in range(together):
             run()
         timers.wait(device)
-        times.append(1e3 * (time.perf_counter() - start) / PASSES_TOGETHER)
+        one_ms = 1e3 * (time.perf_counter() - start) / together
+        if attempt:
+            times.append(one_ms)
+        else:
+            together = max(1, min(MOST_TOGETHER, int(TOGETHER_MS / one_ms)))
     return statistics.median(times)
 
 
