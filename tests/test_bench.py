@@ -131,7 +131,7 @@ def test_a_block_that_differs_has_no_row(name):
 
 
 def test_model_rows_are_of_one_model_and_share_its_loss(dry_rows):
-    unpatched, patched = dry_rows["model"]
+    unpatched, patched = (row for row in dry_rows["model"] if "skipped" not in row)
     assert (unpatched["impl"], patched["impl"]) == ("peft", "moe_patch")
     assert unpatched["rel_err"] is None
     assert patched["rel_err"] < 1e-5

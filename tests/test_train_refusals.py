@@ -1,12 +1,16 @@
 """Training runs that end early: refused by name, and what is left on the disk."""
 
+import dataclasses
+import importlib.util
 import re
+import sys
 
 import pytest
+import torch
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.train import run
-from moe_patch.train.build import add_adapters
+from moe_patch.train import liger, run
+from moe_patch.train.build import add_adapters, training_arguments
 from tests import tiny_models
 from tests.train_nodes import node, small
 
@@ -22,6 +26,45 @@ def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):
         with pytest.raises(UnsupportedOptionError, match=re.escape(said)):
             run.run(small(tmp_path, text_file, lora=lora | changed))
     assert not (tmp_path / "out").exists()
+
+
+def fake_liger(tmp_path, monkeypatch, *known):
+    """A liger-kernel that knows some model types and has no kernel."""
+    folder = tmp_path / "site" / "liger_kernel" / "transformers"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    table = dict.fromkeys(known)
+    (folder / "monkey_patch.py").write_text(f"MODEL_TYPE_TO_APPLY_LIGER_FN = {table}")
+    for name in [name for name in sys.modules if name.startswith("liger_kernel")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def test_liger_that_cannot_run_is_refused_before_anything_loads(tmp_path, text_file, monkeypatch):
+    config = small(tmp_path, text_file, liger=True)
+    args = training_arguments(config, tmp_path)
+    assert (args.use_liger_kernel, args.liger_kernel_config) == (True, {"swiglu": False})
+    assert not training_arguments(small(tmp_path, text_file), tmp_path).use_liger_kernel
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedOptionError, match="liger: liger-kernel is not installed"):
+        run.run(config)
+    monkeypatch.undo()
+    fake_liger(tmp_path, monkeypatch, "qwen3_moe")
+    with pytest.raises(UnsupportedOptionError, match="liger: its kernels need a GPU, found cpu"):
+        run.run(config)
+    training = config.training | {"use_liger_kernel": True}
+    with pytest.raises(UnsupportedOptionError, match=r"^training\.use_liger_kernel: `liger: true`"):
+        run.run(dataclasses.replace(config, training=training))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_liger_would_leave_alone_is_refused(tmp_path, monkeypatch):
+    fake_liger(tmp_path, monkeypatch, "qwen3_moe")
+    liger.check_liger(torch.device("cuda"), {})
+    liger.check_liger_knows("qwen3_moe")
+    with pytest.raises(UnsupportedOptionError, match="does nothing for model type 'doge'"):
+        liger.check_liger_knows("doge")
 
 
 def test_old_names_of_experts_are_targets_as_peft_reads_them():

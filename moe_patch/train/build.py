@@ -29,6 +29,7 @@ from moe_patch.quant.surgery import quantize_experts
 from moe_patch.schema import check_known, check_mapping, nearest
 from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.tools.model_files import refuse_other_kind
+from moe_patch.train import liger
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
 from moe_patch.train.router_losses import RouterLossConfig
@@ -112,6 +113,7 @@ def check_options(config: TrainConfig) -> None:
 def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> TrainingArguments:
     """TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
     values = {**TRAINING_DEFAULTS, **config.training, **overrides}
+    values |= liger.ARGUMENTS if config.liger else {}
     try:
         args = TrainingArguments(output_dir=str(folder), seed=config.seed, **values)
     except (ImportError, TypeError, ValueError) as error:

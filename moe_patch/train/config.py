@@ -9,6 +9,7 @@
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
+    liger: true | false, Liger's kernels around the MoE blocks             default: false
     compare_unpatched: true | false | number of steps                      default: false
     seed: 0
     output_dir: FOLDER                                                     required
@@ -100,6 +101,7 @@ class TrainConfig:
     moe_patch: bool | dict[str, Any] = True
     router_losses: dict[str, Any] | None = None
     smk: dict[str, Any] | None = None
+    liger: bool = False
     compare_unpatched: bool | int = False
     seed: int = 0
 

@@ -21,6 +21,7 @@ from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
+from moe_patch.train.liger import check_liger, check_liger_knows
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
@@ -122,6 +123,8 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
 def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     build.check_options(config)
     args = build.training_arguments(config, output.partial / "checkpoints")
+    if config.liger:
+        check_liger(args.device, config.training)
     if args.process_index == 0:
         output.check(reads=args.resume_from_checkpoint)
     texts = read_texts(config.data)
@@ -142,6 +145,8 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
     base = build.build_base(
         config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
     )
+    if config.liger:
+        check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Moved before the patch: the backend and its self-check depend on the device.

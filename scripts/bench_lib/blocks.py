@@ -189,7 +189,8 @@ def _step(line: Line, impl: str) -> list[str]:
     fields = ("median_ms", "tokens_per_s", "moe_ms", "peak_bytes")
     step_ms, rate, moe_ms, peak = (line.number(impl, field) for field in fields)
     share = line.quotient((impl, "moe_ms"), (impl, "median_ms"))
-    faster = line.faster("peft") if impl == OURS else None
+    peft = "peft", "median_ms"
+    faster = None if impl == "peft" else line.quotient(peft, (impl, "median_ms"))
     return [
         _number(step_ms) + _spread(line.numbers(impl, "median_ms"), _number),
         "" if faster is None else f"{faster:.2f}x",

@@ -110,7 +110,14 @@ def blocks_and_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module
     return [layer.mlp for layer in layers], layers
 
 
-def train(model: Any, batch: int, length: int, checkpointing: bool, device: torch.device) -> Steps:
+def train(
+    model: Any,
+    batch: int,
+    length: int,
+    checkpointing: bool,
+    device: torch.device,
+    liger: bool = False,
+) -> Steps:
     """A few Trainer steps: forward, backward, clipping and AdamW, timed from outside."""
     from transformers import Trainer, TrainerCallback
 
@@ -144,7 +151,7 @@ def train(model: Any, batch: int, length: int, checkpointing: bool, device: torc
     with tempfile.TemporaryDirectory(prefix="bench-model-") as folder:
         trainer = Watched(
             model,
-            _arguments(folder, batch, checkpointing, on_cuda),
+            _arguments(folder, batch, checkpointing, on_cuda, liger),
             train_dataset=RandomTokens(steps * batch, length, vocab),
             callbacks=[Clock()],
         )
@@ -167,9 +174,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _arguments(folder: str, batch: int, checkpointing: bool, on_cuda: bool) -> Any:
+def _arguments(folder: str, batch: int, checkpointing: bool, on_cuda: bool, liger: bool) -> Any:
     """A Trainer that does nothing but train."""
     from transformers import TrainingArguments
+
+    from moe_patch.train.liger import ARGUMENTS
 
     return TrainingArguments(
         output_dir=folder, max_steps=WARM_STEPS + STEPS, per_device_train_batch_size=batch,
@@ -177,4 +186,5 @@ def _arguments(folder: str, batch: int, checkpointing: bool, on_cuda: bool) -> A
         gradient_checkpointing_kwargs={"use_reentrant": False},
         bf16=on_cuda, use_cpu=not on_cuda, seed=SEED, report_to="none", save_strategy="no",
         logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=on_cuda,
+        **(ARGUMENTS if liger else {}),
     )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Unpatched with PEFT (``peft``) and patched stand side by side on the very same model object. A row's
 ``rel_err`` is the distance of the first step from the unpatched model's: its loss, and the norms of
-all adapters' gradients as one vector.
+all adapters' gradients as one vector. With Liger around the blocks either has a process of its own,
+since what Liger changes stays changed there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from bench_lib.spec import Impl, Op, Program, Work
 
 LIMITS = {"bf16": 2e-2, "fp32": 1e-5}
 PATCHED = "moe_patch"
+LIGER = {"peft_liger", "moe_patch:liger"}
+UNPATCHED = {"peft", "peft_liger"}
 MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft", "moe_patch",
     "accelerate",
@@ -61,11 +64,12 @@ def _train(impl: Impl, point: Point, device: torch.device) -> Any:
     model = _STATE.model_on(point, device)
     training.reset_adapters(model)
     batch, length, checkpointing = layout(point.shape)
-    if impl.name != PATCHED:
-        return training.train(model, batch, length, checkpointing, device)
+    liger = impl.name in LIGER
+    if impl.name in UNPATCHED:
+        return training.train(model, batch, length, checkpointing, device, liger)
     patch_model(model)
     try:
-        return training.train(model, batch, length, checkpointing, device)
+        return training.train(model, batch, length, checkpointing, device, liger)
     finally:
         unpatch_model(model)
 
@@ -85,10 +89,13 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    if impl.name == "moe_patch:liger":
+        peer = MODEL.impl("peft_liger")
+        _STATE.first[point.shape] = _train(peer, point, device).first
     with clocks.watched(settings.clocks) as seen:
         steps = _train(impl, point, device)
     error = None
-    if impl.name != PATCHED:
+    if impl.name in UNPATCHED:
         _STATE.first[point.shape] = steps.first
     elif point.shape in _STATE.first:
         error = _distance(steps.first, _STATE.first[point.shape])
@@ -128,6 +135,10 @@ MODEL = Op(
     impls=(
         Impl("peft", _not_a_layer, modules=MODULES),
         Impl(PATCHED, _not_a_layer, ours=True, compiles="once", modules=MODULES),
+        Impl("peft_liger", _not_a_layer, peer=True, needs_cuda=True, modules=MODULES),
+        Impl(
+            "moe_patch:liger", _not_a_layer, ours=True, peer=True, needs_cuda=True, modules=MODULES
+        ),
     ),
     required=("peft",),
     work=lambda point: Work(None, 0),
