@@ -234,6 +234,17 @@ def test_too_few_runs_or_machines_are_marked(tmp_path, changes, shown):
     assert blocks.BLOCKS["headline"](tmp_path) == blocks.NOTHING
 
 
+def test_portable_rows_stand_beside_the_peers_of_their_own_run(tmp_path):
+    found = [row for row in three_runs() if row["impl"] != "moe_patch"]
+    ours = [row | {"impl": "moe_patch:portable"} for row in three_runs() if row not in found]
+    others = [row | {"run": f"{row['run']}x", "impl": "hf_grouped_mm"} for row in three_runs()]
+    rows.append_rows(tmp_path / "experts.jsonl", [*found, *ours, *others])
+    text = blocks.BLOCKS["portable"](tmp_path)
+    assert "| card | 5 [4, 6] | 15 (2.50x) hf_grouped_mm | 240 (0.80) | 3 (2) |" in text
+    rows.append_rows(tmp_path / "none" / "experts.jsonl", others)
+    assert blocks.BLOCKS["portable"](tmp_path / "none") == blocks.NOTHING
+
+
 def test_one_later_run_does_not_take_the_place_of_three(tmp_path):
     later = rows_of_run("aaaa", "m1", 9.0, 10.0, commit="f" * 40)
     (line,) = newest.newest_lines([*three_runs(), *later], OPS["experts"])

@@ -6,111 +6,40 @@ what is between them.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench_lib import aims
+from bench_lib.cells import (
+    about_runs,
+    floors_cell,
+    impls_of,
+    markdown,
+    number,
+    point_cells,
+    ratio,
+    runs_cell,
+    share_cell,
+    skips,
+    spread,
+    time_cell,
+)
 from bench_lib.newest import (
-    ENOUGH_MACHINES,
-    ENOUGH_RUNS,
     OURS,
     Line,
     lines_of,
+    newest_lines,
     one_per_shape,
     provenance,
 )
 from bench_lib.ops import OPS
-from bench_lib.rows import RowError
+from bench_lib.rows import RowError, read_rows
 
 GIB = 2**30
 MARKED = re.compile(r"(<!-- bench: (\w+) -->\n)(.*?)(<!-- end of bench -->)", re.DOTALL)
 NOTHING = "No row from a GPU yet.\n"
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
-    """The least and the most of several runs; nothing of one."""
-    return f" [{shown(values[0])}, {shown(values[-1])}]" if len(values) > 1 else ""
-
-
-def _ratio(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _time(line: Line, impl: str, scale: float) -> str:
-    if impl not in line.by_impl:
-        return ""
-    time_ms, faster = line.time(impl), line.faster(impl)
-    if time_ms is None:
-        return "skipped"
-    cell = _number(time_ms * scale)
-    if impl == OURS:
-        every = [value * scale for value in line.numbers(OURS, "median_ms")]
-        return cell + _spread(every, _number)
-    return cell if faster is None else f"{cell} ({faster:.2f}x)"
-
-
-def _share(line: Line) -> str:
-    rate, share = line.number(OURS, "tflops"), aims.share(line, ())
-    if rate is None:
-        return ""
-    return f"{rate:.0f}" if share is None else f"{rate:.0f} ({share:.2f})"
-
-
-def _floors(line: Line) -> str:
-    found = aims.floors(line, ())
-    return "" if found is None else f"{found:.1f}"
-
-
-def _runs(line: Line) -> str:
-    """How many runs stand behind a line, and in brackets on how many machines."""
-    return f"{len(line.runs)} ({line.machines})" + ("" if line.enough else " \\*")
-
-
-def _about_runs(lines: Sequence[Line]) -> str:
-    """What brackets and stars mean, where there are any."""
-    said = []
-    if any(len(line.runs) > 1 for line in lines):
-        said.append("Of several runs the median [least, most], of ratios too, each within its run.")
-    if not all(line.enough for line in lines):
-        said.append(f"\\* Fewer than {ENOUGH_RUNS} runs or {ENOUGH_MACHINES} machines.")
-    return f"{' '.join(said)}\n\n" if said else ""
-
-
-def _impls(lines: Sequence[Line], op_name: str) -> list[str]:
-    present = {impl for line in lines for impl in line.by_impl}
-    return [impl for impl in OPS[op_name].names() if impl in present]
-
-
-def _point(line: Line, names: Sequence[str]) -> list[str]:
-    values = {
-        "shape": line.shape, "T": line.T, "R": line.R, "dtype": line.dtype, "pass": line.passes,
-        "card": line.card,
-    }  # fmt: skip
-    return ["–" if values[name] is None else str(values[name]) for name in names]
-
-
-def _markdown(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    rows = [header, ["---"] * len(header), *body]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def _skips(lines: Sequence[Line]) -> str:
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for line in lines:
-        for impl, row in line.by_impl.items():
-            if "skipped" in row:
-                where = f"{line.shape} T={line.T} {line.passes} ({line.card})"
-                reasons.setdefault((impl, row["skipped"]), []).append(where)
-    listed = "".join(
-        f"- {impl} skipped at {', '.join(places)}: {reason}\n"
-        for (impl, reason), places in reasons.items()
-    )
-    return listed and f"{listed}\n"
 
 
 def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = False) -> Callable:
@@ -121,7 +50,7 @@ def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = F
         lines = lines_of(op_name, results, each_card=True)
         if not lines:
             return NOTHING
-        impls = _impls(lines, op_name)
+        impls = impls_of(lines, op_name)
         rate = any(line.ours["tflops"] is not None for line in lines)
         names = (*point, "card")
         header = [*names, *(f"{impl}, {unit}" for impl in impls)]
@@ -129,16 +58,16 @@ def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = F
         header += [*(["copy floors"] if floors else []), "runs (machines)"]
         body = [
             [
-                *_point(line, names),
-                *(_time(line, impl, scale) for impl in impls),
-                *([_share(line)] if rate else []),
-                *([_floors(line)] if floors else []),
-                _runs(line),
+                *point_cells(line, names),
+                *(time_cell(line, impl, scale) for impl in impls),
+                *([share_cell(line)] if rate else []),
+                *([floors_cell(line)] if floors else []),
+                runs_cell(line),
             ]
             for line in lines
         ]
-        told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
-        return f"{_markdown(header, body)}\n{told}\n"
+        told = f"{about_runs(lines)}{skips(lines)}{provenance(lines)}"
+        return f"{markdown(header, body)}\n{told}\n"
 
     return block
 
@@ -150,7 +79,7 @@ def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
         lines = [line for line in lines_of(op_name, results) if line.passes == "fwd+bwd"]
         if not lines:
             return NOTHING
-        impls = _impls(lines, op_name)
+        impls = impls_of(lines, op_name)
 
         def cell(line: Line, impl: str) -> str:
             saved, peak = line.number(impl, "saved_bytes"), line.number(impl, "peak_bytes")
@@ -158,8 +87,10 @@ def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
                 return ""
             return f"{saved / GIB:.2f} / {peak / GIB:.2f}"
 
-        body = [[*_point(line, point), *(cell(line, impl) for impl in impls)] for line in lines]
-        return f"{_markdown([*point, *impls], body)}\n{provenance(lines)}\n"
+        body = [
+            [*point_cells(line, point), *(cell(line, impl) for impl in impls)] for line in lines
+        ]
+        return f"{markdown([*point, *impls], body)}\n{provenance(lines)}\n"
 
     return block
 
@@ -175,13 +106,13 @@ def model(results: Path) -> str:
             if "skipped" in row:
                 body.append([line.shape, line.card, impl, "skipped", "", "", "", "", ""])
             else:
-                body.append([line.shape, line.card, impl, *_step(line, impl), _runs(line)])
+                body.append([line.shape, line.card, impl, *_step(line, impl), runs_cell(line)])
     header = [
         "shape", "card", "impl", "step, ms", "faster", "tokens/s", "in MoE blocks, ms", "peak, GiB",
         "runs (machines)",
     ]  # fmt: skip
-    told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
-    return f"{_markdown(header, body)}\n{told}\n"
+    told = f"{about_runs(lines)}{skips(lines)}{provenance(lines)}"
+    return f"{markdown(header, body)}\n{told}\n"
 
 
 def _step(line: Line, impl: str) -> list[str]:
@@ -192,10 +123,10 @@ def _step(line: Line, impl: str) -> list[str]:
     peft = "peft", "median_ms"
     faster = None if impl == "peft" else line.quotient(peft, (impl, "median_ms"))
     return [
-        _number(step_ms) + _spread(line.numbers(impl, "median_ms"), _number),
+        number(step_ms) + spread(line.numbers(impl, "median_ms"), number),
         "" if faster is None else f"{faster:.2f}x",
         f"{rate:.0f}",
-        f"{_number(moe_ms)} ({share:.0%})",
+        f"{number(moe_ms)} ({share:.0%})",
         "" if peak is None else f"{peak / GIB:.1f}",
     ]
 
@@ -207,23 +138,52 @@ def block(results: Path) -> str:
         return NOTHING
     body = []
     for line in lines:
-        for impl in _impls([line], "block"):
-            where = [*_point(line, ("T", "R")), line.card, impl]
+        for impl in impls_of([line], "block"):
+            where = [*point_cells(line, ("T", "R")), line.card, impl]
             if "skipped" in line.by_impl[impl]:
                 body.append([*where, "skipped", "", "", "", "", ""])
                 continue
             fields = ("median_ms", "host_us", "kernel_ms", "peak_bytes")
             wall_ms, host_us, kernel_ms, peak = (line.number(impl, field) for field in fields)
             faster = line.faster(impl)
-            cells = [_number(wall_ms), "" if faster is None or impl == OURS else _ratio(faster)]
-            cells += ["" if v is None else _number(v) for v in (host_us, kernel_ms)]
-            body.append([*where, *cells, "" if peak is None else f"{peak / GIB:.2f}", _runs(line)])
+            cells = [number(wall_ms), "" if faster is None or impl == OURS else ratio(faster)]
+            cells += ["" if v is None else number(v) for v in (host_us, kernel_ms)]
+            body.append(
+                [*where, *cells, "" if peak is None else f"{peak / GIB:.2f}", runs_cell(line)]
+            )
     header = [
         "T", "R", "card", "impl", "pass, ms", "over ours", "host, µs", "kernels, ms", "peak, GiB",
         "runs (machines)",
     ]  # fmt: skip
-    told = f"{_about_runs(lines)}{_skips(lines)}{provenance(lines)}"
-    return f"{_markdown(header, body)}\n{told}\n"
+    told = f"{about_runs(lines)}{skips(lines)}{provenance(lines)}"
+    return f"{markdown(header, body)}\n{told}\n"
+
+
+PORTABLE = f"{OURS}:portable"
+
+
+def portable(results: Path) -> str:
+    """The kernels that cards without Hopper's instructions run, beside what torch gives there."""
+    body, used = [], []
+    for op_name, peers in (("experts", ("hf_grouped_mm",)), ("lora", ("peft", "split_lora"))):
+        path = results / f"{op_name}.jsonl"
+        rows = read_rows(path) if path.exists() else []
+        ran = {row["run"] for row in rows if row["impl"] == PORTABLE}
+        as_ours = [row | {"impl": OURS} for row in rows if row["impl"] == PORTABLE]
+        beside = [row for row in rows if row["run"] in ran and row["impl"] in peers]
+        op = dataclasses.replace(OPS[op_name], required=peers)
+        for line in newest_lines([*as_ours, *beside], op, each_card=True):
+            times_ms = [time_cell(line, OURS, 1.0), ", ".join(
+                f"{time_cell(line, impl, 1.0)} {impl}" for impl in peers if impl in line.by_impl
+            )]  # fmt: skip
+            where = point_cells(line, ("shape", "T", "R", "pass", "card"))
+            body.append([op_name, *where, *times_ms, share_cell(line), runs_cell(line)])
+            used.append(line)
+    if not body:
+        return NOTHING
+    header = ["op", "shape", "T", "R", "pass", "card", "portable, ms", "peers, ms"]
+    header += ["TFLOP/s (of bmm)", "runs (machines)"]
+    return f"{markdown(header, body)}\n{about_runs(used)}{provenance(used)}\n"
 
 
 def headline(results: Path) -> str:
@@ -243,24 +203,24 @@ def headline(results: Path) -> str:
         for line in one_per_shape(lines):
             peers = [i for i in OPS[op_name].required if line.faster(i) is not None]
             cells = ", ".join(
-                f"{line.faster(impl):.2f}x{_spread(line.ratios(impl), _ratio)} {impl}"
+                f"{line.faster(impl):.2f}x{spread(line.ratios(impl), ratio)} {impl}"
                 for impl in peers
             )
             where = [what, line.shape, str(line.T), line.card]
-            body.append([*where, _time(line, OURS, 1.0), cells, _runs(line)])
+            body.append([*where, time_cell(line, OURS, 1.0), cells, runs_cell(line)])
             used.append(line)
     if not body:
         return NOTHING
     header = ["forward + backward", "shape", "tokens", "card", "ms", "times faster than"]
     header.append("runs (machines)")
-    return f"{_markdown(header, body)}\n{_about_runs(used)}{provenance(used)}\n"
+    return f"{markdown(header, body)}\n{about_runs(used)}{provenance(used)}\n"
 
 
 def aims_table(results: Path) -> str:
     """Every aim that there is a row for."""
     body = list(aims.table(results, aims.all_aims()))
     header = ["op", "quantity", "at", "card", "aim", "measured", ""]
-    return _markdown(header, body) if body else NOTHING
+    return markdown(header, body) if body else NOTHING
 
 
 PICTURES = {
@@ -287,6 +247,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "block": block,
     "decode": times("decode", ("shape", "T"), "µs"),
     "model": model,
+    "portable": portable,
     "quantised": times("quantised", ("shape", "T", "dtype")),
     "quantised_memory": memory("quantised", ("shape", "T", "dtype")),
     "signals": times("signals", POINT),

@@ -29,6 +29,8 @@ class Segment:
 
 _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe")
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
+_PORTABLE = ("moe_patch:portable", "hf_grouped_mm")
+_PORTABLE_LORA = ("moe_patch:portable", "peft", "split_lora")
 _ROUTING = ("moe_patch", "torch", "torch_compile")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
 # Its rows are segments of their own.
@@ -60,6 +62,23 @@ PRESETS = {
         Segment("model", "model", shapes=_CHECKPOINTED),
         Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384,)),
     ),
+    # What cards without Hopper's instructions run, timed on one that has them.
+    "portable": (
+        Segment("experts", "experts", _PORTABLE[:2], ("qwen3_30b", "olmoe", "glm45_air")),
+        Segment("experts_large", "experts", _PORTABLE[:2], ("mixtral", "dsv3_e64"), (16384,)),
+        Segment("lora", "lora", _PORTABLE_LORA, ("qwen3_30b", "olmoe", "glm45_air"), ranks=(16,)),
+        Segment("lora_large", "lora", _PORTABLE_LORA, ("mixtral",), (16384,), ranks=(16,)),
+    ),
+    # The same on two releases of Triton, in turn on one card.
+    "releases": (
+        Segment("experts", "experts", ("moe_patch",), ("qwen3_30b", "glm45_air"), (1024, 16384)),
+        Segment(
+            "lora", "lora", ("moe_patch",), ("qwen3_30b", "glm45_air"), (1024, 16384), ranks=(16,)
+        ),
+        Segment("decode", "decode", ("moe_patch",), ("qwen3_30b",), (1, 16)),
+        Segment("quantised", "quantised", ("moe_patch",), ("qwen3_30b",), (16384,)),
+    ),
+    "block": (Segment("block", "block"),),
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
         # SonicMoE times some 80 tiles at each new size, hence segments of its own.
