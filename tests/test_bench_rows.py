@@ -157,7 +157,9 @@ def test_blocks_are_made_from_rows_alone(tmp_path):
     assert blocks.rewrite(new, tmp_path) == new
     with pytest.raises(RowError, match="no block 'expert'; there are headline, experts"):
         blocks.rewrite(text.replace("experts", "expert"), tmp_path)
-    assert all(block(tmp_path / "nothing") == blocks.NOTHING for block in blocks.BLOCKS.values())
+    empty = {name: block(tmp_path / "nothing") for name, block in blocks.BLOCKS.items()}
+    assert empty.pop("releases").startswith("No rows of two releases")
+    assert set(empty.values()) == {blocks.NOTHING}
 
 
 def test_aims_are_judged_within_one_run(tmp_path):
@@ -243,6 +245,24 @@ def test_portable_rows_stand_beside_the_peers_of_their_own_run(tmp_path):
     assert "| card | 5 [4, 6] | 15 (2.50x) hf_grouped_mm | 240 (0.80) | 3 (2) |" in text
     rows.append_rows(tmp_path / "none" / "experts.jsonl", others)
     assert blocks.BLOCKS["portable"](tmp_path / "none") == blocks.NOTHING
+
+
+def test_releases_are_compared_on_one_machine_and_commit(tmp_path):
+    def run(name, triton, ms, host_us, **changes):
+        both = {"host_us": host_us, "triton": triton} | changes
+        ours, _ = rows_of_run(name, "m1", ms, 9.0, **both)
+        small, _ = rows_of_run(name, "m1", ms, 9.0, **both | {"T": 1024})
+        return [ours, small]
+
+    found = [*run("a", "3.6.0", 4.0, 100.0), *run("aa", "3.8.0", 5.0, 80.0)]
+    found += [*run("aaa", "3.6.0", 6.0, 100.0), *run("aaaa", "3.8.0", 7.0, 60.0)]
+    elsewhere = run("aaaaa", "3.9.0", 1.0, 1.0, commit="f" * 40)
+    rows.append_rows(tmp_path / "experts.jsonl", [*found, *elsewhere])
+    text = blocks.BLOCKS["releases"](tmp_path)
+    cells = "– | bf16 | fwd+bwd | 5 [4, 6] | 6 [5, 7] | 100 [100, 100] | 70 [60, 80]"
+    assert f"| 16384 | {cells} | +20.0% |" in text
+    assert f"| 1024 | {cells} | -30.0% |" in text
+    assert "3.9.0" not in text
 
 
 def test_one_later_run_does_not_take_the_place_of_three(tmp_path):

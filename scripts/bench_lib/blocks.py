@@ -35,6 +35,7 @@ from bench_lib.newest import (
     provenance,
 )
 from bench_lib.ops import OPS
+from bench_lib.releases import releases
 from bench_lib.rows import RowError, read_rows
 
 GIB = 2**30
@@ -248,6 +249,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
     "decode": times("decode", ("shape", "T"), "µs"),
     "model": model,
     "portable": portable,
+    "releases": releases,
     "quantised": times("quantised", ("shape", "T", "dtype")),
     "quantised_memory": memory("quantised", ("shape", "T", "dtype")),
     "signals": times("signals", POINT),
