@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
-from wgmma_operands import overwritten_operands
 
 from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.common.versions import HOPPER, hopper_module, known_triton
+from moe_patch.tools.wgmma_operands import overwritten_operands
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -32,7 +33,7 @@ class Usage(NamedTuple):
     Attributes:
         name, registers, stack, shared: of the kernel; bytes of stack and shared memory.
         descriptors: whether it uses tensor descriptors.
-        overwritten: see :func:`wgmma_operands.overwritten_operands`.
+        overwritten: see :func:`moe_patch.tools.wgmma_operands.overwritten_operands`.
     """
 
     name: str
@@ -68,6 +69,10 @@ class _Utilities:
     ) -> tuple[int, int, int, int, int]:
         return 1, 1, 0, 0, 1024
 
+    @staticmethod
+    def unload_module(module: int) -> None:
+        """Do nothing: no module was loaded. A compiled kernel calls this at its end since 3.8."""
+
 
 @dataclass
 class CompileOnly:
@@ -93,6 +98,9 @@ def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[l
     usages: list[Usage] = []
     device = Device(capability, shared_memory, 132)
     initialise = CompiledKernel._init_handles
+    if known_triton():  # imported before their switches are set below
+        for name in HOPPER:
+            hopper_module(name)
 
     def record(kernel: CompiledKernel) -> None:
         if kernel.module is None:

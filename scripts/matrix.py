@@ -6,8 +6,9 @@
     python scripts/matrix.py oldest -- -k cli    arguments for pytest; then no row is written
 
 The oldest versions are the lower bounds in pyproject.toml, so that a bound which does not hold
-fails here; the newest are what pip finds. Environments go to .venv-matrix-NAME (gigabytes where pip
-has no CPU build of torch). Each run of the whole suite appends a row "versions" to
+fails here; the newest are what pip finds, and a Triton among them that nobody looked at fails, too.
+Environments go to .venv-matrix-NAME (gigabytes where pip has no CPU build of torch). Each run of
+the whole suite appends a row "versions" to
 benchmarks/results/compat.jsonl; scripts/compat.py makes the table from it. Needs no package itself.
 """
 
@@ -104,6 +105,39 @@ def build(environment: Environment) -> None:
     subprocess.run(pip, check=True)
 
 
+TABLE = "from moe_patch.kernels.common.versions import TRITON_VERSIONS; print(*TRITON_VERSIONS)"
+INSTALLED = "from importlib.metadata import version; print(version('triton'))"
+
+
+def unseen_triton(interpreter: Path) -> str:
+    """Say which Triton, the newest on the index or the installed one, has no row in the table.
+
+    Args:
+        interpreter: Python of an environment with this checkout in it.
+
+    Returns:
+        What to do about it, or "" where the table has both, or Triton is not for this platform.
+    """
+    index = _printed(interpreter, "-m", "pip", "index", "versions", "triton")
+    newest = re.search(r"^triton \(([\w.+]+)\)", index, re.MULTILINE)
+    found = {_printed(interpreter, "-c", INSTALLED).strip(), newest[1] if newest else ""} - {""}
+    known = set(_printed(interpreter, "-c", TABLE).split()) if found else set()
+    unseen = sorted(each for each in found if ".".join(each.split(".")[:2]) not in known)
+    if not unseen:
+        return ""
+    return (
+        f"triton {', '.join(unseen)} has no row in TRITON_VERSIONS "
+        "(moe_patch/kernels/common/versions.py): unpack its wheel, run tests/offline_launches.py "
+        "and scripts/compile_tiles.py --capability 9.0 with it first on PYTHONPATH, add a row"
+    )
+
+
+def _printed(interpreter: Path, *arguments: str) -> str:
+    """What a command prints; nothing where it fails, as without a network."""
+    command = [str(interpreter), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
+
+
 def run_suite(name: str, arguments: list[str]) -> int:
     """Run the suite in this interpreter, and write the row unless only a part was asked for."""
     sys.path.insert(0, str(ROOT / "scripts"))
@@ -156,6 +190,8 @@ def main() -> int:
             script = [str(environment.interpreter), __file__, "--here", environment.name]
             if subprocess.run([*script, "--", *rest], cwd=ROOT).returncode:
                 failed.append(environment.name)
+            if not environment.oldest and (said := unseen_triton(environment.interpreter)):
+                failed.append(said)
     print(f"failed: {', '.join(failed)}" if failed else "passed")
     return 1 if failed else 0
 

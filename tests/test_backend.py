@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -66,6 +67,33 @@ def test_hip_runs_triton_only_when_asked_for(card):
     assert choice.name == "torch"
     assert "backend='triton'" in choice.reason
     assert choose_backend("triton", CUDA, torch.bfloat16).name == "triton"
+
+
+@pytest.mark.parametrize("value", ["1", "true", "ON"])
+def test_an_interpreter_on_a_cuda_machine_is_named_and_torch_runs(card, value, monkeypatch):
+    """Its kernels would run on the host, and the Hopper ones not at all."""
+    card((9, 0))
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    moe_patch.ops.backend._read_once.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="the torch backend runs: TRITON_INTERPRET is set"):
+            choice = choose_backend("auto", CUDA, torch.bfloat16)
+        assert choice.name == "torch"
+        assert "TRITON_INTERPRET is set" in choice.reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert choose_backend("auto", CUDA, torch.float16) == choice
+        with pytest.raises(UnsupportedOptionError, match="TRITON_INTERPRET.*backend='auto'"):
+            choose_backend("triton", CUDA, torch.bfloat16)
+    finally:
+        moe_patch.ops.backend._read_once.cache_clear()
+
+
+def test_triton_reads_the_same_values(monkeypatch):
+    triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    for value in ("", "0", "1", "true", "yes", "on", "y", "off", "False", "ON"):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert moe_patch.ops.backend._set_to_interpret() == triton.knobs.runtime.interpret, value
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "xpu"])

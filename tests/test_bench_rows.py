@@ -216,6 +216,15 @@ def test_runs_of_one_commit_are_shown_by_their_median(tmp_path):
     assert all(run in headline for run in ("a (2026", "aa (2026", "aaa (2026"))
 
 
+def test_the_headline_says_which_torch_and_triton_its_numbers_hold_for(tmp_path):
+    for release in ("3.6.0", "3.8.0"):
+        path = tmp_path / release
+        several = [row | {"torch": "2.11.0", "triton": release} for row in three_runs()]
+        rows.append_rows(path / "experts.jsonl", several)
+        first = blocks.BLOCKS["headline"](path).partition("\n")[0]
+        assert first == f"These numbers hold for torch 2.11.0 with Triton {release}."
+
+
 @pytest.mark.parametrize(
     ("changes", "shown"),
     [

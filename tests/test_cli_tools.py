@@ -13,9 +13,11 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import moe_patch
-from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, bench, main
+from moe_patch._version import __version__
+from moe_patch.cli import CHECK_FAILED, SUBCOMMANDS, bench, bench_report, main
 from moe_patch.cli.output import bytes_text
 from moe_patch.cli.status import UNUSABLE
+from moe_patch.ops.backend import BackendChoice
 from moe_patch.tools import selftest
 from tests import tiny_models
 from tests.cli_calls import answer, error_of, only_config
@@ -36,6 +38,72 @@ def test_bench_times_both_sides(capsys, tmp_path, monkeypatch):
     assert found["rows"][2]["saved_bytes"] < found["rows"][0]["saved_bytes"]
     assert main(argv) == 0
     assert capsys.readouterr().out.startswith("Glm4MoeMoE of ")
+
+
+def test_a_report_is_one_block_of_text(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "MIN_SECONDS", 0.01)
+    argv = ["bench", only_config(tmp_path, "qwen3_moe"), "--report", "--tokens", "8"]
+    argv += ["--device", "cpu"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("```\ncard: ")
+    assert text.endswith("```\n")
+    for said in (
+        f"torch {torch.__version__}", f"moe_patch {__version__}", "triton ", "python 3.",
+        "kernels: none, the torch backend: no Triton kernels on cpu", "launched directly: no",
+        "Qwen3MoeSparseMoeBlock of ", " 8 tokens, float32:", "fwd+bwd: patched ", " ms (torch), un",
+        "checks hold on torch, worst error ",
+    ):  # fmt: skip
+        assert said in text, said
+    found = answer(capsys, *argv)
+    assert set(found) == {"card", "versions", "kernels", "points", "selftest"}
+    assert found["selftest"]["failed"] == []
+
+
+def test_a_report_keeps_what_did_not_fit_and_what_failed(capsys, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(bench, "_measure", full)
+    wrong = selftest.Check("experts bf16", False, 0.0, 0.1, "w2 is 3.00 times as far")
+    monkeypatch.setattr(
+        "moe_patch.tools.selftest.selftest",
+        lambda *_, **__: selftest.SelfTest("cpu", "torch", "", [wrong]),
+    )
+    argv = ["bench", only_config(tmp_path, "qwen3_moe"), "--report", "--device", "cpu"]
+    assert main(argv) == CHECK_FAILED
+    text = capsys.readouterr().out
+    assert "512 tokens, float32: out of memory" in text
+    assert "0 of 1 checks hold" in text
+    assert "FAILED experts bf16: w2 is 3.00 times as far" in text
+
+
+def test_a_report_of_a_card_names_its_kernels(monkeypatch):
+    triton = pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    from moe_patch.kernels.common import device, versions
+
+    card = torch.device("cuda", 0)
+    monkeypatch.setattr(
+        "moe_patch.ops.backend.choose_backend", lambda *_: BackendChoice("triton", "auto")
+    )
+    for capability, gates, said in (
+        ((8, 0), versions.PORTABLE, "portable"),
+        ((9, 0), versions.Gates(True, True), "Hopper"),
+        ((9, 0), versions.Gates(False, False, "why not"), "portable; why not"),
+        ((9, 0), versions.Gates(True, False, "a hazard"), "Hopper; a hazard"),
+    ):
+        found = device.Device(capability, 227 << 10, 132)
+        monkeypatch.setattr(device, "_cuda_device", lambda index, found=found: found)
+        monkeypatch.setitem(versions._GATES, triton.__version__, gates)
+        assert bench_report._kernels(card)["which"] == said
+    assert bench_report._kernels(card)["direct_launches"] == (
+        "yes" if versions.tested().direct else "no, by Triton"
+    )
+
+
+def test_bench_without_a_model_says_what_it_takes(capsys):
+    assert "MODEL is missing; accepted: a hub id" in error_of(capsys, "bench")
+    assert bench_report.default_config().num_experts == 128
 
 
 def test_a_device_without_enough_memory_is_one_line(capsys, tmp_path, monkeypatch):

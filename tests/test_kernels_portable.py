@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,19 +48,19 @@ LAYERS = {
 }
 
 
+# Releases by what the table says of their Hopper kernels.
+TESTED, UNTESTED = (
+    [name for name, found in versions.TRITON_VERSIONS.items() if found.hopper is hopper]
+    for hopper in (True, False)
+)
+
+
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A Hopper card and a Triton that its kernels know, whatever is installed."""
     card = Device(HOPPER, 227 << 10, 132)
-    # A Triton that they do not know leaves them out of the modules that choose.
-    for module, kernels in (
-        (up, hopper_up),
-        (linear, hopper_linear),
-        (dh, hopper_dh),
-        (dw, hopper_dw),
-    ):
-        name = "hopper_" + kernels.__name__.rpartition(".")[2]
-        monkeypatch.setattr(module, name, kernels, raising=False)
+    monkeypatch.setattr(versions, "_GATES", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no marker of this machine's user
     # Not by mock: a test sets the version anew, and what was set last has to be undone first.
     monkeypatch.setattr(triton, "__version__", "3.6.0+git9844da95")
     with mock.patch("moe_patch.kernels.common.device.INTERPRETER", card):
@@ -190,21 +191,38 @@ def test_a_kernel_that_a_capture_finds_unloaded_is_named() -> None:
         raise RuntimeError("other")
 
 
-TESTED = ", ".join(name for name, entry in versions.TRITON_VERSIONS.items() if entry.hopper)
-
-
 @pytest.mark.parametrize(
     ("version", "known"),
-    [("3.6.1.post1", True), ("3.8.0", True), ("3.5.1", False), ("3.60.0", False)],
+    [
+        (f"{TESTED[0]}.1.post1", True),
+        *((f"{each}.1", False) for each in UNTESTED),
+        ("3.60.0", False),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:moe_patch. portable kernels")
 def test_another_triton_is_named(version: str, known: bool, hopper: None, monkeypatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
     reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
-    assert ("" if known else f"take triton {TESTED}, found {version}") in reason
+    assert ("" if known else f"take triton {', '.join(TESTED)}, found {version};") in reason
+    assert known or "`moe-patch selftest --trust`" in reason
     assert bool(reason) != known
     assert taken(64, 32, SILU, False) == (EVERY if known else set())
 
 
+def test_an_unknown_triton_warns_once_and_not_on_other_cards(hopper: None, monkeypatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "9.1.0")
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        portable_reason(capability, BF16, (64, 64), SILU, transposed=False)
+    assert "9.1.0" not in versions._GATES
+    with pytest.warns(UserWarning, match="moe_patch: portable kernels.* found 9.1.0; .*--trust"):
+        assert taken(64, 32, SILU, False) == set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(64, 32, SILU, False) == set()
+        assert portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
+
+
+@pytest.mark.filterwarnings("ignore:moe_patch. portable kernels")
 def test_a_release_without_direct_launches_gets_the_hopper_kernels(
     hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +237,19 @@ def test_a_release_without_direct_launches_gets_the_hopper_kernels(
     monkeypatch.setattr(triton, "__version__", "3.78.0")
     assert taken(64, 32, SILU, False) == set()
     reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
-    assert reason.endswith(f"take triton {TESTED}, 3.77, found 3.78.0")
+    assert f"take triton {', '.join(TESTED)}, 3.77, found 3.78.0;" in reason
+
+
+def test_a_triton_without_gluon_is_named(hopper: None, monkeypatch) -> None:
+    """Of a release whose kernels are known, and of packed weights, which need none of it."""
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    for name in [each for each in sys.modules if each.startswith("triton.experimental.gluon.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.warns(UserWarning, match="portable kernels: .* need Gluon, which .* lacks"):
+        assert taken(64, 32, SILU, False) == set()
+    reason = portable_reason(HOPPER, BF16, (64, 64), SILU, transposed=False)
+    assert "triton.experimental.gluon" in reason
+    assert versions.gates().in_front
 
 
 LIMITS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -255,11 +285,12 @@ import triton
 triton.__version__ = "9.9.0"
 sys.modules["triton.experimental"] = None
 from moe_patch.kernels.common import versions
-versions.TRITON_VERSIONS["9.9"] = versions.Tested(hopper=False, direct=True)
+versions.TRITON_VERSIONS["9.9"] = versions.Tested(hopper=True, direct=True)
 import moe_patch.kernels.experts.experts
 from moe_patch.kernels.common.launcher import _DIRECT
 found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
-sys.exit(f"imported: {found}, launched directly: {_DIRECT}" if found or not _DIRECT else 0)
+open_gate = versions.known_triton()
+sys.exit(f"{found}, directly: {_DIRECT}, {open_gate}" if found or open_gate or not _DIRECT else 0)
 """
 
 

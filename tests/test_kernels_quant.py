@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 from moe_patch.formats.packed import READABLE, pack
 from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.common.versions import Gates
 from moe_patch.kernels.experts import call
 from moe_patch.kernels.packed import linear as packed_linear
 from tests import interpreted
@@ -50,7 +51,7 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
 def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed_linear, "known_triton", lambda: True)
+    monkeypatch.setattr(packed_linear, "gates", lambda: Gates(hopper=False, in_front=True))
     hopper, ampere = Device((9, 0), 227 << 10, 132), Device((8, 0), 163 << 10, 108)
 
     def chosen(storage: str, rows: int, device: Device, dtype: torch.dtype) -> bool:
@@ -66,7 +67,7 @@ def test_hopper_decodes_in_front_of_the_product_while_experts_have_few_rows(
     assert packed_linear.decoding_tile(mxfp4, bf16, hopper, 4) is None
     odd = pack(torch.randn(4, 32, 64), "nf4", torch.device("cpu"), "w")
     assert packed_linear.decoding_tile(odd, bf16, hopper, 4) is None
-    monkeypatch.setattr(packed_linear, "known_triton", lambda: False)
+    monkeypatch.setattr(packed_linear, "gates", lambda: Gates(hopper=True, in_front=False))
     assert not chosen("nf4", 1, hopper, bf16)
 
 

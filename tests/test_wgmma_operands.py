@@ -1,13 +1,8 @@
-"""scripts/wgmma_operands.py on small kernels: what it must find, and what it must not."""
+"""moe_patch/tools/wgmma_operands.py on small kernels: what it must find, and what it must not."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-from wgmma_operands import overwritten_operands
+from moe_patch.tools.wgmma_operands import overwritten_operands
 
 FROM_REGISTERS = (
     "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r1,%r2,%r3,%r4}, "

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import moe_patch
-from moe_patch.cli import models
+from moe_patch.cli import bench_report, models
 from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
+from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.discover import FoundBlock, discover
@@ -40,8 +41,14 @@ def add(subparsers: Any) -> None:
         epilog=f"In a checkout, `bench OP ...` runs {SCRIPT} OP ... with its peers (liger, "
         f"scattermoe, ...) and rows; OP: {', '.join(GRID)}.",
     )
-    models.add_model(parser)
+    models.add_model(parser, optional=True)
     parser.add_argument("--tokens", type=int, metavar="T", help="default 4096, on a CPU 512")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print one block of text to paste into an issue: card, versions, kernels, times at "
+        "several token counts and the self-test; without MODEL a block of Qwen3-30B-A3B's size",
+    )
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
     parser.add_argument("--recompute", action="store_true", help="patch with recompute: true")
     add_json(parser)
@@ -68,35 +75,76 @@ def forward_to_script(argv: Sequence[str]) -> int | None:
 def command(args: argparse.Namespace) -> int:
     """Time it and print the rows."""
     device = models.device_of(args)
+    if args.tokens is not None and args.tokens < 1:
+        raise UnsupportedOptionError(f"--tokens {args.tokens}: at least 1")
+    if args.report:
+        return _report(args, device)
+    if args.model is None:
+        raise UnsupportedOptionError(
+            "bench: MODEL is missing; accepted: a hub id or a folder, or --report without one"
+        )
     tokens = (512 if device.type == "cpu" else 4096) if args.tokens is None else args.tokens
-    if tokens < 1:
-        raise UnsupportedOptionError(f"--tokens {tokens}: at least 1")
-    name = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    config = models.load_config(args.model)
-    options = PatchConfig(backend=args.backend, recompute=args.recompute)
-    with progress(5, "building the block") as steps:
-        model = models.build(config, models.DTYPES[name], "meta")
-        found = _one_block(model)
-        shape = tokens, _hidden(found, model)
-        bytes_of_x = math.prod(shape) * models.DTYPES[name].itemsize
-        held = "the block's input, its gradient and the output"
-        check_fits(f"--tokens {tokens}", 3 * bytes_of_x, held, device)
-        block = _fill(found, device)
-        rows = _measure(found, shape, options, steps.step)
-    result = {
-        "model": args.model,
-        "block": f"{type(block).__module__}.{type(block).__name__}",
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "dtype": name,
-        "tokens": tokens,
-        "threads": torch.get_num_threads(),
-        "rows": rows,
-    }
+    result = _timed(args, models.load_config(args.model), device, tokens)
     if args.json:
         print_json(result)
     else:
         _print(result)
     return 0
+
+
+def _report(args: argparse.Namespace, device: torch.device) -> int:
+    """Time several token counts and print all that an issue needs; status 1 as the self-test's."""
+    counts = bench_report.TOKENS_ON_CPU if device.type == "cpu" else bench_report.TOKENS
+    counts = counts if args.tokens is None else (args.tokens,)
+    if args.model is None:
+        config, args.model = bench_report.default_config(), "Qwen3-30B-A3B's size"
+    else:
+        config = models.load_config(args.model)
+    points = []
+    for tokens in counts:
+        try:
+            points.append(_timed(args, config, device, tokens))
+        except torch.OutOfMemoryError:
+            points.append(_head(args, config, device, tokens) | {"failed": "out of memory"})
+    found = bench_report.about(device)
+    if args.json:
+        print_json(found | {"points": points})
+    else:
+        print(bench_report.text_of(found, points))
+    return CHECK_FAILED if found["selftest"]["failed"] else 0
+
+
+def _head(
+    args: argparse.Namespace, config: Any, device: torch.device, tokens: int
+) -> dict[str, Any]:
+    """Return what was timed and where."""
+    return {
+        "model": args.model,
+        "block": type(config).__name__.removesuffix("Config"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        "dtype": args.dtype or ("float32" if device.type == "cpu" else "bfloat16"),
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _timed(
+    args: argparse.Namespace, config: Any, device: torch.device, tokens: int
+) -> dict[str, Any]:
+    """Return the times of one block at one token count."""
+    head = _head(args, config, device, tokens)
+    dtype = models.DTYPES[head["dtype"]]
+    options = PatchConfig(backend=args.backend, recompute=args.recompute)
+    with progress(5, "building the block") as steps:
+        model = models.build(config, dtype, "meta")
+        found = _one_block(model)
+        shape = tokens, _hidden(found, model)
+        bytes_of_x = math.prod(shape) * dtype.itemsize
+        held = "the block's input, its gradient and the output"
+        check_fits(f"--tokens {tokens}", 3 * bytes_of_x, held, device)
+        block = _fill(found, device)
+        rows = _measure(found, shape, options, steps.step)
+    return head | {"block": f"{type(block).__module__}.{type(block).__name__}", "rows": rows}
 
 
 def _one_block(model: nn.Module) -> FoundBlock:

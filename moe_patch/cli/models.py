@@ -46,10 +46,13 @@ def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> 
         raise kind(f"{what}: {_one_line(error)}") from error
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
     """The argument MODEL and the options that say how to make it."""
     parser.add_argument(
-        "model", metavar="MODEL", help="hub id, folder, or a folder that holds only config.json"
+        "model",
+        metavar="MODEL",
+        nargs="?" if optional else None,
+        help="hub id, folder, or a folder that holds only config.json",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
     parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")

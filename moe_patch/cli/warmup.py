@@ -9,6 +9,8 @@ from typing import Any
 from moe_patch.cli import models
 from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, print_json, print_table, progress
+from moe_patch.cli.selftest import jobs_for, print_trust, trust_on
+from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.errors import UnsupportedOptionError
 
 
@@ -27,6 +29,11 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--lora", type=int, metavar="RANK", help="with adapters of this rank on a frozen model"
     )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="first `selftest --trust`: the Hopper kernels on a Triton that was not tested",
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -39,6 +46,7 @@ def command(args: argparse.Namespace) -> int:
     if args.tokens is not None and min(args.tokens) < 1:
         raise UnsupportedOptionError(f"--tokens {min(args.tokens)}: at least 1")
     device = models.device_of(args)
+    trusted = trust_on(device, jobs_for(device)) if args.trust else None
     with progress(2, "reading the config") as steps:
         config = models.load_config(args.model)
         dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
@@ -58,11 +66,15 @@ def command(args: argparse.Namespace) -> int:
         device=device,
         progress=sys.stderr.isatty(),
     )
+    found = [row._asdict() for row in rows]
+    status = 0 if trusted is None or trusted.passed else CHECK_FAILED
     if args.json:
-        print_json([row._asdict() for row in rows])
-        return 0
+        print_json(found if trusted is None else {"trust": trusted.as_dict(), "blocks": found})
+        return status
+    if trusted is not None:
+        print_trust(trusted)
     print_table(
         ("first block of its kind", "tokens", "seconds", "skipped"),
         [(r.path, ", ".join(map(str, r.tokens)), r.seconds, r.skipped) for r in rows],
     )
-    return 0
+    return status

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
+import warnings
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -13,6 +15,9 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.schema import check_choice
 
 BACKENDS = ("auto", "torch", "triton")
+_INTERPRETED = (
+    "TRITON_INTERPRET is set, with which Triton runs each kernel in NumPy on the host; unset it"
+)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -32,12 +37,33 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     # find_spec walks the file system; this runs on every call of a block.
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if _interpreting():
+        return _INTERPRETED
     if torch.version.hip is not None:
         return None
     major, minor = _capability(device)
     if major < 8:
         return f"compute capability {major}.{minor} is below 8.0"
     return None
+
+
+def _interpreting() -> bool:
+    # As above: Dynamo warns of caches.
+    return _set_to_interpret() if torch.compiler.is_compiling() else _read_once()
+
+
+def _set_to_interpret() -> bool:
+    """Return whether Triton is set to its interpreter, by the values that it takes for true."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def _read_once() -> bool:
+    """Triton reads it where a kernel is defined, which is once a process."""
+    found = _set_to_interpret()
+    if found:
+        warnings.warn(f"moe_patch: the torch backend runs: {_INTERPRETED}", stacklevel=2)
+    return found
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

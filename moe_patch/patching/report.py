@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import nn
 
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import BackendChoice, choose_backend
 from moe_patch.ops.routing_op import route_obstacle
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
@@ -161,7 +162,11 @@ def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> 
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     from moe_patch.kernels.common.device import device_at
-    from moe_patch.kernels.experts.portable import portable_reason, smaller_tiles_reason
+    from moe_patch.kernels.experts.portable import (
+        decoding_reason,
+        portable_reason,
+        smaller_tiles_reason,
+    )
 
     weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
     capability, shared_memory, _ = device_at(device)
@@ -170,6 +175,7 @@ def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     dtype = compute_dtype(weight, weight, found.spec.experts_fp32)
     return _joined(
         portable_reason(capability, dtype, shape, glu, transposed=layout.is_transposed),
+        decoding_reason(capability, weight.stored_in if isinstance(weight, QuantTensor) else ""),
         smaller_tiles_reason(dtype, capability, shared_memory),
     )
 

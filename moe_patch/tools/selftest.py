@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -99,6 +100,8 @@ def selftest(
     note = ""
     if choice.name == "torch":
         note = f"the torch backend alone was tested, no kernel: {choice.reason}"
+    elif where.type == "cuda":
+        note = _closed(where)
     result = SelfTest(name, choice.name, note)
     from tqdm import tqdm
 
@@ -110,6 +113,20 @@ def selftest(
     return result
 
 
+def _closed(device: torch.device) -> str:
+    """Return which kernels of a Hopper card were not tested, since they may not run here, or ""."""
+    from moe_patch.kernels.common.device import device_at
+    from moe_patch.kernels.common.versions import gates
+
+    return gates().reason if device_at(device).capability == (9, 0) else ""
+
+
+def start_process(threads: int) -> None:
+    """Prepare a process that shares the checks; what it would warn of, the first one has said."""
+    torch.set_num_threads(threads)
+    warnings.filterwarnings("ignore", message="moe_patch: ")
+
+
 def _results(device: torch.device, count: int, jobs: int) -> Iterator[list[Check]]:
     """What each group of checks found, in order."""
     run = partial(_run_group, device)
@@ -118,9 +135,7 @@ def _results(device: torch.device, count: int, jobs: int) -> Iterator[list[Check
         return
     spawn = multiprocessing.get_context("spawn")
     threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(
-        min(jobs, count), spawn, torch.set_num_threads, (threads,)
-    ) as processes:
+    with ProcessPoolExecutor(min(jobs, count), spawn, start_process, (threads,)) as processes:
         try:
             yield from processes.map(run, range(count))
         except BrokenProcessPool as error:
@@ -135,11 +150,12 @@ def _run_group(device: torch.device, index: int) -> list[Check]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for title, check in group:
             torch.manual_seed(0)
-            found.append(_run(title, check))
+            found.append(run_check(title, check))
     return found
 
 
-def _run(name: str, check: Callable[[], float]) -> Check:
+def run_check(name: str, check: Callable[[], float]) -> Check:
+    """Run a check, which returns its error over its limit or raises :class:`Failed`."""
     start = time.perf_counter()
     error, detail = 0.0, ""
     try:

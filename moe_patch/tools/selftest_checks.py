@@ -42,11 +42,11 @@ def groups_of(device: torch.device) -> Iterator[Group]:
         yield [("plan", partial(_plan, device))]
     for score in ("softmax", "sigmoid"):
         for dtype in (torch.float32, torch.bfloat16):
-            name = f"routing {score} {_short(dtype)}"
-            yield [(name, partial(_routing, device, score, dtype))]
+            name = f"routing {score} {short(dtype)}"
+            yield [(name, partial(tie_routing, device, score, dtype))]
     yield [("product key fp32", partial(_product_key, device))]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        layer, name = Layer(device, dtype, 200), f"experts {_short(dtype)}"
+        layer, name = Layer(device, dtype, 200), f"experts {short(dtype)}"
         yield [(name, layer.check), (f"{name} bit-identical", layer.repeats)]
     for T, rows in ((2, "decode"), (60, "short")):
         yield [(f"experts bf16 {rows}", Layer(device, torch.bfloat16, T).check)]
@@ -57,16 +57,17 @@ def groups_of(device: torch.device) -> Iterator[Group]:
     yield [("experts bf16 ungated", Layer(device, torch.bfloat16, 200, ungated).check)]
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name in the titles of checks."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
-def _distance(ours: Tensor, exact: Tensor) -> float:
+def distance(ours: Tensor, exact: Tensor) -> float:
     """Relative error in norm; infinite where either holds NaN or exact is zero and ours is not."""
-    distance, size = (ours.double() - exact).norm().item(), exact.norm().item()
+    apart, size = (ours.double() - exact).norm().item(), exact.norm().item()
     if size == 0.0:
-        return 0.0 if distance == 0.0 else float("inf")
-    return distance / size if distance == distance else float("inf")
+        return 0.0 if apart == 0.0 else float("inf")
+    return apart / size if apart == apart else float("inf")
 
 
 def _plan(device: torch.device) -> float:
@@ -80,7 +81,7 @@ def _plan(device: torch.device) -> float:
     return 0.0
 
 
-def _routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
+def tie_routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
     """Small integers as logits, so that ties are certain; ids exactly."""
     spec = RouteSpec(8, score=score, renormalize=True)
     logits_TE = torch.randint(-4, 5, (300, 128), device=device).to(dtype).requires_grad_()
@@ -92,7 +93,7 @@ def _routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
     (mine,) = torch.autograd.grad(ours.weights_TK, logits_TE, grad_TK)
     (theirs,) = torch.autograd.grad(exact.weights_TK, wide_TE, grad_TK.to(exact.weights_TK.dtype))
     limit = 4e-3 if dtype == torch.bfloat16 else FP32_LIMIT
-    errors = _distance(ours.weights_TK, exact.weights_TK.detach()), _distance(mine, theirs)
+    errors = distance(ours.weights_TK, exact.weights_TK.detach()), distance(mine, theirs)
     return max(errors) / limit
 
 
@@ -107,7 +108,7 @@ def _product_key(device: torch.device) -> float:
     mine = torch.autograd.grad(ours.weights_TK, (x_TP, y_TP), grad_TK)
     theirs = torch.autograd.grad(exact.weights_TK, wide, grad_TK.double())
     pairs = [(ours.weights_TK, exact.weights_TK), *zip(mine, theirs, strict=True)]
-    return max(_distance(a.detach(), b.detach()) for a, b in pairs) / FP32_LIMIT
+    return max(distance(a.detach(), b.detach()) for a, b in pairs) / FP32_LIMIT
 
 
 class Layer:
@@ -129,17 +130,17 @@ class Layer:
 
     def check(self) -> float:
         """The largest error of the output and every gradient, over its limit."""
-        tensors, ids_TK, grad_TD = self._inputs()
-        ours = self._results(experts_mlp, tensors, ids_TK, grad_TD)
-        exact = self._results(reference.experts, _cast(tensors, torch.float64), ids_TK, grad_TD)
-        eager = self._results(reference.experts, _cast(tensors, self.dtype), ids_TK, grad_TD)
+        tensors, ids_TK, grad_TD = self.inputs()
+        ours = self.results(tensors, ids_TK, grad_TD)
+        exact = self.reference(self.cast(tensors, torch.float64), ids_TK, grad_TD)
+        eager = self.reference(self.cast(tensors, self.dtype), ids_TK, grad_TD)
         errors = {}
         for name, mine in ours.items():
             limit = FP32_LIMIT
             if self.dtype != torch.float32:
                 theirs = eager[name].to(mine.dtype)
-                limit = EAGER_FACTOR * _distance(theirs, exact[name]) + FP32_INSIDE
-            errors[name] = _distance(mine, exact[name]) / limit
+                limit = EAGER_FACTOR * distance(theirs, exact[name]) + FP32_INSIDE
+            errors[name] = distance(mine, exact[name]) / limit
         worst = max(errors, key=lambda name: errors[name])
         if errors[worst] > 1.0:
             raise Failed(f"{worst} is {errors[worst]:.2f} times as far from fp64 as allowed")
@@ -147,16 +148,34 @@ class Layer:
 
     def repeats(self) -> float:
         """The same bits every time."""
-        tensors, ids_TK, grad_TD = self._inputs()
-        first = self._results(experts_mlp, tensors, ids_TK, grad_TD)
+        tensors, ids_TK, grad_TD = self.inputs()
+        first = self.results(tensors, ids_TK, grad_TD)
         for _ in range(REPEATS):
-            again = self._results(experts_mlp, tensors, ids_TK, grad_TD)
+            again = self.results(tensors, ids_TK, grad_TD)
             for name, value in first.items():
                 if not torch.equal(again[name], value):
                     raise Failed(f"{name} differs between two runs")
         return 0.0
 
-    def _inputs(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def results(
+        self, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
+    ) -> dict[str, Tensor]:
+        """Return output and gradients of the operator."""
+        return self.run(experts_mlp, tensors, ids_TK, grad_TD)
+
+    def reference(
+        self, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
+    ) -> dict[str, Tensor]:
+        """Return output and gradients of the definition."""
+        return self.run(reference.experts, tensors, ids_TK, grad_TD)
+
+    @staticmethod
+    def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return leaves of another dtype."""
+        return {name: t.detach().to(dtype).requires_grad_() for name, t in tensors.items()}
+
+    def inputs(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Return tensors that require gradients, ids and the gradient of the output."""
         E, K, D, F, R, T = self.E, self.K, self.D, self.F, self.rank, self.tokens
         H = 2 * F if self.glu.gated else F
 
@@ -180,9 +199,10 @@ class Layer:
         ids_TK = torch.where(hole_TK < 0.05, -1, torch.where(hole_TK > 0.95, E, ids_TK))
         return tensors, ids_TK, torch.randn(T, D, device=self.device).to(self.dtype)
 
-    def _results(
+    def run(
         self, function: Any, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
     ) -> dict[str, Tensor]:
+        """Return output and gradients of ``function``, :func:`experts_mlp` or its like."""
         t = tensors
         w13, w2 = (t["w13"].mT, t["w2"].mT) if self.glu.interleaved else (t["w13"], t["w2"])
         lora13 = Lora(t["a13"], t["lb13"], 0.5) if self.rank else None
@@ -191,7 +211,3 @@ class Layer:
         out = function(t["x"], ids_TK, t["weights"], w, self.glu, lora13=lora13, lora2=lora2)
         grads = torch.autograd.grad(out, list(t.values()), grad_TD.to(out.dtype))
         return {"out": out.detach()} | dict(zip(t, grads, strict=True))
-
-
-def _cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: t.detach().to(dtype).requires_grad_() for name, t in tensors.items()}

@@ -29,6 +29,7 @@ from bench_lib.cells import (
 from bench_lib.newest import (
     OURS,
     Line,
+    holds_for,
     lines_of,
     newest_lines,
     one_per_shape,
@@ -214,7 +215,8 @@ def headline(results: Path) -> str:
         return NOTHING
     header = ["forward + backward", "shape", "tokens", "card", "ms", "times faster than"]
     header.append("runs (machines)")
-    return f"{markdown(header, body)}\n{about_runs(used)}{provenance(used)}\n"
+    first = f"These numbers hold for {holds_for(used)}.\n"
+    return f"{first}\n{markdown(header, body)}\n{about_runs(used)}{provenance(used)}\n"
 
 
 def aims_table(results: Path) -> str:

@@ -191,6 +191,13 @@ def one_per_shape(lines: Sequence[Line]) -> list[Line]:
     return [chosen[shape] for shape in dict.fromkeys(line.shape for line in lines)]
 
 
+def holds_for(lines: Sequence[Line]) -> str:
+    """The torch and the Triton of the runs behind some lines."""
+    rows = [run[OURS] for line in lines for run in line.runs]
+    pairs = dict.fromkeys(f"torch {row['torch']} with Triton {row['triton']}" for row in rows)
+    return " and ".join(pairs)
+
+
 def provenance(lines: Sequence[Line]) -> str:
     """Card, versions and runs behind some lines, in one sentence."""
     firsts = {run[OURS]["run"]: run[OURS] for line in lines for run in line.runs}

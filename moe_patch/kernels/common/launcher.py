@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
+from moe_patch.kernels.common.cache import compiling
 from moe_patch.kernels.common.versions import tested
 
 # What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
@@ -124,9 +125,10 @@ class Launcher:
         """
         if not self._direct:
             constants = constants if made is None else made
-            self._kernel[grid](*_described(operands), *varying, *fixed, **constants)
+            compiling(self._kernel[grid], *_described(operands), *varying, *fixed, **constants)
             return
-        active = driver.active
+        # The driver is compiled as well, once a process.
+        active = compiling(_active_driver) if self._driver is None else driver.active
         if active is not self._driver:
             self._driver, self._compiled = active, {}
         device = operands[-1].get_device()
@@ -163,7 +165,7 @@ class Launcher:
         constants: dict[str, Any],
     ) -> None:
         """Compile, launch, and keep how it is launched again."""
-        compiled = self._kernel[grid](*_described(operands), *numbers, **constants)
+        compiled = compiling(self._kernel[grid], *_described(operands), *numbers, **constants)
         device = operands[-1].get_device()
         # Triton takes some tensors of the host (pinned, empty): another of them it might refuse.
         here = all(o.get_device() == device for o in operands if isinstance(o, Tensor))
@@ -171,6 +173,10 @@ class Launcher:
             names = self._kernel.arg_names[len(operands) + len(numbers) :]
             tail = tuple(constants[name] for name in names)
             self._compiled[key] = _Compiled(compiled, tail, *_launch_in_c(compiled, operands))
+
+
+def _active_driver() -> Any:
+    return driver.active
 
 
 # What a launch needs of Triton's launcher; a release that lacks one of them launches by itself.

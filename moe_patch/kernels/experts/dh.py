@@ -30,12 +30,9 @@ from moe_patch.kernels.common.tiling import (
     split_pair,
     weight_operand,
 )
-from moe_patch.kernels.common.versions import known_triton, whole_rank
+from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
 from moe_patch.types import Glu
-
-if known_triton():
-    from moe_patch.kernels.hopper import dh as hopper_dh
 
 
 class HiddenGradients(NamedTuple):
@@ -87,9 +84,10 @@ def hidden_gradients(
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
     specialised = tile.specialised and dh and known_triton()
     if specialised:
+        hopper = hopper_module("dh")
         low_rank = whole_rank(low_rank, axis=1)
-        specialised = hopper_dh.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
-    columns = cdiv(F, hopper_dh.BN if specialised else tile.n)
+        specialised = hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
+    columns = cdiv(F, hopper.BN if specialised else tile.n)
     if into is None:
         into = HiddenGradients(
             h_NH if dh and overwrite_h else h_NH.new_empty((N, H) if dh else 0),
@@ -97,7 +95,7 @@ def hidden_gradients(
             h_NH.new_empty((N, columns) if partial or specialised else 0, dtype=torch.float32),
         )
     if specialised:
-        hopper_dh.specialised_hidden_gradients(
+        hopper.specialised_hidden_gradients(
             dout_TD, rows, w_EDF, weights_TK, h_NH, glu, into, low_rank, tile.group
         )
         return into

@@ -15,12 +15,9 @@ from moe_patch.kernels.common.device import cdiv, device_of
 from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import RUN, locate_tile
-from moe_patch.kernels.common.versions import known_triton
+from moe_patch.kernels.common.versions import hopper_module, known_triton
 from moe_patch.kernels.plan.row_tiles import programs
 from moe_patch.types import Plan
-
-if known_triton():
-    from moe_patch.kernels.hopper import dw as hopper_dw
 
 
 def outer_sum(
@@ -44,14 +41,15 @@ def outer_sum(
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
     if tile.specialised and known_triton():
-        if hopper_dw.supported(left, right, like_EOI, **gathers):
-            return hopper_dw.specialised_outer_sum(
+        hopper = hopper_module("dw")
+        if hopper.supported(left, right, like_EOI, **gathers):
+            return hopper.specialised_outer_sum(
                 left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
             )
         # Stored [E, in, out], the weight has the layout of the transposed product.
         like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
-        if hopper_dw.supported(right, left, like_EIO, **swapped):
-            grad_EIO = hopper_dw.specialised_outer_sum(
+        if hopper.supported(right, left, like_EIO, **swapped):
+            grad_EIO = hopper.specialised_outer_sum(
                 right, left, plan, like_EIO, gather_left=gather_right, group=tile.group
             )
             return grad_EIO.mT

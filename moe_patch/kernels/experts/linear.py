@@ -23,11 +23,8 @@ from moe_patch.kernels.common.tiling import (
     rows_of_tile,
     weight_operand,
 )
-from moe_patch.kernels.common.versions import known_triton, whole_rank
+from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
-
-if known_triton():
-    from moe_patch.kernels.hopper import linear as hopper_linear
 
 
 def grouped_linear(
@@ -56,9 +53,10 @@ def grouped_linear(
     O, I = w_EOI.shape[1:]
     out_NO = inputs.new_empty(rows.count, O) if into is None else into
     if tile.specialised and known_triton() and not gather and alpha == 1.0:
+        hopper = hopper_module("linear")
         low_rank = whole_rank(low_rank)
-        if hopper_linear.supported(inputs, rows, w_EOI, low_rank):
-            hopper_linear.specialised_grouped_linear(
+        if hopper.supported(inputs, rows, w_EOI, low_rank):
+            hopper.specialised_grouped_linear(
                 inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
             )
             return out_NO

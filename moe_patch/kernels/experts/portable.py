@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import triton
 
+from moe_patch.formats.packed import STORAGES
 from moe_patch.kernels.common.tiles import BUCKETS, OPS, Tile, candidates
-from moe_patch.kernels.common.versions import TRITON_VERSIONS, known_triton
+from moe_patch.kernels.common.versions import gates
 from moe_patch.types import Glu
 
 
@@ -35,9 +35,8 @@ def portable_reason(
         return f"portable kernels: those for Hopper take bf16 and fp16, found {dtype}"
     H, D = shape
     F = H // 2 if glu.gated else H
-    if not known_triton():
-        known = ", ".join(each for each, found in TRITON_VERSIONS.items() if found.hopper)
-        return f"portable kernels: those for Hopper take triton {known}, found {triton.__version__}"
+    if not gates().hopper:
+        return gates().reason
     if D % 8 or F % 8:
         return (
             f"portable kernels: those for Hopper take sizes of multiples of 8, found hidden size "
@@ -51,6 +50,19 @@ def portable_reason(
     if not glu.gated or glu.interleaved:
         return "portable kernels for up and dh: those for Hopper take gate and up side by side"
     return ""
+
+
+def decoding_reason(capability: tuple[int, int], storage: str) -> str:
+    """Return why packed weights are never decoded in front of their product on Hopper, or "".
+
+    Args:
+        capability: of the device.
+        storage: of the weights, "" where they are plain.
+    """
+    if capability != (9, 0) or storage not in STORAGES:
+        return ""
+    found = gates()
+    return found.reason if found.hopper and not found.in_front else ""
 
 
 def smaller_tiles_reason(

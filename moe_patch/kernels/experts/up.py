@@ -25,12 +25,9 @@ from moe_patch.kernels.common.tiling import (
     split_pair,
     weight_operand,
 )
-from moe_patch.kernels.common.versions import known_triton, whole_rank
+from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
 from moe_patch.types import Glu
-
-if known_triton():
-    from moe_patch.kernels.hopper import up as hopper_up
 
 
 def up(
@@ -65,9 +62,10 @@ def up(
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
     if tile.specialised and known_triton():
+        hopper = hopper_module("up")
         low_rank = whole_rank(low_rank)
-        if hopper_up.supported(x_TD, rows, w_EHD, glu, low_rank):
-            hopper_up.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
+        if hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
+            hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
             return h_NH, a_NF
     halves = 2 if glu.gated and not glu.interleaved else 1
     weight, mode = weight_operand(w_EHD, tile, halves)

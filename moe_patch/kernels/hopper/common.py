@@ -29,6 +29,7 @@ from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Box, Constants
 from moe_patch.kernels.common.versions import available
+from moe_patch.kernels.hopper.gluon_names import seen_as, tma_load, tma_store
 from moe_patch.kernels.plan.row_tiles import Rows, depth_block
 from moe_patch.types import Glu
 
@@ -157,8 +158,7 @@ def load_box(
     descriptor, at, bar, buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr = RANK3_C
 ):  # fmt: skip
     """Bring the box at ``at`` into a 2-D buffer, which has the same bytes in the same order."""
-    box = buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
-    tma.async_copy_global_to_shared(descriptor, at, bar, box)
+    tma_load(descriptor, at, bar, seen_as(buffer, SHAPE, LAYOUT))
 
 
 @gluon.jit
@@ -231,9 +231,7 @@ def store_box(
     else:
         buffer.store(value)
     fence_async_shared()
-    tma.async_copy_shared_to_global(
-        descriptor, at, buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
-    )
+    tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
 
 
 @gluon.jit

@@ -50,6 +50,7 @@ from moe_patch.kernels.hopper.common import (
     whole_box,
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
+from moe_patch.kernels.hopper.gluon_names import seen_as, tma_store
 from moe_patch.kernels.plan.row_tiles import Rows
 from moe_patch.types import Glu
 
@@ -116,7 +117,7 @@ def _boxes(w_EIO: Tensor) -> Box:
 def _h_boxes(ring, stage, half):
     """The buffers of gate and up of one consumer in a stage that carries h."""
     SHAPE: gl.constexpr = [4, HALF_C, CHUNK_C]
-    boxes = ring.right.index(stage)._reinterpret(ring.right.dtype, SHAPE, RANK2_C)
+    boxes = seen_as(ring.right.index(stage), SHAPE, RANK2_C)
     return boxes.index(half), boxes.index(2 + half)
 
 
@@ -200,13 +201,11 @@ def _consume(
                 wa_bufs.index(half).store((weight * a).to(dtype))
             fence_async_shared()
             at = [RAGGED_ROWS_C, end, clip, column_tile * BN_C + chunk * CHUNK_C]
-            tma.async_copy_shared_to_global(
-                dh_gate, at, gate_buf._reinterpret(dtype, SHAPE, RANK4_C)
-            )
-            tma.async_copy_shared_to_global(dh_up, at, up_buf._reinterpret(dtype, SHAPE, RANK4_C))
+            tma_store(dh_gate, at, seen_as(gate_buf, SHAPE, RANK4_C))
+            tma_store(dh_up, at, seen_as(up_buf, SHAPE, RANK4_C))
             if WA:
-                wa_box = wa_bufs.index(half)._reinterpret(dtype, SHAPE, RANK4_C)
-                tma.async_copy_shared_to_global(wa, at, wa_box)
+                wa_box = seen_as(wa_bufs.index(half), SHAPE, RANK4_C)
+                tma_store(wa, at, wa_box)
             step += 1
         tma.store_wait(0)
         mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1)

@@ -51,6 +51,7 @@ from moe_patch.kernels.hopper.common import (
     whole_box,
 )
 from moe_patch.kernels.hopper.gather import COPY, rows_at
+from moe_patch.kernels.hopper.gluon_names import load_rows
 from moe_patch.types import Plan
 
 
@@ -129,7 +130,7 @@ def _gather(source, bufs, index, n, end, column, width, WIDE: gl.constexpr):
     column += gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
     # Rows past the expert's end become zero: zero times a neighbour's Inf would be NaN.
     mask = (n < end)[:, None] & (column < width)[None, :]
-    async_copy.async_copy_global_to_shared(bufs.index(index), source + column[None, :], mask=mask)
+    load_rows(bufs.index(index), source + column[None, :], mask=mask)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from moe_patch.kernels.hopper.common import BK_C, HALF_C, claim, load_box
+from moe_patch.kernels.hopper.gluon_names import load_rows
 
 # How the threads of a producer share a block of rows, 16 bytes a copy.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
@@ -76,10 +77,10 @@ def _gather_step(
         load_box(descriptor, [e, k0, column], ring.ready.index(stage), right, SHAPE, LAYOUT)
     k = k0 + gl.arange(0, BK_C, layout=gl.SliceLayout(0, COPY))
     within = (k < width)[None, :]
-    async_copy.async_copy_global_to_shared(
+    load_rows(
         ring.left.index(2 * stage), low_at + k[None, :], mask=within if WHOLE else within & low_in
     )
-    async_copy.async_copy_global_to_shared(
+    load_rows(
         ring.left.index(2 * stage + 1), high_at + k[None, :],
         mask=within if WHOLE else within & high_in,
     )  # fmt: skip

@@ -46,6 +46,7 @@ from moe_patch.kernels.hopper.common import (
     takes,
     whole_box,
 )
+from moe_patch.kernels.hopper.gluon_names import tma_load
 from moe_patch.kernels.plan.row_tiles import Rows
 
 
@@ -134,7 +135,7 @@ def _step(rows, weight, e, start, column, k0, ring, step, DEPTH_LAST: gl.constex
         load_box(weight, [e, k0, column], bar, ring.right.index(stage), [1, BK_C, BN_C])
     for half in gl.static_range(2):
         at = [start + half * HALF_C, k0]
-        tma.async_copy_global_to_shared(rows, at, bar, ring.left.index(2 * stage + half))
+        tma_load(rows, at, bar, ring.left.index(2 * stage + half))
 
 
 @gluon.jit

@@ -3,7 +3,7 @@
 Bytes, not Triton's own type, whose tensors it converts in a layout of its own: where the value is
 an operand of Hopper's matrix instruction, it then moves a whole step at once into the operand's
 registers, among them those that products in flight still read (triton 3.6; found by
-scripts/wgmma_operands.py). What inline assembly makes is in place from the start.
+tools/wgmma_operands.py). What inline assembly makes is in place from the start.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from moe_patch.kernels.common.device import INTERPRETER, Device, device_of
 from moe_patch.kernels.common.launcher import Box, Constants, Launcher
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import locate_tile
-from moe_patch.kernels.common.versions import known_triton
+from moe_patch.kernels.common.versions import gates
 from moe_patch.kernels.packed.dequant import decoded_scales
 from moe_patch.kernels.packed.e4m3 import e4m3_pair
 from moe_patch.kernels.packed.nf4_levels import nf4_levels
@@ -44,12 +44,12 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
         dtype: of the rows.
         device: where it runs; only Hopper's matrix instructions take an operand from registers, and
             only of a Triton that was looked at is it known that it leaves those registers alone
-            while they are read (scripts/wgmma_operands.py).
+            while they are read (tools/wgmma_operands.py).
         rows: of all experts.
     """
     mean = rows / w.shape[0]
     aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
-    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned or not known_triton():
+    if device.capability != (9, 0) or dtype.itemsize != 2 or not aligned or not gates().in_front:
         return None
     if w.storage not in _MOST_ROWS or mean > _MOST_ROWS[w.storage]:
         return None

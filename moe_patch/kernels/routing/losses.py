@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels.common.cache import compiling
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.routing.math import NO_KEY, TRITON_DTYPE, key_of, rounded
 from moe_patch.kernels.routing.select import (
@@ -59,7 +60,8 @@ def router_sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> RouterS
     part = torch.empty(programs, 2 * E + 1, dtype=torch.float32, device=logits_TE.device)
     if T > 0:
         with on_device_of(logits_TE):
-            _sums_kernel[(programs,)](
+            compiling(
+                _sums_kernel[(programs,)],
                 logits_TE, logits_TE if mask_T is None else mask_T.contiguous(), part,
                 T, *logits_TE.stride(), programs,
                 E=E, K=top_k, B=tile.rows, W=tile.chunks, L=tile.chunk,
@@ -86,7 +88,8 @@ def router_sums_backward(
         return dlogits_TE
     tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize, COLUMNS)
     with on_device_of(logits_TE):
-        _sums_backward_kernel[(triton.cdiv(T, tile.rows),)](
+        compiling(
+            _sums_backward_kernel[(triton.cdiv(T, tile.rows),)],
             dprobabilities_E.contiguous(), dz, logits_TE,
             logits_TE if mask_T is None else mask_T.contiguous(), dlogits_TE,
             T, *logits_TE.stride(),

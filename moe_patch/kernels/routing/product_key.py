@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_patch.kernels.common.cache import compiling
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.routing.math import (
     TRITON_DTYPE,
@@ -56,7 +57,8 @@ def product_key_forward(
     kept = min(top_k, P)
     inner = _inner_pairs(top_k, kept)
     with on_device_of(x_TP):
-        _forward_kernel[(T,)](
+        compiling(
+            _forward_kernel[(T,)],
             x_TP, y_TP, ids_TK, weights_TK, *x_TP.stride(), *y_TP.stride(),
             P=P, LOG_P=_log2_up(P), K=top_k, LOG_K=_log2_up(top_k),
             KEPT=kept, LOG_KEPT=_log2_up(kept), INNER=inner, LOG_INNER=_log2_up(max(inner, top_k)),
@@ -92,7 +94,8 @@ def product_key_backward(
     # With one row the compiler sends it through shared memory for each of the K terms.
     block = max(2, min(512 // columns, triton.next_power_of_2(T)))
     with on_device_of(x_TP):
-        _backward_kernel[(triton.cdiv(T, block), triton.cdiv(P, columns))](
+        compiling(
+            _backward_kernel[(triton.cdiv(T, block), triton.cdiv(P, columns))],
             dweights_TK, x_TP, y_TP, ids_TK, dx_TP, dy_TP, T,
             *dweights_TK.stride(), *x_TP.stride(), *y_TP.stride(), *ids_TK.stride(),
             P=P, C=columns, K=K, KP=triton.next_power_of_2(K), BLOCK=block,

@@ -1,0 +1,144 @@
+"""Markers: releases of Triton that were tested on a user's own card.
+
+``moe-patch selftest --trust`` writes one (:mod:`moe_patch.tools.trust`). It holds for exactly one
+Triton, torch, compute capability and version of this library; anything else in its place is
+ignored, with a line that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from moe_patch._version import __version__
+from moe_patch.errors import UnsupportedOptionError
+
+# The Hopper kernels run on no other.
+CAPABILITY = (9, 0)
+
+
+class Marker(NamedTuple):
+    """Outcome of a test on the user's card.
+
+    Attributes:
+        in_front: weights may be decoded in front of the product that reads them.
+        hazards: one line for each register that was overwritten while a product could read it.
+    """
+
+    in_front: bool
+    hazards: tuple[str, ...]
+
+
+def combination() -> dict[str, Any]:
+    """Return what a marker holds for."""
+    return {
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "capability": list(CAPABILITY),
+        "moe_patch": __version__,
+    }
+
+
+def path() -> Path:
+    """Return the place of this combination's marker, in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
+    sm = "".join(map(str, CAPABILITY))
+    name = f"triton-{triton.__version__}-torch-{torch.__version__}-sm{sm}-{__version__}.json"
+    return Path(folder) / "moe_patch" / name
+
+
+def read() -> tuple[Marker | None, str]:
+    """Return this combination's marker, and why one that is there was ignored or ""."""
+    place = path()
+    try:
+        found = json.loads(place.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except (OSError, ValueError) as error:
+        return None, f"the marker {place} is ignored: it cannot be read ({error})"
+    if (why := _unlike(found)) is not None:
+        return None, f"the marker {place} is ignored: {why}"
+    return Marker(found["in_front"], tuple(found["hazards"])), ""
+
+
+def _unlike(found: Any) -> str | None:
+    """Return why content is no marker of this combination, or None."""
+    if not isinstance(found, dict):
+        return "it holds no JSON object"
+    for name, value in combination().items():
+        if found.get(name) != value:
+            return f"it is of {name} {found.get(name)}, this is {value}"
+    in_front, hazards = found.get("in_front"), found.get("hazards")
+    if not isinstance(in_front, bool) or not isinstance(hazards, list):
+        return "in_front (true or false) or hazards (a list) is missing"
+    if in_front and hazards:
+        return "it allows decoding in front of the product in spite of hazards"
+    return None
+
+
+def write(marker: Marker, **about: Any) -> Path:
+    """Write this combination's marker in one step, with what else it should tell a reader.
+
+    Raises:
+        UnsupportedOptionError: the folder cannot be written.
+    """
+    place = path()
+    text = json.dumps(combination() | marker._asdict() | about, indent=2) + "\n"
+    with _refused(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(name, place)
+        except BaseException:
+            os.unlink(name)
+            raise
+    return place
+
+
+def check_writable() -> None:
+    """Refuse a folder that cannot hold a marker, before a test takes its time.
+
+    Raises:
+        UnsupportedOptionError: the folder cannot be written.
+    """
+    place = path()
+    with _refused(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place.parent):
+            pass
+
+
+def forget() -> Path | None:
+    """Remove this combination's marker; returns its place, or None where there was none.
+
+    Raises:
+        UnsupportedOptionError: the folder cannot be written.
+    """
+    place = path()
+    with _refused(place):
+        try:
+            place.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return place
+
+
+@contextlib.contextmanager
+def _refused(place: Path) -> Any:
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedOptionError(
+            f"the marker {place} cannot be written ({error.strerror}); accepted: a cache folder "
+            "that can be: set XDG_CACHE_HOME to one"
+        ) from error
