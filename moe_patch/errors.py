@@ -55,7 +55,8 @@ def refuse_forward_mode(*inputs: Tensor | None, what: str = "experts") -> None:
     Raises:
         UnsupportedOptionError: an input carries a tangent (torch.func.jvp, dual numbers).
     """
-    if torch.compiler.is_compiling():
+    # Tangents exist at a level of forward mode only; to look at each input costs the host more.
+    if torch.compiler.is_compiling() or vars(forward_ad).get("_current_level", 0) < 0:
         return
     for t in inputs:
         if t is None or forward_ad.unpack_dual(t).tangent is None:

@@ -12,6 +12,7 @@ import torch
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.train import checks, data, report
 from moe_patch.train.config import DataConfig
+from moe_patch.train.loop import Trained
 from moe_patch.train.output import MARKER, OutputFolder
 from tests.train_nodes import TEXT
 
@@ -256,3 +257,14 @@ def test_missing_matplotlib_is_said(tmp_path, monkeypatch):
     line = report.draw_losses(tmp_path / "a.png", {"patched": {1: 1.0}}, "t")
     assert "matplotlib is missing (pip install" in line
     assert not (tmp_path / "a.png").exists()
+
+
+def test_the_time_told_leaves_the_first_steps_out_and_says_so():
+    losses = dict.fromkeys(range(1, 11), 1.0)
+    told = report.time_line("patched", Trained(losses, 9.0, steps=7, steady=2.1))
+    assert told == (
+        "patched: 10 losses logged, 2.1 s for 7 steps (300.0 ms each), without the 6.9 s of the "
+        "start and the first 3 steps, which compile"
+    )
+    told = report.time_line("unpatched", Trained({1: 1.0}, 9.0))
+    assert told == "unpatched: 1 losses logged, 9.0 s, first steps and compilation included"

@@ -120,7 +120,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=("cuda", "stub"), default="cuda")
-    parser.add_argument("--tokens", type=int, help="default: 64 on a card, 300 without")
+    parser.add_argument("--tokens", type=int, help="default: 64 on a card, 72 without")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS)
     parser.add_argument(
         "--adapters", choices=("float32", "bfloat16"), default="float32",
@@ -134,7 +134,7 @@ def main() -> None:
     args = parser.parse_args()
     card = args.device == "cuda"
     variants = args.variants or (VARIANTS[:4] if card else PATCHED)
-    tokens = args.tokens or (64 if card else 300)
+    tokens = args.tokens or (64 if card else 72)
     options = {"device": args.device, "tokens": tokens, "adapters": args.adapters}
     paths = [HERE] if args.against is None else [HERE, args.against]
     trees = [Tree(path, options) for path in paths]

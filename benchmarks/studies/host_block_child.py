@@ -33,7 +33,7 @@ TREE, OPTIONS = Path(sys.argv[1]).resolve(), json.loads(sys.argv[2])
 sys.path[:0] = [str(TREE), str(TREE / "scripts"), str(TREE / "tests")]
 CARD = OPTIONS["device"] == "cuda"
 # (D, F, E, K) of Qwen3-30B on a card, the smallest that take the same kernels where none runs.
-D, F, E, K = (2048, 768, 128, 8) if CARD else (64, 64, 4, 2)
+D, F, E, K = (2048, 768, 128, 8) if CARD else (16, 16, 2, 2)
 # On the CPU backward runs in this thread, and other processes do not count.
 CLOCK = time.perf_counter_ns if CARD else time.thread_time_ns
 WARM_UP = 30

@@ -17,7 +17,8 @@ from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.patching.report import BlockReport
-from moe_patch.runtime.experts import layout_of, read_glu, stored_weight
+from moe_patch.runtime.described import layout_of, read_glu
+from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.spec import read
 
 HF = "transformers"

@@ -8,15 +8,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_patch.runtime.modules import parameter_of
+
+
+def _weight(router: nn.Module) -> Tensor:
+    return parameter_of(router, "weight")
+
 
 def linear(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x in the dtype of the hidden states. Source: Qwen2/3-MoE, OLMoE, Mixtral."""
-    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), _weight(router))
 
 
 def linear_bias(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x + b in the dtype of the hidden states. Source: gpt_oss."""
-    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
+    x_TD, bias = hidden.reshape(-1, hidden.shape[-1]), parameter_of(router, "bias")
+    return nn.functional.linear(x_TD, _weight(router), bias)
 
 
 def linear_then_fp32(router: nn.Module, hidden: Tensor) -> Tensor:
@@ -26,7 +33,9 @@ def linear_then_fp32(router: nn.Module, hidden: Tensor) -> Tensor:
 
 def linear_fp32(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x with both upcast to fp32. Source: DeepSeek-V2/V3, GLM-4.5."""
-    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).float(), router.weight.float())
+    return nn.functional.linear(
+        hidden.reshape(-1, hidden.shape[-1]).float(), _weight(router).float()
+    )
 
 
 def linear_fp32_no_autocast(router: nn.Module, hidden: Tensor) -> Tensor:
@@ -37,6 +46,5 @@ def linear_fp32_no_autocast(router: nn.Module, hidden: Tensor) -> Tensor:
 
 def linear_weight_dtype(router: nn.Module, hidden: Tensor) -> Tensor:
     """W x in the dtype of W. Source: MiniMax-M2, MiniMax-M3."""
-    return nn.functional.linear(
-        hidden.reshape(-1, hidden.shape[-1]).to(router.weight.dtype), router.weight
-    )
+    weight = _weight(router)
+    return nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype), weight)

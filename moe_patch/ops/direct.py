@@ -1,18 +1,35 @@
-"""Decide when an operator's own function may be called in its place, without torch's dispatcher.
+"""What eager work need not do: torch's dispatcher where nobody watches, and the same thing twice.
 
 The dispatcher turns some thirty arguments into its own values and back, twice with gradients: a
-third of the host's time of a call. Nobody sees the difference where nobody watches operators.
+third of the host's time of a call. Nobody sees the difference where nobody watches operators: there
+an operator's own function is called in its place.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+T = TypeVar("T")
+
+
+def eagerly_cached(function: Callable[..., T]) -> Callable[..., T]:
+    """Make a ``functools.cache`` of a pure function for eager work.
+
+    Compilers trace through what is cached, and warn of it: they get the function itself.
+    """
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args: Any) -> T:
+        return function(*args) if torch.compiler.is_compiling() else cached(*args)
+
+    return call
 
 
 class _Dispatcher(NamedTuple):
@@ -21,18 +38,15 @@ class _Dispatcher(NamedTuple):
     Attributes:
         thread_keys: the set of keys that this thread adds to every call.
         profiling: returns True while a profiler records.
-        tensor_keys: the set of keys of a tensor.
+        is_zero: returns True of a tensor of zeros without memory.
         plain_threads: the sets a thread adds where nothing is traced, transformed, batched or
             intercepted.
-        not_as_stored: keys of tensors whose values the dispatcher computes before a kernel may
-            read their memory.
     """
 
     thread_keys: Callable[[], Any]
     profiling: Callable[[], bool]
-    tensor_keys: Callable[[Tensor], Any]
+    is_zero: Callable[[Tensor], bool]
     plain_threads: tuple[int, int]
-    not_as_stored: int
 
 
 @functools.cache
@@ -42,9 +56,8 @@ def _dispatcher() -> _Dispatcher | None:
         return _Dispatcher(
             torch._C._dispatch_tls_local_include_set,
             torch._C._autograd._profiler_enabled,
-            torch._C._dispatch_keys,
+            Tensor._is_zerotensor,
             (_keys("BackendSelect"), _keys("BackendSelect", "ADInplaceOrView")),
-            _keys("Negative", "Conjugate", "ZeroTensor"),
         )
     except AttributeError:
         return None
@@ -65,18 +78,25 @@ def unwatched(tensors: Iterable[Tensor | None]) -> bool:
     counters), a transform of ``torch.func``, batched gradients or the profiler; nor with subclasses
     such as DTensor, and views whose values are not what is stored (``_neg_view``). Never if this
     release of torch does not tell: the operators are slower, and right everywhere.
+
+    Args:
+        tensors: of real numbers.
     """
     if torch.compiler.is_compiling():
         return False
     torch_has = _dispatcher()
-    return (
-        torch_has is not None
-        and torch_has.thread_keys().raw_repr() in torch_has.plain_threads
-        and not torch_has.profiling()
-        and all(t is None or _as_stored(t, torch_has) for t in tensors)
-    )
-
-
-def _as_stored(tensor: Tensor, torch_has: _Dispatcher) -> bool:
-    plain = type(tensor) is Tensor or type(tensor) is Parameter
-    return plain and not torch_has.tensor_keys(tensor).raw_repr() & torch_has.not_as_stored
+    if (
+        torch_has is None
+        or torch_has.thread_keys().raw_repr() not in torch_has.plain_threads
+        or torch_has.profiling()
+    ):
+        return False
+    is_zero = torch_has.is_zero
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        # Of real numbers these two alone are not in memory as they are; asking for keys costs more.
+        if (kind is not Tensor and kind is not Parameter) or tensor.is_neg() or is_zero(tensor):
+            return False
+    return True

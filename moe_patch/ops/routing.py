@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import check_logits
+from moe_patch.ops.direct import eagerly_cached
 from moe_patch.types import RouteSpec, Routing
 
 
@@ -149,6 +150,7 @@ class RouteRule:
     ) -> None:
         self.name = self.__name__ = name
         self.make, self.constants = make, constants
+        self._constants = tuple(constants.items())
         given = inspect.signature(RouteSpec if make is None else make).parameters.values()
         at_call = inspect.signature(self.__call__).parameters.values()
         self.__signature__ = inspect.Signature(
@@ -179,12 +181,9 @@ class RouteRule:
         Raises:
             ValueError, UnsupportedModelError: from ``make``, values that it does not accept.
         """
-        chosen = {**self.constants, **params}
-        if self.make is not None:
-            chosen = self.make(experts, **chosen)
-        for name in ("groups", "top_groups"):
-            chosen[name] = chosen.get(name) or 0
-        return RouteSpec(**chosen, weights_dtype=weights_dtype, ties=ties)
+        return _spec_of(
+            self.make, self._constants, experts, weights_dtype, ties, tuple(params.items())
+        )
 
     def __call__(
         self,
@@ -200,6 +199,24 @@ class RouteRule:
         check_logits(logits_TE, f"moe_patch.ops.routing.{self.name}", "logits_TE")
         spec = self.spec(logits_TE.shape[-1], weights_dtype=weights_dtype, ties=ties, **params)
         return impl(logits_TE, spec, bias_E)
+
+
+@eagerly_cached
+def _spec_of(
+    make: Callable[..., dict[str, Any]] | None,
+    constants: tuple[tuple[str, Any], ...],
+    experts: int,
+    weights_dtype: torch.dtype | None,
+    ties: str,
+    params: tuple[tuple[str, Any], ...],
+) -> RouteSpec:
+    """The choices of a rule; see :meth:`RouteRule.spec`."""
+    chosen = {**dict(constants), **dict(params)}
+    if make is not None:
+        chosen = make(experts, **chosen)
+    for name in ("groups", "top_groups"):
+        chosen[name] = chosen.get(name) or 0
+    return RouteSpec(**chosen, weights_dtype=weights_dtype, ties=ties)
 
 
 # w = softmax(l)[ids], over all experts, optionally renormalised. Source: Qwen2/3-MoE, OLMoE,

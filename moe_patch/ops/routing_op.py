@@ -9,8 +9,10 @@ default on a CPU. Triton is imported by the first call, not by this module.
 from __future__ import annotations
 
 import functools
+import importlib
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from moe_patch.errors import (
 )
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.ops.define import define
-from moe_patch.ops.direct import unwatched
+from moe_patch.ops.direct import eagerly_cached, unwatched
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
 from moe_patch.types import RouteSpec, Routing
@@ -68,35 +70,77 @@ def route(
             forward-mode derivative.
     """
     check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
-    obstacle = route_obstacle(logits_TE, spec, bias_E)
-    if obstacle is not None:
+    choices = _choices_of(logits_TE, spec, bias_E)
+    if choices.obstacle is not None:
         raise UnsupportedOptionError(
-            f"moe_patch.ops.routing_op.route: {obstacle}; use moe_patch.ops.routing.route "
+            f"moe_patch.ops.routing_op.route: {choices.obstacle}; use moe_patch.ops.routing.route "
             "(backend='torch')"
         )
-    refuse_forward_mode(logits_TE, what="routing")
-    bias_E = None if bias_E is None else bias_E.detach()
-    run: Any = torch.ops.moe_patch.route_forward
+    return _route(logits_TE, bias_E, ids_dtype, choices)
+
+
+class _Choices(NamedTuple):
+    """A spec as the operator and the kernels take it.
+
+    Attributes:
+        obstacle: why the kernels cannot route so, or None; then the others are as given.
+        fields: the spec's fields in the operator's order, numbers of the types of its schema.
+        spec: the spec of these fields.
+    """
+
+    obstacle: str | None
+    fields: tuple[Any, ...]
+    spec: RouteSpec
+
+
+def _choices_of(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None) -> _Choices:
+    bias_dtype = None if bias_E is None else bias_E.dtype
+    return _choices(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+
+
+@eagerly_cached
+def _choices(
+    spec: RouteSpec, experts: int, logits: torch.dtype, bias: torch.dtype | None
+) -> _Choices:
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
-    if unwatched((logits_TE, bias_E)):
-        graph = torch.is_grad_enabled() and logits_TE.requires_grad
-        run = _Route.apply if graph else _forward
+    obstacle = _obstacle(spec, experts, logits, bias)
+    if obstacle is None:
         for at, kind in _NUMBERS:  # as the operator's schema does
             fields[at] = kind(fields[at])
-    ids_TK, weights_TK = run(logits_TE, bias_E, ids_dtype, *fields)
+        spec = RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
+    return _Choices(obstacle, tuple(fields), spec)
+
+
+def _route(
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, choices: _Choices
+) -> Routing:
+    """:func:`route` where nothing is in the way."""
+    refuse_forward_mode(logits_TE, what="routing")
+    bias_E = None if bias_E is None else bias_E.detach()
+    if unwatched((logits_TE, bias_E)):
+        graph = torch.is_grad_enabled() and logits_TE.requires_grad
+        run: Any = _Route.apply if graph else _kernels().route_forward
+        ids_TK, weights_TK = run(logits_TE, choices.spec, bias_E, ids_dtype)
+    else:
+        run = torch.ops.moe_patch.route_forward
+        ids_TK, weights_TK = run(logits_TE, bias_E, ids_dtype, *choices.fields)
     return Routing(ids_TK, weights_TK, logits_TE)
 
 
 def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
     """Why the Triton kernels cannot route this, in words that name what they accept, or None."""
-    T, E = logits_TE.shape
+    bias_dtype = None if bias_E is None else bias_E.dtype
+    return _obstacle(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+
+
+def _obstacle(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
     if spec.ties != "lower":
         return f"ties={spec.ties!r} is torch.topk's own choice, the kernels implement ties='lower'"
     if spec.score not in _SCORES:
         return f"score={spec.score!r}, accepted are {', '.join(_SCORES)}"
-    for name, tensor in (("logits", logits_TE), ("bias", bias_E)):
-        if tensor is not None and tensor.dtype not in DTYPES:
-            return f"the {name} are {tensor.dtype}, accepted are float32, bfloat16 and float16"
+    for name, dtype in (("logits", logits), ("bias", bias)):
+        if dtype is not None and dtype not in DTYPES:
+            return f"the {name} are {dtype}, accepted are float32, bfloat16 and float16"
     if not 1 <= spec.top_k <= min(E, MAX_TOP_K):
         return f"top_k={spec.top_k} of {E} experts, accepted is 1 to min(experts, {MAX_TOP_K})"
     if E > MAX_EXPERTS:
@@ -130,12 +174,20 @@ def _route_on(
     triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
     if batch_invariant:
         spec = replace(spec, batch_invariant=True)
-    obstacle = route_obstacle(logits_TE, spec, bias_E) if triton else ""
-    if obstacle is None:
-        return route(logits_TE, spec, bias_E)
+    obstacle: str | None = ""
+    if triton:
+        choices = _choices_of(logits_TE, spec, bias_E)
+        if (obstacle := choices.obstacle) is None:
+            return _route(logits_TE, bias_E, torch.int64, choices)
     if batch_invariant:
         refuse_batch_invariant(f"routing with {obstacle}")
     return torch_route(logits_TE, spec, bias_E)
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    """The kernels' module, which imports Triton."""
+    return importlib.import_module("moe_patch.kernels.routing.route")
 
 
 @functools.cache
@@ -146,9 +198,7 @@ def _spec(fields: tuple[Any, ...]) -> RouteSpec:
 def _forward(
     logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, *fields: Any
 ) -> tuple[Tensor, Tensor]:
-    from moe_patch.kernels.routing.route import route_forward
-
-    return tuple(route_forward(logits_TE, _spec(fields), bias_E, ids_dtype=ids_dtype))
+    return tuple(_kernels().route_forward(logits_TE, _spec(fields), bias_E, ids_dtype))
 
 
 def _forward_fake(
@@ -165,9 +215,7 @@ def _forward_fake(
 
 
 def _backward(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
-    from moe_patch.kernels.routing.route import route_backward
-
-    return route_backward(dweights_TK, logits_TE, ids_TK, _spec(fields))
+    return _kernels().route_backward(dweights_TK, logits_TE, ids_TK, _spec(fields))
 
 
 def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
@@ -184,25 +232,45 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...]:
     logits_TE, ids_TK = ctx.saved_tensors
-    if dweights_TK is None:
-        return (None, None, None, *[None] * len(_SPEC_FIELDS))
-    run: Any = torch.ops.moe_patch.route_backward
-    if not torch.is_grad_enabled() and unwatched((dweights_TK, logits_TE)):
-        run = _backward
-    dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *ctx.fields)
+    dlogits_TE = None
+    if dweights_TK is not None:
+        run = torch.ops.moe_patch.route_backward
+        dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *ctx.fields)
     return (dlogits_TE, None, None, *[None] * len(_SPEC_FIELDS))
 
 
 class _Route(torch.autograd.Function):
-    """What ``register_autograd`` makes of the same functions; it looks up arguments' defaults."""
+    """The same rule with a spec for its fields: autograd spends a microsecond on each argument."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*args)
-        _setup_context(ctx, args, output)
-        return output
+    def forward(
+        ctx: Any,
+        logits_TE: Tensor,
+        spec: RouteSpec,
+        bias_E: Tensor | None,
+        ids_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        ids_TK, weights_TK = _kernels().route_forward(logits_TE, spec, bias_E, ids_dtype)
+        ctx.save_for_backward(logits_TE, ids_TK)
+        ctx.mark_non_differentiable(ids_TK)
+        # Or backward begins by filling a gradient of zeros for the ids.
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        return ids_TK, weights_TK
 
-    backward = staticmethod(_autograd)
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        logits_TE, ids_TK = ctx.saved_tensors
+        dweights_TK, spec = grads[1], ctx.spec
+        if dweights_TK is None:
+            return None, None, None, None
+        if not torch.is_grad_enabled() and unwatched((dweights_TK, logits_TE)):
+            dlogits_TE = _kernels().route_backward(dweights_TK, logits_TE, ids_TK, spec)
+        else:
+            fields = (getattr(spec, name) for name in _SPEC_FIELDS)
+            run = torch.ops.moe_patch.route_backward
+            dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *fields)
+        return dlogits_TE, None, None, None
 
 
 define(

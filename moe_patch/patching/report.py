@@ -14,7 +14,8 @@ from moe_patch.ops.routing_op import route_obstacle
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
 from moe_patch.runtime.adapters import fusion_obstacle, paused
-from moe_patch.runtime.experts import compute_dtype, layout_of, read_glu, stored_weight
+from moe_patch.runtime.described import layout_of, read_glu
+from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Glu, RouteSpec

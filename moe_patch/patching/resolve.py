@@ -24,7 +24,8 @@ from moe_patch.patching.discover import (
 )
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.runtime.adapters import fusion_obstacle
-from moe_patch.runtime.experts import layout_of, read_glu, stored_weight
+from moe_patch.runtime.described import layout_of, read_glu
+from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.record import origin_of, record_of
 from moe_patch.runtime.spec import FamilySpec, read
 

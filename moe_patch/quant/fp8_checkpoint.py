@@ -14,7 +14,7 @@ from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.patching.discover import FoundBlock, discover, selected
 from moe_patch.quant import state
-from moe_patch.runtime.experts import layout_of
+from moe_patch.runtime.described import layout_of
 
 
 def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> None:

@@ -20,7 +20,7 @@ from moe_patch.quant import state
 from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.ties import refuse_outside, tied
 from moe_patch.runtime.adapters import is_param_wrapper
-from moe_patch.runtime.experts import layout_of, read_glu
+from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.spec import FamilySpec
 

@@ -1,8 +1,4 @@
-"""Reading transformers' experts modules: weights, adapters and activation, at call time.
-
-The layout flags (``is_transposed``, ``is_concatenated``, ``has_gate``, ``has_bias``) are set on the
-instance by transformers' own decorator, so no family entry repeats them.
-"""
+"""Reading transformers' experts modules at call time, weights and adapters, and running them."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_patch.formats.tensor import QuantTensor, packed_weight
 from moe_patch.formats.weights import projection, require_float
@@ -19,13 +15,12 @@ from moe_patch.ops.backend import refuse_batch_invariant
 from moe_patch.ops.experts.composed import experts_composed
 from moe_patch.ops.experts.op import Signals, experts_mlp
 from moe_patch.runtime.adapters import live_factors, own_version, refuse_merged, to_lora
+from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.record import handed_down, record_of
 from moe_patch.runtime.row_norms import RowNorms
-from moe_patch.runtime.spec import FamilySpec, GluRule, Layout, read
+from moe_patch.runtime.spec import FamilySpec, Layout, read
 from moe_patch.runtime.taps import LayerSignals
-from moe_patch.types import ExpertWeights, Glu, Lora
-
-_ACT_FN = GluRule("act_fn")
+from moe_patch.types import ExpertWeights, Lora
 
 
 class ExpertTensors(NamedTuple):
@@ -38,23 +33,6 @@ class ExpertTensors(NamedTuple):
     @property
     def has_lora(self) -> bool:
         return self.lora13 is not None or self.lora2 is not None
-
-
-def layout_of(experts: Any, spec: FamilySpec) -> Layout:
-    """How the weights lie: the family entry's word, else transformers' own flags.
-
-    Older releases of transformers set no flag for a post-expert norm and have no family with one.
-    """
-    if spec.layout is not None:
-        return spec.layout
-    return Layout(
-        has_gate=experts.has_gate,
-        has_bias=experts.has_bias,
-        is_transposed=experts.is_transposed,
-        is_concatenated=experts.is_concatenated,
-        has_post_expert_norm="has_post_expert_norm" in experts.__dict__
-        and experts.has_post_expert_norm,
-    )
 
 
 def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Tensor:
@@ -75,9 +53,10 @@ def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: st
         dtype: compute dtype; tensors in another dtype are cast (their gradients are cast back).
         fuse_lora: of the patch; "off" reads PEFT's merged weight instead of factors.
     """
-    up = layout.up_name
-    w13, lora13 = read_projection(experts, up, layout.is_transposed, dtype, fuse_lora)
-    w2, lora2 = read_projection(experts, "down_proj", layout.is_transposed, dtype, fuse_lora)
+    up, given = layout.up_name, handed_down(experts)
+    args = layout.is_transposed, dtype, fuse_lora, given
+    w13, lora13 = read_projection(experts, up, *args)
+    w2, lora2 = read_projection(experts, "down_proj", *args)
     E = w2.shape[0]
     if w13.shape[0] > E:  # identity experts own rows of the up projection alone (LongCat-Flash)
         w13 = w13[:E]
@@ -96,100 +75,42 @@ def read_bias(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
 
 
 def read_projection(
-    experts: Any, name: str, transposed: bool, dtype: torch.dtype, fuse_lora: str
+    experts: Any,
+    name: str,
+    transposed: bool,
+    dtype: torch.dtype,
+    fuse_lora: str,
+    given: dict[str, Any],
 ) -> tuple[Tensor, Lora | None]:
-    """One projection's weight as an [E, out, in] view and its low-rank factors; see above."""
+    """One projection's weight as an [E, out, in] view and its low-rank factors; see above.
+
+    Args:
+        experts, transposed, dtype, fuse_lora: as above.
+        name: of the parameter.
+        given: factors that were handed down, by parameter.
+    """
     if fuse_lora == "require":
         refuse_merged(experts, name)
     live = None if fuse_lora == "off" else live_factors(experts, name)
     if live is not None:
         weight, factors = live
     else:
-        weight, factors = projection(experts, name), handed_down(experts).get(name, [])
+        weight, factors = projection(experts, name), given.get(name, [])
         if factors and (record := record_of(experts)) is not None:
             record.taken += (name,)
-    require_float(weight, f"{type(experts).__name__}.{name}")
+    where = f"{type(experts).__name__}.{name}"
+    require_float(weight, where)
     w_EOI: Any = weight if live is None else own_version(weight)
     if isinstance(weight, QuantTensor):
         w_EOI = packed_weight(weight)
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI
-    lora = to_lora(factors, w_EOI, transposed, dtype, f"{type(experts).__name__}.{name}")
-    return w_EOI.to(dtype), lora
+    lora = to_lora(factors, w_EOI, transposed, dtype, where) if factors else None
+    return _in_dtype(w_EOI, dtype), lora
 
 
-def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Glu | None:
-    """The experts' activation as a Glu, or None when it is none that the fused kernels know.
-
-    ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
-    """
-    layout = layout or layout_of(experts, spec)
-    if layout.has_post_expert_norm or not layout.fused or _has_own_gate(experts, spec, layout):
-        return None
-    rule = spec.glu or _ACT_FN
-    kind = rule.kind
-    if kind == "act_fn":
-        act_fn = experts._modules.get("act_fn")
-        if act_fn is None or (known := activation_kind(act_fn)) is None:
-            return None
-        kind = known
-    limit = read(experts, rule.limit)
-    limit = float("inf") if limit is None else float(limit)
-    if limit != float("inf") and not rule.limit_first:
-        return None
-    return Glu(
-        kind,
-        gated=layout.has_gate,
-        interleaved=not layout.is_concatenated,
-        alpha=float(read(experts, rule.alpha)),
-        limit=limit,
-    )
-
-
-def _has_own_gate(experts: Any, spec: FamilySpec, layout: Layout) -> bool:
-    """Return whether instance or class gate unlike the entry and transformers' decorator say."""
-    if "_apply_gate" in experts.__dict__:
-        return True
-    if spec.glu is not None or spec.layout is not None or not layout.has_gate:
-        return False
-    from transformers.integrations.moe import _default_apply_gate
-
-    return type(experts)._apply_gate is not _default_apply_gate
-
-
-def activation_kind(act_fn: object) -> str | None:
-    """The Glu kind of an activation object, by exact type; None if it is none that we know."""
-    # Not through `from transformers import ..`: Dynamo takes no lazy module for a module.
-    from transformers.activations import (
-        GELUActivation,
-        GELUTanh,
-        NewGELUActivation,
-        ReLUSquaredActivation,
-        SiLUActivation,
-    )
-
-    if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or _hooked(act_fn)):
-        return None
-    if type(act_fn) is nn.GELU:
-        return {"none": "gelu", "tanh": "gelu_tanh"}[act_fn.approximate]
-    kinds = {
-        nn.SiLU: "silu",
-        SiLUActivation: "silu",
-        GELUActivation: "gelu",
-        GELUTanh: "gelu_tanh",
-        NewGELUActivation: "gelu_tanh",
-        nn.ReLU: "relu",
-        ReLUSquaredActivation: "relu2",
-    }
-    return kinds.get(type(act_fn))
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-    )
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Checking the dtype is ten times cheaper than a no-op ``to``."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.dtype:
@@ -240,7 +161,7 @@ def run_experts(
     dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
     tensors = read_tensors(experts, layout, dtype, fuse_lora)
     glu = read_glu(experts, spec, layout)
-    x_TD = hidden_TD.to(dtype)
+    x_TD = _in_dtype(hidden_TD, dtype)
     signals = None
     if layer is not None:
         signals = layer.begin(
@@ -266,7 +187,7 @@ def run_experts(
             batch_invariant=batch_invariant,
             signals=signals,
         )
-    return out_TD.to(hidden_TD.dtype)
+    return _in_dtype(out_TD, hidden_TD.dtype)
 
 
 def _run_composed(

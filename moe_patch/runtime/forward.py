@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.experts.flops import register_flop_formulas
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.runtime.adapters import active_factors, fusion_obstacle, paused
+from moe_patch.runtime.adapters import active_factors, base_of, fusion_obstacle, paused
 from moe_patch.runtime.experts import run_experts
-from moe_patch.runtime.modules import undecorated_forward
+from moe_patch.runtime.modules import child_of, undecorated_forward
 from moe_patch.runtime.record import (
     ModulePatch,
     bound,
@@ -137,7 +137,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
     if by_peft or fusion_obstacle(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
-    base = wrapper.get_base_layer()
+    base = base_of(wrapper)
     below, name = record_of(base), wrapper.parameter_name
     if below is None:
         if record.config.fuse_lora == "require":
@@ -151,7 +151,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     factors = active_factors(wrapper)
     previous = hand_down(below, {name: factors}, f"{type(base).__name__}.{name}")
     try:
-        out_TD: Tensor = wrapper.base_layer(x, *args, **kwargs)
+        out_TD: Tensor = child_of(wrapper, "base_layer")(x, *args, **kwargs)
         left_out = factors and name not in below.taken
     finally:
         take_back(below, previous)

@@ -230,11 +230,13 @@ class FamilySpec:
     ) -> Routing:
         """The family's routing on given logits; arguments as :meth:`route`."""
         assert self.routing is not None
-        dtypes = {"score": None, "logits": logits_TE.dtype, "hidden": hidden.dtype}
+        dtype = None
+        if self.weights_dtype != "score":
+            dtype = (logits_TE if self.weights_dtype == "logits" else hidden).dtype
         return self.routing(
             logits_TE,
             self.bias_of(router, args),
-            weights_dtype=dtypes[self.weights_dtype],
+            weights_dtype=dtype,
             ties=ties,
             impl=impl,
             **self.params_of(router),

@@ -23,7 +23,8 @@ from moe_patch.ops.routing_op import route_impl
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.selfcheck import kind_of, obstacle
-from moe_patch.runtime.experts import compute_dtype, layout_of, stored_weight
+from moe_patch.runtime.described import layout_of
+from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, read
 from moe_patch.types import Routing

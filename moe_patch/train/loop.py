@@ -27,6 +27,8 @@ from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
 from moe_patch.train.sharded import gather
 from moe_patch.train.smk import SmkConfig, SmkRouterLossTrainer, SmkTrainer, recorded_for
 
+FIRST_STEPS = 3
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -35,6 +37,8 @@ class Trained:
     Attributes:
         losses: optimizer step -> training loss, for the steps that were logged.
         seconds: wall time of the training alone.
+        steps, steady: the steps behind the first :data:`FIRST_STEPS`, in which kernels are compiled
+            and caches filled, and their wall time; none where there were no more.
         metrics: optimizer step -> the routers' measures, where ``smk`` asks for them.
         whole: the weights, gathered for the first process, where the model itself holds parts.
     """
@@ -43,6 +47,8 @@ class Trained:
     seconds: float
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     whole: dict[str, Tensor] | None = None
+    steps: int = 0
+    steady: float = 0.0
 
 
 class _Recorder(TrainerCallback):
@@ -55,6 +61,7 @@ class _Recorder(TrainerCallback):
         self.losses: dict[int, float] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         self.bar: Any = None
+        self.steps, self.settled = 0, 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         total = min(state.max_steps, self.last_step or state.max_steps)
@@ -64,6 +71,9 @@ class _Recorder(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        if self.steps == FIRST_STEPS:
+            self.settled = time.perf_counter()
         self.bar.update(state.global_step - self.bar.n)
         if self.last_step is not None and state.global_step >= self.last_step:
             control.should_training_stop = True
@@ -125,10 +135,12 @@ def train_once(
             raise _no_step(blocks, args)  # some releases of transformers fail on it
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         if trainer.state.global_step == 0:
             raise _no_step(blocks, args)
-    return Trained(kept.losses, seconds, kept.metrics, gather(trainer))
+    steps = max(kept.steps - FIRST_STEPS, 0)
+    steady = end - kept.settled if steps else 0.0
+    return Trained(kept.losses, end - start, kept.metrics, gather(trainer), steps, steady)
 
 
 def _no_step(blocks: TokenBlocks, args: TrainingArguments) -> UnsupportedOptionError:

@@ -13,7 +13,7 @@ from typing import Any
 from moe_patch._version import __version__
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
-from moe_patch.train.loop import Trained
+from moe_patch.train.loop import FIRST_STEPS, Trained
 from moe_patch.train.output import MARKER
 
 SHOWN_STEPS = 8
@@ -39,6 +39,18 @@ def _spaced(steps: list[int]) -> list[int]:
     return [
         steps[i] for i in sorted({round(i * last / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)})
     ]
+
+
+def time_line(name: str, run: Trained) -> str:
+    """What a training took, apart from its first steps, which compile kernels and fill caches."""
+    said = f"{name}: {len(run.losses)} losses logged, "
+    if run.steps == 0:
+        return said + f"{run.seconds:.1f} s, first steps and compilation included"
+    first, each = run.seconds - run.steady, 1e3 * run.steady / run.steps
+    return said + (
+        f"{run.steady:.1f} s for {run.steps} steps ({each:.1f} ms each), without the {first:.1f} s "
+        f"of the start and the first {FIRST_STEPS} steps, which compile"
+    )
 
 
 def metrics_table(metrics: dict[int, dict[str, float]]) -> str:
@@ -104,7 +116,12 @@ def write_summary(
             **{name: metadata.version(name) for name in packages},
         },
         "runs": {
-            name: {"seconds": run.seconds, "final_loss": list(run.losses.values())[-1:]}
+            name: {
+                "seconds": run.seconds,
+                "steps_after_first": run.steps,
+                "seconds_after_first": run.steady,
+                "final_loss": list(run.losses.values())[-1:],
+            }
             for name, run in trained.items()
         },
         "checks": [{**asdict(check), "passed": check.passed} for check in checks],

@@ -274,7 +274,7 @@ def _tell(
         print(report.metrics_table(metrics))
         report.write_metrics(folder / "metrics.csv", metrics)
     for name, one in trained.items():
-        print(f"{name}: {len(one.losses)} losses logged, {one.seconds:.1f} s")
+        print(report.time_line(name, one))
     if patched and unpatched:
         print(checks.first_apart(patched, unpatched))
     for check in found:

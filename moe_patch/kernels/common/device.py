@@ -32,7 +32,8 @@ INTERPRETER = Device((0, 0), 1 << 30, 2)
 
 def device_of(tensor: Tensor) -> Device:
     """The device that will run kernels over ``tensor``."""
-    return _cuda_device(tensor.device.index) if tensor.is_cuda else INTERPRETER
+    index = tensor.get_device()
+    return INTERPRETER if index < 0 else _cuda_device(index)
 
 
 def device_at(device: torch.device) -> Device:
@@ -78,6 +79,8 @@ def _explain(error: BaseException | None) -> None:
 
 
 _ON_THIS_DEVICE = _OnThisDevice()
+# Without the look whether CUDA was initialised: where a tensor is, it was.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
@@ -86,7 +89,8 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     Raises:
         PatchStateError: a kernel has to be loaded while a CUDA graph is captured.
     """
-    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+    index = tensor.get_device()
+    if index < 0 or index == _current_device():
         return _ON_THIS_DEVICE
     return _OnAnotherDevice(tensor.device)
 

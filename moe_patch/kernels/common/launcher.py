@@ -50,6 +50,7 @@ class Box(NamedTuple):
         shape, strides: of what is seen of it, in elements; the last stride is 1.
         block_shape: what is copied at a time.
         layout: Gluon's layout in shared memory; None for a kernel in plain Triton.
+        first: the column of ``base`` at which the descriptor begins: a slice costs more.
     """
 
     base: Tensor
@@ -57,10 +58,12 @@ class Box(NamedTuple):
     strides: tuple[int, ...]
     block_shape: tuple[int, ...]
     layout: Any = None
+    first: int = 0
 
     def descriptor(self) -> Any:
         """Triton's descriptor, which checks what it is given."""
-        held = (self.base, list(self.shape), list(self.strides), list(self.block_shape))
+        base = self.base[..., self.first :] if self.first else self.base
+        held = (base, list(self.shape), list(self.strides), list(self.block_shape))
         if self.layout is None:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -132,27 +135,23 @@ class Launcher:
         if active is not self._driver:
             self._driver, self._compiled = active, {}
         device = operands[-1].get_device()
-        options = tuple(constants.values()) if made is None else made
         kinds, handles = _read(operands, device)
-        key = (device, *kinds, fixed, options)
+        kinds += device, fixed, tuple(constants.values()) if made is None else made
+        key = tuple(kinds)
         found = self._compiled.get(key)
         if found is not None:
             compiled, tail, launch, settings, as_tuple, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
-            runtime = triton.knobs.runtime
-            if (
-                launch is None
-                or _calls_somebody(runtime.launch_enter_hook)
-                or _calls_somebody(runtime.launch_exit_hook)
-            ):
+            if launch is None or _hooked():
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
-            else:  # the same, without what only hooks read
-                for at, kind, encoded in described:
-                    handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
-                if as_tuple:
-                    launch(*sizes, stream, *settings, (*handles, *varying, *fixed, *tail))
-                else:
-                    launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
+                return
+            # The same, without what only hooks read.
+            for at, kind, encoded in described:
+                handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
+            if as_tuple:
+                launch(*sizes, stream, *settings, (*handles, *varying, *fixed, *tail))
+            else:
+                launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
             return
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
 
@@ -237,9 +236,13 @@ def _below_encoding(launch: Any) -> Callable[..., None] | None:
     return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
-def _calls_somebody(hook: Any) -> bool:
-    """Of a launch hook: Triton takes a chain, any function, or None."""
-    return bool(hook.calls) if isinstance(hook, triton.knobs.HookChain) else hook is not None
+def _hooked() -> bool:
+    """Return whether a launch hook is set: Triton takes a chain, any function, or None."""
+    runtime = triton.knobs.runtime
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook.calls if type(hook) is triton.knobs.HookChain else hook is not None:
+            return True
+    return False
 
 
 def _described(operands: Sequence[Any]) -> list[Any]:
@@ -269,13 +272,15 @@ def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[An
     kinds: list[Hashable] = []
     handles: list[Any] = []
     for operand in operands:
-        if isinstance(operand, Tensor):
-            address = operand.data_ptr()
-            kind = operand.dtype if address % 16 == 0 else (operand.dtype,)
-            kinds.append(kind if operand.get_device() == device else (kind, operand.device))
-            handles.append(address)
-        else:
-            base, shape, strides, block_shape, _ = operand
-            kinds.append((base.dtype, block_shape))
-            handles.append((base.data_ptr(), shape, strides))
+        if type(operand) is Box:
+            base, shape, strides, block_shape, _, first = operand
+            dtype = base.dtype
+            kinds.append((dtype, block_shape))
+            handles.append((base.data_ptr() + first * dtype.itemsize, shape, strides))
+            continue
+        address, kind = operand.data_ptr(), operand.dtype
+        if address & 15:
+            kind = (kind,)
+        kinds.append(kind if operand.get_device() == device else (kind, operand.device))
+        handles.append(address)
     return kinds, handles

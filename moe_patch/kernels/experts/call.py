@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -58,14 +58,15 @@ class Call:
     ) -> None:
         self.tiles, self.plan = tiles, tiles.plan
         self.x_TD, self.w, self.glu = x_TD, w, glu
+        self.dtype = x_TD.dtype
         self.lora13, self.lora2 = lora13, lora2
         self.device = device_of(x_TD)
         self.batch_invariant = batch_invariant
         self.bucket = _bucket(tiles.count, tiles.num_experts, batch_invariant)
 
     def tile(self, op: str) -> Tile:
-        capability, shared_memory = self.device.capability, self.device.shared_memory
-        tile = pick_tile(op, self.bucket, self.x_TD.dtype, capability, shared_memory)
+        capability, shared_memory, _ = self.device
+        tile = pick_tile(op, self.bucket, self.dtype, capability, shared_memory)
         # Over some of the experts most tiles of the bound are empty: none gets a program.
         packed = op in PACKED_OPS and isinstance(self.w.w2_EDF, PackedWeight)
         return resized(tile, persistent=True) if packed else tile
@@ -204,12 +205,11 @@ class Call:
         assert found is not None
         return found
 
-    def parts(self, w_EOI: Tensor | PackedWeight) -> Iterator[Part]:
+    def parts(self, w_EOI: Tensor | PackedWeight) -> Iterable[Part]:
         """A weight to multiply with: whole, or where it is packed some experts at a time."""
         if isinstance(w_EOI, PackedWeight):
-            yield from self._packed.parts(w_EOI)
-        else:
-            yield Part(w_EOI, self.tiles)
+            return self._packed.parts(w_EOI)
+        return (Part(w_EOI, self.tiles),)
 
     def inputs_of_B13(self) -> Tensor | None:
         """u13 = s A13_e x_n, [N, R], where the up projection has factors."""

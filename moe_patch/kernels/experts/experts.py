@@ -142,15 +142,19 @@ def experts_backward(
         dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
         # What is computed again here is nobody else's.
         overwrite_h |= kept.h_NH.numel() == 0
-        mid = _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h)
-        return _backward(call, dout_TD, weights_TK, mid, needs)
+        # Nothing here refers to what is on the way, so that _backward can let go of it.
+        return _backward(
+            call, dout_TD, weights_TK,
+            _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
+            needs,
+        )  # fmt: skip
 
 
 def _completed(
     call: Call, kept: Kept, steps: Steps
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(h_NH, u13_NR, u2_NR): as forward kept them, or computed again where needed."""
-    h_NH, u13_NR, u2_NR = (None if rows.numel() == 0 else rows for rows in kept)
+    h_NH, u13_NR, u2_NR = [None if rows.numel() == 0 else rows for rows in kept]
     u2 = steps.u2 and call.lora2 is not None and u2_NR is None
     h = (steps.h or u2) and h_NH is None
     if u13_NR is None and (steps.u13 or h):
@@ -202,9 +206,10 @@ def _backward(
     grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)
+    dh_NH, p_NR, grads["lora13_B"] = mid.hidden.dh_NH, mid.p_NR, mid.grad13_EOR
     # w·a has served: without it the peak is lower when the rows of dx are written.
-    mid = mid._replace(hidden=mid.hidden._replace(wa_NF=dout_TD.new_empty(0)))
-    return ExpertsBackward(**grads, **_up_gradients(call, mid, needs))
+    del mid
+    return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs))
 
 
 def _down_gradients(
@@ -229,22 +234,22 @@ def _down_gradients(
     return grads
 
 
-def _up_gradients(call: Call, mid: Intermediate, needs: ExpertsNeeds) -> dict[str, Tensor | None]:
+def _up_gradients(
+    call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds
+) -> dict[str, Tensor | None]:
     """The gradients that dh gives: of the up projection and the hidden states."""
     w, lora13, plan = call.w, call.lora13, call.plan
-    dh_NH = mid.hidden.dh_NH
     grads: dict[str, Tensor | None] = {}
     if needs.x:
         # First, so that its rows (N x D) are gone before the large dW13 is there.
-        grads["x"] = call.input_gradient(dh_NH, mid.p_NR)
+        grads["x"] = call.input_gradient(dh_NH, p_NR)
     if needs.w13:
         tile = call.tile("dw13")
         grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
     if needs.b13 and w.b13_EH is not None:
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
     if lora13 is not None and needs.lora13_A:
-        grads["lora13_A"] = call.outer_A(mid.p_NR, call.x_TD, lora13.A_ERI, gather=True)
-    grads["lora13_B"] = mid.grad13_EOR
+        grads["lora13_A"] = call.outer_A(p_NR, call.x_TD, lora13.A_ERI, gather=True)
     return grads
 
 

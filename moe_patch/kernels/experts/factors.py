@@ -6,19 +6,22 @@ innermost; transposing the few megabytes in between costs less than scattered ac
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, next_power_of_2
-from moe_patch.kernels.common.launcher import Launcher
+from moe_patch.kernels.common.launcher import Constants, Launcher
 from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.tiling import RUN
 from moe_patch.kernels.plan.row_tiles import depth_block
 from moe_patch.types import Plan
 
 _ROWS = 128
+_TRANSPOSED = Constants(BM=64, BN=64, num_warps=4)
 
 
 def rank_innermost(b_EOR: Tensor) -> Tensor:
@@ -50,7 +53,7 @@ def _experts_innermost(b_EOR: Tensor) -> bool:
 
 def _transpose(source: Tensor, out: Tensor, rows: int, columns: int) -> None:
     grid = cdiv(rows, 64), cdiv(columns, 64)
-    _launch_transpose(grid, (source, out), (), (rows, columns), BM=64, BN=64, num_warps=4)
+    _launch_transpose(grid, (source, out), (), (rows, columns), _TRANSPOSED)
 
 
 @triton.jit
@@ -74,9 +77,14 @@ def weighted(rows_NR: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
     out_NR = rows_NR.new_empty(N, R)
     _launch_weighted(
         (cdiv(N, _ROWS),), (rows_NR, weights_TK, plan.row_of_N, out_NR), (N,), (R,),
-        BN=_ROWS, BR=min(next_power_of_2(R), 64), num_warps=4,
+        _weighted_constants(R),
     )  # fmt: skip
     return out_NR
+
+
+@functools.cache
+def _weighted_constants(rank: int) -> Constants:
+    return Constants(BN=_ROWS, BR=min(next_power_of_2(rank), 64), num_warps=4)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -93,6 +101,16 @@ def _weighted_kernel(
         value = tl.load(rows_ptr + at, mask=(row >= 0)[:, None] & (r < R), other=0.0)
         value = weight * value.to(tl.float32)
         tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (r < R))
+
+
+@functools.cache
+def _backward_constants(
+    tile: Tile, rank_block: int, gather: bool, passed: bool, summed: bool, in_runs: bool
+) -> Constants:
+    return Constants(
+        GATHER=gather, PASSED=passed, SUMMED=summed, IN_RUNS=in_runs, BO=tile.n, BK=tile.k,
+        BR=rank_block, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def factor_backward(
@@ -132,9 +150,9 @@ def factor_backward(
         (source, b_EOR, b_EOR if u_NR is None else u_NR, part_CNR, grad_EOR, plan.row_of_N,
          plan.offsets_S),
         (N,), (chunks, O, R, K, source.stride(0)),
-        GATHER=gather, PASSED=alpha is not None, SUMMED=u_NR is not None,
-        IN_RUNS=source.dtype == torch.float32, BO=tile.n, BK=tile.k, BR=BR,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _backward_constants(
+            tile, BR, gather, alpha is not None, u_NR is not None, source.dtype == torch.float32
+        ),
     )  # fmt: skip
     passed_NR = None
     if alpha is not None:

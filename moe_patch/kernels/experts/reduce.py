@@ -63,9 +63,14 @@ def routing_gradient(
         )  # fmt: skip
     _launch_routing_gradient(
         (cdiv(N, 128),), (partial_NC, bias_N, rows.plan.slot_of_TK, grad_TK), (N,), (C,),
-        BIASED=b2_ED is not None, BLOCK=128, COLUMNS_P2=next_power_of_2(C),
+        _gradient_constants(b2_ED is not None, C),
     )  # fmt: skip
     return grad_TK
+
+
+@functools.cache
+def _gradient_constants(biased: bool, columns: int) -> Constants:
+    return Constants(BIASED=biased, BLOCK=128, COLUMNS_P2=next_power_of_2(columns))
 
 
 def expert_sum(

@@ -118,18 +118,24 @@ def whole_box(base: Tensor, block: tuple[int, ...], layout: Any) -> Box:
     return Box(base, base.shape, base.stride(), block, layout)
 
 
-def ragged_box(rows: Tensor, block: tuple[int, int], width: int | None = None) -> Box:
+def ragged_box(
+    rows: Tensor, block: tuple[int, int], width: int | None = None, first: int = 0
+) -> Box:
     """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`.
 
     Args:
         rows: [N, O].
         block: rows and columns that are copied at a time.
-        width: only so many first columns; it saves the host a slice.
+        width, first: so many columns, from the first one on; it saves the host a slice.
     """
-    stride = rows.stride(0)
-    shape = (RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, rows.shape[1] if width is None else width)
-    strides = (RAGGED_WRAP - stride, stride, stride, 1)
-    return Box(rows, shape, strides, (1, 1, *block), RANK4)
+    return Box(rows, *_ragged(rows.stride(0), width or rows.shape[1], block), RANK4, first)
+
+
+@functools.cache
+def _ragged(stride: int, width: int, block: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The shape, strides and block of a ragged box."""
+    shape = (RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, width)
+    return shape, (RAGGED_WRAP - stride, stride, stride, 1), (1, 1, *block)
 
 
 @functools.cache

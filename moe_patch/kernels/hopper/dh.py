@@ -94,18 +94,18 @@ def specialised_hidden_gradients(
     columns = cdiv(F, BN)
     weight = _boxes(w_EDF)
     q_NR, factor = (dout_TD, weight) if low_rank is None else (low_rank[0], _boxes(low_rank[1]))
-    wa = wa_NF if wa_NF.numel() > 0 else dh_NH
-    sides = (h_NH, h_NH[:, F:], dh_NH, dh_NH[:, F:], wa)
+    wa, block = wa_NF if wa_NF.numel() > 0 else dh_NH, (BM // 2, CHUNK)
     _launch(
         (programs(rows.bound * columns, h_NH),),
         (dout_TD, q_NR, weight, factor,
-         *(ragged_box(side, (BM // 2, CHUNK), F) for side in sides),
+         ragged_box(h_NH, block, F), ragged_box(h_NH, block, F, F),
+         ragged_box(dh_NH, block, F), ragged_box(dh_NH, block, F, F), ragged_box(wa, block, F),
          weights_TK, partial_NC, rows.plan.row_of_N, rows.plan.offsets_S, rows.table),
         (rows.bound,),
         (columns, D // 8, q_NR.shape[1] // 8, dout_TD.stride(0) // 8, q_NR.stride(0) // 8,
          rows.top_k),
         constants(group, glu, approximate(h_NH), LOW_RANK=rank_depth(low_rank),
-                  WA=wa_NF.numel() > 0),
+                  WA=wa is wa_NF),
     )  # fmt: skip
 
 

@@ -8,6 +8,8 @@ side's 128 columns by all 256 of the right.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -88,11 +90,9 @@ def specialised_outer_sum(
     """
     E, O, I = like_EOI.shape
     grad_EOI = torch.empty_like(like_EOI)
-    # The tile is oblong: of the two ways to lay it, the one that covers less beyond the edges.
-    transposed = _covered(I, O) < _covered(O, I)
+    transposed, row_tiles, columns = _laid(O, I)
     if transposed:
-        left, right, gather_left, O, I = right, left, not gather_left, I, O
-    row_tiles, columns = cdiv(O, BM), cdiv(I, BN)
+        left, right, gather_left = right, left, not gather_left
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
@@ -105,6 +105,17 @@ def specialised_outer_sum(
                   TRANSPOSED=transposed),
     )  # fmt: skip
     return grad_EOI
+
+
+@functools.cache
+def _laid(O: int, I: int) -> tuple[bool, int, int]:
+    """Return whether the gradient is made transposed, and its row and column tiles.
+
+    The tile is oblong: of the two ways to lay it, the one that covers less beyond the edges.
+    """
+    transposed = _covered(I, O) < _covered(O, I)
+    rows, columns = (I, O) if transposed else (O, I)
+    return transposed, cdiv(rows, BM), cdiv(columns, BN)
 
 
 def _covered(rows: int, columns: int) -> int:

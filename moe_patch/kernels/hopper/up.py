@@ -85,8 +85,11 @@ def specialised_up(
     columns = cdiv(F, BN // 2)
     save_h, save_a = h_NH.numel() > 0, a_NF.numel() > 0
     either = a_NF if save_a else h_NH
-    sides = (h_NH, h_NH[:, F:]) if save_h else (either, either)
-    outputs = [ragged_box(side, (BM // 2, CHUNK), F) for side in (*sides, either)]
+    gate, second = (h_NH, F) if save_h else (either, 0)
+    block = BM // 2, CHUNK
+    outputs = (
+        ragged_box(gate, block, F), ragged_box(gate, block, F, second), ragged_box(either, block, F)
+    )  # fmt: skip
     _launch(
         (programs(rows.bound * columns, x_TD),),
         (x_TD, u_NR, weight, factor, *outputs, bias, rows.plan.row_of_N, rows.plan.offsets_S,

@@ -183,8 +183,11 @@ def tile_table(plan: Plan, block_m: int) -> Tensor:
             (plan.offsets_S, table),
             (M,),
             (E,),
-            BLOCK_M=block_m,
-            EXPERTS_P2=next_power_of_2(E),
-            CHUNK=256,
+            _table_constants(block_m, E),
         )
     return table
+
+
+@functools.cache
+def _table_constants(block_m: int, experts: int) -> Constants:
+    return Constants(BLOCK_M=block_m, EXPERTS_P2=next_power_of_2(experts), CHUNK=256)

@@ -10,10 +10,9 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.common.device import cdiv, next_power_of_2, on_device_of
 from moe_patch.kernels.common.launcher import Constants, Launcher
 from moe_patch.kernels.routing.math import TRITON_DTYPE
 from moe_patch.kernels.routing.route_kernels import backward_kernel, forward_kernel
@@ -70,7 +69,7 @@ def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
     limited = spec.order == "score_topk" and spec.groups > 1 and spec.top_groups < spec.groups
     groups = spec.groups if limited else 1
     size = num_experts // groups
-    return Columns(groups, size, triton.next_power_of_2(groups), triton.next_power_of_2(size))
+    return Columns(groups, size, next_power_of_2(groups), next_power_of_2(size))
 
 
 def _tile(columns: int, tokens: int, itemsize: int, per_thread: int, spec: RouteSpec) -> Tile:
@@ -82,7 +81,6 @@ def route_forward(
     logits_TE: Tensor,
     spec: RouteSpec,
     bias_E: Tensor | None = None,
-    *,
     ids_dtype: torch.dtype = torch.int64,
 ) -> RouteForward:
     """Choose and weight ``spec.top_k`` experts per row, in one launch.
@@ -104,7 +102,7 @@ def route_forward(
         )
         with on_device_of(logits_TE):
             _launch_forward(
-                (triton.cdiv(T, made["B"]),),
+                (cdiv(T, made["B"]),),
                 (logits_TE, logits_TE if bias_E is None else bias_E.contiguous(), ids_TK,
                  weights_TK),
                 (T,),
@@ -136,7 +134,7 @@ def route_backward(
     made = _backward_constants(spec, E, _rounded_up(T), logits_TE.dtype)
     with on_device_of(logits_TE):
         _launch_backward(
-            (triton.cdiv(T, made["B"]),),
+            (cdiv(T, made["B"]),),
             (dweights_TK, logits_TE, ids_TK, dlogits_TE),
             (T,),
             (*dweights_TK.stride(), *logits_TE.stride(), *ids_TK.stride(), float(spec.eps),
@@ -148,19 +146,19 @@ def route_backward(
 
 def _rounded_up(tokens: int) -> int:
     """A tile depends on no more than this: so few values are worth a cache."""
-    return min(triton.next_power_of_2(tokens), MANY)
+    return min(next_power_of_2(tokens), MANY)
 
 
 @functools.cache
 def _backward_constants(spec: RouteSpec, E: int, tokens: int, logits: torch.dtype) -> Constants:
-    tile = _tile(triton.next_power_of_2(E), tokens, logits.itemsize, BACKWARD_COLUMNS, spec)
+    tile = _tile(next_power_of_2(E), tokens, logits.itemsize, BACKWARD_COLUMNS, spec)
     # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
     # logits cancel, in the gradient too (and so does a NaN among them).
     topk_first, renormalize = spec.order == "topk_score", spec.renormalize
     if spec.score == "softmax" and spec.renormalize and spec.eps == 0.0:
         topk_first, renormalize = True, False
     return Constants(
-        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        E=E, K=spec.top_k, KP=next_power_of_2(spec.top_k),
         # With one row the compiler sends the whole tile through shared memory for each of K terms.
         B=max(2, tile.rows), W=tile.chunks, L=tile.chunk,
         SCORE=spec.score, TOPK_FIRST=topk_first, RENORMALIZE=renormalize, CLAMP=spec.clamp_eps,
@@ -188,7 +186,7 @@ def _forward_constants(
     width = columns.groups_p2 * columns.size_p2
     tile = _tile(width, tokens, logits.itemsize, per_thread, spec)
     return Constants(
-        E=E, K=spec.top_k, KP=triton.next_power_of_2(spec.top_k),
+        E=E, K=spec.top_k, KP=next_power_of_2(spec.top_k),
         B=tile.rows, W=tile.chunks, L=tile.chunk,
         GROUPS=columns.groups, SIZE=columns.size,
         GROUPS_P2=columns.groups_p2, SIZE_P2=columns.size_p2,

@@ -1,13 +1,15 @@
 """Grouped products on the torch backend: one matrix product per expert over its slice of rows.
 
-On CPU (and wherever torch's own grouped_mm does not serve) this is a loop over experts that own
-rows; on CUDA with bf16 operands of 16-byte rows it is torch's grouped_mm, without a host sync.
+It is torch's grouped_mm where that serves the operands, which lie in rows of 16 bytes: in bf16 on
+CUDA, without a host sync, and on a CPU. Elsewhere it is a loop over experts that own rows.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +26,13 @@ class Groups:
     """
 
     def __init__(self, plan: Plan, like: Tensor) -> None:
-        self.offsets_S = plan.offsets_S
+        self.offsets_S, self.rows = plan.offsets_S, plan.row_of_N.shape[0]
+        # On a CPU torch's operator runs the same products one after the other, with less between.
+        self.on_cuda = like.is_cuda
         self.native = (
-            like.is_cuda
-            and like.dtype == torch.bfloat16
-            and hasattr(torch.nn.functional, "grouped_mm")
+            like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+            if like.is_cuda
+            else _serves_cpu(like.dtype)
         )
 
     def linear(
@@ -48,67 +52,102 @@ class Groups:
         return y_NO
 
     def linear_transposed(
-        self, dy_NO: Tensor, w_EOI: Tensor, lora: Lora | None = None
+        self,
+        dy_NO: Tensor,
+        w_EOI: Tensor,
+        lora: Lora | None = None,
+        p_NR: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The data gradient W_eᵀ dy_n + s * A_eᵀ (B_eᵀ dy_n), and B_eᵀ dy_n when there is LoRA."""
+        """The data gradient W_eᵀ dy_n + s * A_eᵀ p_n, and p_n = B_eᵀ dy_n when there is LoRA.
+
+        ``p_NR`` is what an earlier product made of it.
+        """
         dx_NI = self._product(dy_NO, w_EOI.transpose(1, 2))
         if lora is None:
             return dx_NI, None
-        p_NR = self._product(dy_NO, lora.B_EOR.transpose(1, 2))
+        if p_NR is None:
+            p_NR = self._product(dy_NO, lora.B_EOR.transpose(1, 2))
         dx_NI = dx_NI.add_(self._product(p_NR, lora.A_ERI.transpose(1, 2)), alpha=lora.scaling)
         return dx_NI, p_NR
 
     def outer_sum(self, dy_NO: Tensor, x_NI: Tensor, like_EOI: Tensor) -> Tensor:
         """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros without rows."""
+        aligned = self.native and _aligned(dy_NO, x_NI)
+        if aligned and not self.on_cuda and like_EOI.is_contiguous() and 0 not in self._counts[:-1]:
+            return torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:])
         dw_EOI = torch.empty_like(like_EOI)
-        if self.native and _aligned(dy_NO, x_NI):
+        if aligned and self.on_cuda:
             dw_EOI.copy_(torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:]))
             return dw_EOI.masked_fill_((self.offsets_S.diff() == 0)[:, None, None], 0.0)
-        for e, (start, end) in enumerate(self._bounds):
-            if start == end:
-                dw_EOI[e].zero_()
+        lefts, rights = self._split(dy_NO.T, dim=1), self._split(x_NI)
+        for count, left, right, dw_OI in self._each(lefts, rights, dw_EOI.unbind(0)):
+            if count == 0:
+                dw_OI.zero_()
             else:
-                torch.mm(dy_NO[start:end].T, x_NI[start:end], out=dw_EOI[e])
+                torch.mm(left, right, out=dw_OI)
         return dw_EOI
 
     def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
         """sum_n dy_n per expert, [E, O], contiguous."""
         db_EO = like_EO.new_zeros(like_EO.shape)
-        for e, (start, end) in enumerate(self._bounds):
-            if start != end:
-                torch.sum(dy_NO[start:end], dim=0, out=db_EO[e])
+        for count, dy, db_O in self._each(self._split(dy_NO), db_EO.unbind(0)):
+            if count:
+                torch.sum(dy, dim=0, out=db_O)
         return db_EO
 
-    def _product(self, x_NI: Tensor, w_EOI: Tensor) -> Tensor:
-        if self.native and _aligned(x_NI, w_EOI):
+    def _product(self, x_NI: Tensor, w_EOI: Tensor | PackedWeight) -> Tensor:
+        if self.native and isinstance(w_EOI, Tensor) and _aligned(x_NI, w_EOI):
             return torch.nn.functional.grouped_mm(
                 x_NI, w_EOI.transpose(1, 2), offs=self.offsets_S[1:]
             )
         y_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
-        bounds = self._bounds
-        for e, (start, end) in enumerate(bounds):
-            if start != end:
-                torch.mm(x_NI[start:end], w_EOI[e].T, out=y_NO[start:end])
-        y_NO[bounds[-1][1] :].zero_()
+        ys, experts = self._split(y_NO), range(w_EOI.shape[0])
+        # Packed weights are dequantised expert by expert, never as a stack.
+        packed = isinstance(w_EOI, PackedWeight)
+        weights: Any = experts if packed else w_EOI.transpose(1, 2).unbind(0)  # type: ignore[union-attr]
+        for count, x, w, y in self._each(self._split(x_NI), weights, ys):
+            if count:
+                torch.mm(x, w_EOI[w].T if packed else w, out=y)
+        ys[-1].zero_()
         return y_NO
 
     def _add_bias(self, y_NO: Tensor, b_EO: Tensor) -> None:
-        for e, (start, end) in enumerate(self._bounds):
-            if start != end:
-                y_NO[start:end].add_(b_EO[e])
+        for count, y, b_O in self._each(self._split(y_NO), b_EO.unbind(0)):
+            if count:
+                y.add_(b_O)
 
     @functools.cached_property
-    def _bounds(self) -> list[tuple[int, int]]:
-        """(start, end) of each expert's rows; on a device this waits for it."""
-        return list(itertools.pairwise(self.offsets_S.tolist()))
+    def _counts(self) -> list[int]:
+        """The rows of each expert, then those of nobody; on a device this waits for it."""
+        ends = [*self.offsets_S.tolist(), self.rows]
+        return [end - start for start, end in itertools.pairwise(ends)]
+
+    def _split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
+        """The rows of each expert, then those of nobody: one call, where slices take one each."""
+        return rows.split_with_sizes(self._counts, dim)
+
+    def _each(self, *of_experts: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
+        """Of each expert how many rows it has, and its share of all that is given."""
+        return zip(self._counts[:-1], *of_experts, strict=False)
 
 
-def _aligned(*operands: Tensor | PackedWeight) -> bool:
-    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes.
+@functools.cache
+def _serves_cpu(dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped product takes a dtype on a CPU, tried once a process."""
+    grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
+    if grouped_mm is None or dtype not in (torch.float32, torch.bfloat16):
+        return False
+    x, w, ends = torch.ones(1, 8, dtype=dtype), torch.ones(1, 8, 8, dtype=dtype), torch.ones(1)
+    try:
+        grouped_mm(x, w, offs=ends.int())
+    except RuntimeError:  # an older torch
+        return False
+    return True
 
-    Packed weights are dequantised expert by expert, never as the stack that it would need.
-    """
-    return all(isinstance(one, Tensor) and _aligned_operand(one) for one in operands)
+
+def _aligned(*operands: Tensor) -> bool:
+    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes."""
+    return all(_aligned_operand(one) for one in operands)
 
 
 def _aligned_operand(operand: Tensor) -> bool:

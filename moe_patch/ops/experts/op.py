@@ -10,9 +10,9 @@ dispatcher (ops/direct.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,37 +83,65 @@ def experts_mlp(
             ``batch_invariant``; or a forward-mode derivative is asked for.
     """
     backend = choose_backend(backend, x_TD.device, x_TD.dtype, batch_invariant).name
-    tensors, scales, storage = plain_weights(w)
+    plain, scales, storage = plain_weights(w)
     a13, lb13, s13 = lora13 or _NO_LORA
     a2, lb2, s2 = lora2 or _NO_LORA
-    inputs = (x_TD, weights_TK, *tensors, a13, lb13, a2, lb2)
+    tensors = *plain, a13, lb13, a2, lb2
+    inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
     spelled = spell_options(glu, backend, batch_invariant, storage)
-    numbers = s13, s2, glu.alpha, glu.limit
-    operands = x_TD, ids_TK, weights_TK, *tensors, a13, lb13, a2, lb2, *numbers, spelled
+    scalars = s13, s2, glu.alpha, glu.limit, spelled
     if not grad and signals is None:
-        if unwatched((ids_TK, *inputs)):
-            return schema.inference(*operands, scales)
-        return _OPERATORS.experts.inference(*operands, scales)
+        run = schema.inference if unwatched((ids_TK, *inputs)) else _OPERATORS.experts.inference
+        return run(x_TD, ids_TK, weights_TK, *tensors, *scalars, scales)
     graph = grad and _any_requires_grad(inputs)
     keep, norms = graph and not recompute, signals is not None
-    # Compilers know the operator's own rule; made by hand it costs a third of the time.
-    eager = graph and not torch.compiler.is_compiling()
-    run = _Experts.apply if eager else _OPERATORS.experts.default
-    out_TD, *_, act_norm_TK = run(
-        *operands,
+    call = _Call(
+        scalars,
         [keep, _keeps_u(lora13, keep, norms), _keeps_u(lora2, keep, norms), norms],
         None if signals is None else signals.grads_3TK,
         scales,
     )
-    if signals is not None:
-        signals.act_norm_TK = act_norm_TK.detach()
-    return out_TD
+    # Compilers know the operator's own rule; made by hand it costs a third of the time.
+    if graph and not torch.compiler.is_compiling():
+        found = _Experts.apply(x_TD, ids_TK, weights_TK, *tensors, call)
+    else:
+        found = _OPERATORS.experts.default(*call.arguments(x_TD, ids_TK, weights_TK, tensors))
+    if signals is None:
+        return found if isinstance(found, Tensor) else found[0]
+    signals.act_norm_TK = found[-1].detach()
+    return found[0]
+
+
+class _Call(NamedTuple):
+    """What the operator takes beside tensors with gradients, in its order.
+
+    Attributes:
+        scalars: both scalings, the activation's numbers and the options in words.
+        keep: what forward keeps for backward, and True last if it returns norms.
+        signals: where backward writes norms.
+        scales: of packed weights.
+    """
+
+    scalars: tuple[float | str, ...]
+    keep: list[bool]
+    signals: Tensor | None
+    scales: list[Tensor]
+
+    def arguments(
+        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
+    ) -> tuple[Any, ...]:
+        """All arguments of the operator."""
+        scalars, keep, signals, scales = self
+        return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
 
 def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+    for tensor in tensors:  # noqa: SIM110 (any() over a generator takes three times as long)
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _keeps_u(lora: Lora | None, keep: bool, norms: bool) -> bool:
@@ -136,7 +164,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.scalars, ctx.signals = scalars, signals
 
 
-def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
+def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
     x, weights, *tensors = ctx.saved_tensors
     tensors, from_forward, scales = tensors[:8], tensors[8:14], tensors[14:]
     others = [*(None for _ in ctx.scalars), None, None, [None for _ in scales]]
@@ -144,17 +172,22 @@ def _backward(ctx: Any, dout: Any, *_: Any, once: bool = False) -> Any:
         return (*(None for _ in range(11)), *others)
     wanted = ctx.needs_input_grad
     needs = [wanted[0], *wanted[2:11], ctx.signals is not None]
-    run: Any = _OPERATORS.experts_bwd.over_h if once else _OPERATORS.experts_bwd.default
-    if not torch.is_grad_enabled() and unwatched((dout, x, weights, *tensors, *from_forward)):
-        run = functools.partial(schema.experts_bwd, overwrite_h=once)
-    *grads, out_TK, params_TK, lora_TK = run(
+    *grads, out_TK, params_TK, lora_TK = _OPERATORS.experts_bwd.default(
         dout, x, weights, *tensors, *ctx.scalars, *from_forward, needs, scales
     )
-    if ctx.signals is not None:
-        lora_TK = torch.zeros_like(out_TK) if tensors[4] is None and tensors[6] is None else lora_TK
-        ctx.signals.copy_(torch.stack([out_TK, params_TK, lora_TK]))
+    _fill(ctx.signals, tensors, out_TK, params_TK, lora_TK)
     grads = [g if need else None for g, need in zip(grads, needs[:10], strict=True)]
     return (grads[0], None, *grads[1:], *others)
+
+
+def _fill(signals: Tensor | None, tensors: Sequence[Tensor | None], *norms_TK: Any) -> None:
+    """Write the gradients' norms where they were asked for."""
+    if signals is None:
+        return
+    out_TK, params_TK, lora_TK = norms_TK
+    if tensors[4] is None and tensors[6] is None:
+        lora_TK = torch.zeros_like(out_TK)
+    signals.copy_(torch.stack([out_TK, params_TK, lora_TK]))
 
 
 @functools.cache
@@ -167,26 +200,44 @@ def _graph_is_kept() -> Callable[[], bool]:
 
 
 class _Experts(torch.autograd.Function):
-    """What ``register_autograd`` makes of the same functions; it looks up arguments' defaults.
+    """The rule of :func:`_backward` at a third of the time.
 
-    What backward needs is saved but not returned: an output costs autograd more.
+    Autograd spends a microsecond on each argument and on each output: what is no tensor is one
+    argument, and what backward needs is saved but not returned.
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        tensors = (t for t in args if isinstance(t, Tensor))
-        output = (schema.experts if unwatched(tensors) else _OPERATORS.experts.default)(*args)
+    def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, *others: Any) -> Any:
+        *tensors, call = others
+        direct = unwatched((x, ids, weights, *tensors, call.signals, *call.scales))
+        run = schema.experts if direct else _OPERATORS.experts.default
+        output = run(*call.arguments(x, ids, weights, tensors))
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weights, *tensors, *output[1:-1], *call.scales)
+        ctx.call = call
+        if call.signals is None:
+            return output[0]
         ctx.mark_non_differentiable(output[-1])
-        _save(ctx, args, output)
         return output[0], output[-1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        # Neither again nor through: a gradient of gradients is refused by the other operator.
+    def backward(ctx: Any, dout: Tensor | None, *_: Any) -> Any:
+        if dout is None:
+            return (None,) * 12
+        saved, call, wanted = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
+        tensors = saved[2:10]
+        needs = [wanted[0], *wanted[2:11], call.signals is not None]
+        arguments = dout, *saved[:10], *call.scalars, *saved[10:16], needs, call.scales
         again = torch.compiler.is_compiling() or torch.is_grad_enabled() or _graph_is_kept()()
-        return tuple(
-            None if isinstance(g, list) else g for g in _backward(ctx, *grads, once=not again)
-        )
+        if not torch.is_grad_enabled() and unwatched((dout, *saved)):
+            grads = schema.experts_bwd(*arguments, overwrite_h=not again)
+        else:
+            # Neither again nor through: the other operator refuses a gradient of gradients.
+            operator, returned = _OPERATORS.experts_bwd, (*needs, *needs[-1:] * 2)
+            grads = (operator.default if again else operator.over_h)(*arguments)
+            grads = [g if need else None for g, need in zip(grads, returned, strict=True)]
+        _fill(call.signals, tensors, *grads[10:])
+        return grads[0], None, *grads[1:10], None
 
 
 define(

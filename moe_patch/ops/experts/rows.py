@@ -17,10 +17,14 @@ def row_norm(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1, dtype=_wide(rows.dtype))
 
 
+def tokens_of(plan: Plan) -> Tensor:
+    """The token of each row in plan order, [N]; past the last valid row arbitrary ones."""
+    return plan.row_of_N.clamp(min=0) // plan.slot_of_TK.shape[1]
+
+
 def token_rows(x_TD: Tensor, plan: Plan) -> Tensor:
     """Each row's token, in plan order [N, D]; rows past the last valid one are arbitrary."""
-    K = plan.slot_of_TK.shape[1]
-    return x_TD.index_select(0, plan.row_of_N.clamp(min=0) // K)
+    return x_TD.index_select(0, tokens_of(plan))
 
 
 def expert_rows(b_EO: Tensor, plan: Plan) -> Tensor:

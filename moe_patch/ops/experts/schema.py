@@ -154,18 +154,16 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
     return _NOTHING
 
 
-_KEEP = ("save_h", "save_u13", "save_u2", "norms")
-
-
 def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
     """(out, the plan's three, h, u13, u2, norms): what is not kept is empty, and may be one."""
     *operands, keep, _, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
-    options |= zip(_KEEP, keep, strict=True)
+    save_h, save_u13, save_u2, norms = keep
     with _no_autocast(x.device.type):
         out, plan, kept, act_norm = backend.experts_forward(
-            x, ids, weights, w, glu, lora13, lora2, **options
-        )
+            x, ids, weights, w, glu, lora13, lora2, save_h=save_h, save_u13=save_u13,
+            save_u2=save_u2, norms=norms, **options,
+        )  # fmt: skip
     return out, *plan, *kept, act_norm
 
 
@@ -200,6 +198,8 @@ def experts_bwd(
             dout, x, weights, w, glu, lora13, lora2, plan, Kept(h, u13, u2), needs,
             overwrite_h=overwrite_h, **options,
         )  # fmt: skip
+    if lora13 is None and lora2 is None:
+        return grads
     typed = {
         name: _cast(getattr(grads, name), factor.dtype)
         for name, factor in zip(_FACTORS, operands[4:8], strict=True)

@@ -32,6 +32,7 @@ from moe_patch.ops.experts.rows import (
     row_weights,
     rows_to_slots,
     token_rows,
+    tokens_of,
 )
 from moe_patch.types import (
     ExpertsBackward,
@@ -128,7 +129,8 @@ def experts_backward(
     if needs.weights:
         grads["weights"] = _routing_weight_grad(rows, w, plan).to(weights_TK.dtype)
     if needs.x:
-        dx_ND, _ = rows.groups.linear_transposed(rows.dh_NH, w.w13_EHD, lora13)
+        p_NR = None if lora13 is None else rows.p_NR
+        dx_ND, _ = rows.groups.linear_transposed(rows.dh_NH, w.w13_EHD, lora13, p_NR)
         grads["x"] = gather_sum(dx_ND, plan.slot_of_TK, None).to(x_TD.dtype)
     if lora13 is not None:
         grads |= _lora13_grads(rows, lora13, needs)
@@ -181,7 +183,9 @@ def _backward_rows(
 ) -> _Rows:
     groups = Groups(plan, x_TD)
     empty = x_TD.new_empty(0)
-    x_ND = token_rows(x_TD, plan)
+    # One division for both: of integers it takes a CPU as long as the copy of the rows.
+    token_N = tokens_of(plan)
+    x_ND = x_TD.index_select(0, token_N)
     h_NH, u13_NR, u2_NR = kept
     if h_NH.numel() == 0:
         low13 = None
@@ -189,7 +193,7 @@ def _backward_rows(
             u13_NR = groups.linear(x_ND, lora13.A_ERI)
             low13 = u13_NR, lora13
         h_NH = groups.linear(x_ND, w.w13_EHD, w.b13_EH, low13)
-    dout_ND = token_rows(dout_TD.to(x_TD.dtype), plan)
+    dout_ND = dout_TD.to(x_TD.dtype).index_select(0, token_N)
     w_N1 = row_weights(weights_TK, plan).unsqueeze(1)
     da_NF, q_NR = groups.linear_transposed(dout_ND, w.w2_EDF, lora2)
     a_NF, dh_NH = gated_activation_backward(h_NH, da_NF, w_N1, glu)
