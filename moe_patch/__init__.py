@@ -24,6 +24,7 @@ from moe_patch.signals.balance import update_expert_bias
 from moe_patch.signals.losses import delta_sc, gate_accuracy, smk_loss
 from moe_patch.signals.recorder import record
 from moe_patch.signals.replay import record_routing, replay_routing
+from moe_patch.tools.adapter_files import convert_adapter
 from moe_patch.tools.replay import replay_file
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "PatchStateError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "convert_adapter",
     "delta_sc",
     "dequantize_experts",
     "gate_accuracy",

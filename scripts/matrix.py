@@ -1,14 +1,16 @@
 """The suite on the oldest and the newest supported versions, each in an environment of its own.
 
-    python scripts/matrix.py                     every environment
+    python scripts/matrix.py                     oldest and newest
     python scripts/matrix.py oldest              one of them
     python scripts/matrix.py oldest --keep       reuse what is installed
     python scripts/matrix.py oldest -- -k cli    arguments for pytest; then no row is written
+    python scripts/matrix.py window              tests marked "versions", in every combination
+    python scripts/matrix.py 5.9x0.18            in one: transformers 5.9 with PEFT 0.18
 
 The oldest versions are the lower bounds in pyproject.toml, so that a bound which does not hold
 fails here; the newest are what pip finds, and a Triton among them that nobody looked at fails, too.
-Environments go to .venv-matrix-NAME (gigabytes where pip has no CPU build of torch). Each run of
-the whole suite appends a row "versions" to
+Environments go to .venv-matrix-NAME (gigabytes where pip has no CPU build of torch); combinations
+take turns in one. Each run of the whole suite, and each combination, appends a row "versions" to
 benchmarks/results/compat.jsonl; scripts/compat.py makes the table from it. Needs no package itself.
 """
 
@@ -54,6 +56,24 @@ ENVIRONMENTS = (
     Environment("oldest", "3.11", oldest=True),
     Environment("newest", "3.12", oldest=False),
 )
+WINDOW = Environment("window", "3.11", oldest=False)
+NEWEST = "newest"
+TRANSFORMERS = ("5.9", "5.13", "5.16", "5.20", NEWEST)
+PEFT = ("0.18", "0.20", NEWEST)
+SUBSET = "versions and not gpu and not slow"
+
+
+def combinations() -> dict[str, list[str]]:
+    """Name of each combination of transformers and PEFT -> what pip is asked for."""
+
+    def wanted(package: str, release: str) -> str:
+        return package if release == NEWEST else f"{package}=={release}.*"
+
+    return {
+        f"{t}x{p}": [wanted("transformers", t), wanted("peft", p)]
+        for t in TRANSFORMERS
+        for p in PEFT
+    }
 
 
 def lower_bounds() -> list[str]:
@@ -138,8 +158,21 @@ def _printed(interpreter: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 
 
+def build_combination(requirements: list[str]) -> None:
+    """Put one combination into the environment that all of them share; made where it is missing."""
+    if not WINDOW.interpreter.exists():
+        build(WINDOW)
+    pip = [str(WINDOW.interpreter), "-m", "pip", "install", "--quiet", "--upgrade"]
+    subprocess.run([*pip, *requirements], check=True)
+
+
 def run_suite(name: str, arguments: list[str]) -> int:
-    """Run the suite in this interpreter, and write the row unless only a part was asked for."""
+    """Run the suite in this interpreter, and write the row unless only a part was asked for.
+
+    Args:
+        name: of an environment, or of a combination, which runs the subset of the window.
+        arguments: for pytest.
+    """
     sys.path.insert(0, str(ROOT / "scripts"))
     import compat
     from bench_lib.rows import commit_of, new_run
@@ -147,7 +180,8 @@ def run_suite(name: str, arguments: list[str]) -> int:
     place, commit, (_, date) = compat.environment(), commit_of(ROOT), new_run()
     python = platform.python_version()
     print(f"{name}: Python {python}, " + ", ".join(f"{k} {v}" for k, v in place.items()))
-    selection = ["-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    subset = name in combinations()
+    selection = ["-q", "-p", "no:cacheprovider", "-m", SUBSET if subset else "not gpu"]
     command = [sys.executable, "-m", "pytest", "-n", "2", *selection, *arguments]
     threads = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     start = time.monotonic()
@@ -156,7 +190,11 @@ def run_suite(name: str, arguments: list[str]) -> int:
         return status
     values = {
         "row": ROW,
-        "test": f"the CPU suite, {name} versions, Python {python.rpartition('.')[0]}",
+        "test": (
+            f"the window's tests, {name}, Python {python.rpartition('.')[0]}"
+            if subset
+            else f"the CPU suite, {name} versions, Python {python.rpartition('.')[0]}"
+        ),
         "command": f"python scripts/matrix.py {name}",
         "world": 1,
         "commit": commit,
@@ -173,15 +211,16 @@ def main() -> int:
     """Build and run; status 1 if a suite fails."""
     parser = argparse.ArgumentParser(description="The suite on the oldest and newest versions.")
     names = [environment.name for environment in ENVIRONMENTS]
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    known = [*names, WINDOW.name, *combinations()]
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--keep", action="store_true", help="reuse an environment that is there")
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     own, rest = _split(sys.argv[1:])
     args = parser.parse_args(own)
     if args.here:
         return run_suite(args.here, rest)
-    if unknown := sorted(set(args.names) - set(names)):
-        parser.error(f"unknown environments {unknown}; known: {', '.join(names)}")
+    if unknown := sorted(set(args.names) - set(known)):
+        parser.error(f"unknown environments {unknown}; known: {', '.join(known)}")
     failed = []
     for environment in ENVIRONMENTS:
         if environment.name in (args.names or names):
@@ -192,6 +231,12 @@ def main() -> int:
                 failed.append(environment.name)
             if not environment.oldest and (said := unseen_triton(environment.interpreter)):
                 failed.append(said)
+    for name, requirements in combinations().items():
+        if {name, WINDOW.name} & {*args.names}:
+            build_combination(requirements)
+            script = [str(WINDOW.interpreter), __file__, "--here", name]
+            if subprocess.run([*script, "--", *rest], cwd=ROOT).returncode:
+                failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "passed")
     return 1 if failed else 0
 

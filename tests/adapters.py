@@ -68,7 +68,12 @@ def router_parameter(model_type: str) -> str:
 
 
 def recipe(model_type: str) -> list[str]:
-    """Both expert projections and the router, as target parameters."""
+    """Both expert projections and the router, as target parameters.
+
+    Without the router where the block chooses: it reads the router's bias past PEFT's wrapper.
+    """
+    if model_type in tiny_models.block_chosen():
+        return list(EXPERTS)
     return [*EXPERTS, router_parameter(model_type)]
 
 

@@ -75,7 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     which may name parts as well (tiny_models.needs).
     """
     absent = tiny_models.absent() | tiny_models.absent_parts()
-    gone = [item for item in items if _recipes_of(item) & absent]
+    without = absent | tiny_models.block_chosen()
+    gone = [
+        item
+        for item in items
+        if _recipes_of(item) & (without if item.get_closest_marker("routers") else absent)
+    ]
     if gone:
         config.hook.pytest_deselected(items=gone)
         items[:] = [item for item in items if item not in set(gone)]

@@ -21,6 +21,7 @@ from tests.numerics import FP32, assert_bits, assert_close, probe, rel_err
 from tests.parity import Run, assert_bf16_parity, assert_parity, run_block, run_model
 from tests.trace import assert_tier, executed
 
+pytestmark = pytest.mark.versions
 SERVED = {spec.module for spec in families() if spec.tier != "refused"}
 NAMES = sorted(name for name in tiny_models.patchable() if tiny_models.folder(name) in SERVED)
 
@@ -171,6 +172,7 @@ def wide_copy(name: str, model: nn.Module) -> nn.Module:
     return tiny_models.cast(copy.deepcopy(model), dtype)
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("name", ALONE)
 def test_block_in_bf16_on_equal_ids(name) -> None:
     """Output and gradients at most 1.5 times as far from fp64 as eager, on one routing."""
@@ -246,6 +248,7 @@ def test_hooks_on_router_and_experts_fire_once_per_block(name) -> None:
     assert len(set(counts[0])) == len(counts[0]) > 0
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("name", ALONE)
 def test_a_router_hook_that_replaces_ids_steers_the_block(name) -> None:
     block, reference = first_blocks(pair(name))

@@ -10,11 +10,11 @@ import copy
 import pytest
 import torch
 from peft import inject_adapter_in_model
-from peft.tuners.lora import layer as peft_layer
 
 import moe_patch.ops.experts.grouped
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.peft_release import factor_proxies, lora_proxies, rewrites_targets
 from tests import tiny_models
 from tests.adapters import (
     DOWN,
@@ -33,11 +33,14 @@ from tests.adapters import (
     expert_modules,
     limit_on,
     lora_config,
+    recipe,
     router_parameter,
     step,
 )
-from tests.numerics import assert_close, bf16_rule, rel_err
+from tests.numerics import FP32, assert_close, bf16_rule, rel_err
 from tests.snapshots import logits
+
+pytestmark = pytest.mark.versions
 
 
 @pytest.fixture
@@ -55,8 +58,8 @@ def merged_weights(monkeypatch):
 
         monkeypatch.setattr(cls, "forward", forward)
 
-    count(peft_layer._LoraFactorsProxy)
-    count(peft_layer._LoraParameterProxy)
+    for cls in lora_proxies():
+        count(cls)
     return shapes
 
 
@@ -93,13 +96,13 @@ def outer_sums(monkeypatch, device):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_adapter_of_a_usual_recipe(model_type, order, merged_weights, device):
     """Both projections, the router and attention."""
-    parameters = [*EXPERTS, router_parameter(model_type)]
+    parameters = recipe(model_type)
     pair = adapted_pair(model_type, parameters, attention(model_type), order=order, device=device)
     assert_adapters_act(pair.ours, pair.batch)
     assert_same_step(pair)
     merged_weights.clear()
     step(pair.reference, pair.batch)
-    assert len(merged_weights) == 8, "PEFT merges each weight when it registers and when it is read"
+    assert len(merged_weights) >= 8, "PEFT merges each weight when it registers and when it is read"
     merged_weights.clear()
     step(pair.ours, pair.batch)
     fused = {row.lora for row in patch_report(pair.ours)}
@@ -107,7 +110,8 @@ def test_every_adapter_of_a_usual_recipe(model_type, order, merged_weights, devi
         assert all(
             "call patch_model again with the same options to fuse" in value for value in fused
         )
-        assert len(merged_weights) == 4, "only PEFT's own registration merges, nothing reads it"
+        # PEFT's own registration merges. Before 0.21 its proxy gives nothing but that weight.
+        assert len(merged_weights) == (4 if factor_proxies() else 8)
     else:
         assert fused == {"fused (down_proj, gate_up_proj)"}
         assert merged_weights == []
@@ -124,6 +128,7 @@ def test_one_projection_alone(model_type, parameter, merged_weights, device):
     assert merged_weights == []
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_router_alone(model_type, order, device):
@@ -139,7 +144,8 @@ def test_shared_experts_as_parameters(model_type, order, device):
     targets = [f"{name}.weight" for name in SHARED[model_type]]
     pair = adapted_pair(model_type, [*EXPERTS, *targets], order=order, device=device)
     assert_adapters_act(pair.ours, pair.batch)
-    assert_same_step(pair)
+    # With PEFT 0.18, whose factors are other random numbers, one gradient is small: 1.3e-5.
+    assert_same_step(pair, None if rewrites_targets() else 2 * FP32)
 
 
 @pytest.mark.parametrize("order", ["peft first", "patch first"])

@@ -9,9 +9,11 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from moe_patch import UnsupportedModelError, lora_targets, patch_model
+from moe_patch.runtime.peft_release import rewrites_targets
 from tests import tiny_models
 from tests.tiny_recipes import NO_AUX
 
+pytestmark = pytest.mark.versions
 FAMILIES = (
     "qwen2_moe",
     "qwen3_moe",
@@ -213,8 +215,10 @@ def test_warning_when_all_linear_reaches_no_expert(model_type, order):
 )
 def test_no_warning_where_experts_were_reached_or_not_asked_for(model_type, targets):
     model = get_peft_model(tiny_models.build(model_type), LoraConfig(r=2, target_modules=targets))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patch_model(model)
     reached = any(".experts" in name for name in adapted(model))
-    assert reached == (targets == "all-linear")
+    # PEFT 0.18 rewrites no names: there the experts are missed, and the warning is right.
+    assert reached == (targets == "all-linear" and rewrites_targets())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model)
+    assert len(caught) == (targets == "all-linear" and not reached)

@@ -10,6 +10,7 @@ from peft.tuners.lora import layer as peft_layer
 
 import moe_patch.runtime.experts
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
+from moe_patch.runtime.peft_release import lora_proxies
 from tests import tiny_models
 from tests.adapters import (
     EXPERTS,
@@ -131,8 +132,8 @@ def test_recompute_merges_nothing(recompute, monkeypatch, device):
     def merge(self, weight):
         raise AssertionError("a merged weight was evaluated")
 
-    monkeypatch.setattr(peft_layer._LoraFactorsProxy, "forward", merge)
-    monkeypatch.setattr(peft_layer._LoraParameterProxy, "forward", merge)
+    for proxy in lora_proxies():
+        monkeypatch.setattr(proxy, "forward", merge)
     monkeypatch.setattr(peft_layer.ParamWrapper, "get_delta_weight", merge)
     step(ours, batch)
     adapter_gradients(ours)
@@ -183,6 +184,7 @@ def test_a_closure_on_the_experts_forward_still_runs(model_type, when):
     assert calls == [(14, 2), (14, 2)]
     assert {row.lora for row in patch_report(ours)} == {"fused (down_proj, gate_up_proj)"}
     base = ours.unload()
+    base.__dict__.pop("peft_config", None)  # PEFT 0.18 leaves it there
     unpatch_model(base)
     assert all(
         e.forward.__name__ == "forward" and e.forward.__closure__ for e in expert_modules(base)

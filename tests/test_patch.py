@@ -23,6 +23,8 @@ from tests.adapters import EXPERTS, adapt, lora_config
 from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, logits, snapshot
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture
 def model():

@@ -35,6 +35,7 @@ from tests.numerics import FP32, assert_bits, assert_close
 from tests.snapshots import assert_unchanged, snapshot
 from tests.toy_family import ToyModel, ToyRouter
 
+pytestmark = pytest.mark.versions
 EIGHT = (
     "deepseek_v3",
     "glm4_moe",
@@ -134,6 +135,7 @@ def test_entries_are_frozen():
         spec_of("qwen3_moe").tier = "refused"
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize(
     ("model_type", "change", "cls", "attribute"),
@@ -160,6 +162,7 @@ def test_a_mistyped_attribute_is_found_at_patch_time(
     assert_unchanged(before, snapshot(model))
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize(
     ("model_type", "change", "what"),
     [

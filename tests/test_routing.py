@@ -21,6 +21,7 @@ from tests.numerics import (
 )
 from tests.parity import assert_router_parity, ours, run_router, theirs
 
+pytestmark = pytest.mark.routers
 WEIGHT_LIMIT = 1e-6
 SIZES = [(2, 1), (8, 2), (16, 4), (32, 8)]
 
@@ -182,6 +183,7 @@ def test_correction_bias_gets_no_gradient() -> None:
     assert logits.grad.any()
 
 
+@pytest.mark.families("deepseek_v3")
 @pytest.mark.parametrize("bias", ["all -2", "all +2", "mixed"])
 def test_excluded_groups_never_win(bias) -> None:
     router = make_router(
@@ -226,6 +228,7 @@ def test_scaling_factor_enters_once(model_type) -> None:
         assert_close(weights.sum(-1), torch.full((64,), factor), 1e-6)
 
 
+@pytest.mark.families("deepseek_v3")
 def test_narrow_bias_band_keeps_its_precision() -> None:
     """256 biases within 0.25 of each other: bf16 would collapse them to nine values."""
     router = make_router(

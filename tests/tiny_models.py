@@ -73,8 +73,7 @@ def absent() -> frozenset[str]:
 def absent_parts() -> frozenset[str]:
     """What `needs` names of recipes that can be tested here and the installed release lacks."""
     installed = Version(transformers.__version__)
-    named = {name for spec in families() for name in spec.model_types}
-    later = {name for spec in later_families() for name in spec.model_types} - named
+    later = {name for spec in later_families() for name in spec.model_types}
     parts = {
         f"{name}.{field}"
         for name, tiny in FAMILIES.items()
@@ -84,6 +83,13 @@ def absent_parts() -> frozenset[str]:
     return frozenset(
         parts | {f"{name}.entry" for name in runnable() if config(name).model_type in later}
     )
+
+
+@functools.cache
+def block_chosen() -> frozenset[str]:
+    """Recipes whose routers only make logits here: the block chooses (transformers before 5.13)."""
+    types = {name for spec in families() if spec.chooses_in_block for name in spec.model_types}
+    return frozenset(name for name in runnable() if config(name).model_type in types)
 
 
 def needs(model_type: str, over: Iterable[str] = (), entry: bool = False) -> tuple[str, ...]:

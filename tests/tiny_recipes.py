@@ -97,6 +97,7 @@ FAMILIES: dict[str, Tiny] = {
     "bailing_hybrid": Tiny(HYBRID | MHA | SPARSE),
     "beam": Tiny({"mlp_layer_types": ["dense", "sparse"]}),
     "cohere2_moe": Tiny(),
+    # before, its own experts take no other width than the hidden size
     "dbrx": Tiny(
         NO_AUX
         | {
@@ -111,10 +112,15 @@ FAMILIES: dict[str, Tiny] = {
                 "moe_num_experts": 8,
                 "moe_top_k": 2,
             },
-        }
+        },
+        since="5.16",
     ),  # fmt: skip
     "deepseek_ocr2": tower("deepseek_ocr2", "DeepseekOcr2Text", **SPARSE),
-    "deepseek_v2": Tiny(MHA | {"topk_method": "group_limited_greedy"}),
+    # before, its block asked itself for an attribute that it does not have
+    "deepseek_v2": Tiny(MHA | {"topk_method": "group_limited_greedy"}, since="5.13"),
+    "deepseek_v2_greedy": tower(
+        "deepseek_v2", "DeepseekV2", "ForCausalLM", **MHA, topk_method="greedy"
+    ),
     "deepseek_v3": Tiny(MHA),
     "deepseek_v32": Tiny(MHA),
     "deepseek_v4": Tiny(
@@ -124,6 +130,7 @@ FAMILIES: dict[str, Tiny] = {
         {},
         "diffusion_gemma:DiffusionGemmaTextConfig",
         "diffusion_gemma:DiffusionGemmaEncoderTextModel",
+        since="5.16",
     ),
     # before, its decoder layer took the block's tuple for a tensor
     "doge": Tiny({"is_moe": True, "num_experts": 16}, since="5.18"),
@@ -164,13 +171,14 @@ FAMILIES: dict[str, Tiny] = {
         **MHA,
         **SPARSE,
     ),
-    "glm_moe_dsa": Tiny(MHA),
+    # before, this config's fields made dense layers alone
+    "glm_moe_dsa": Tiny(MHA, since="5.13"),
     "gpt_oss": Tiny(
         {"intermediate_size": 16, "rope_parameters": ROPE}, later={"swiglu_limit": "5.19"}
     ),
     "granitemoe": Tiny({"intermediate_size": 16} | NO_AUX),
     "granitemoe_swa": Tiny({"intermediate_size": 16} | NO_AUX),
-    "granitemoehybrid": Tiny(HYBRID | {"intermediate_size": 16} | NO_AUX),
+    "granitemoehybrid": Tiny(HYBRID | {"intermediate_size": 16} | NO_AUX, since="5.13"),
     "granitemoeshared": Tiny({"intermediate_size": 16} | NO_AUX),
     "hunyuan_v1_moe": Tiny({"intermediate_size": 16}),
     "hy_v3": Tiny(),

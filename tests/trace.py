@@ -41,8 +41,12 @@ def executed(function: Callable[[], Any]) -> set[CodeType]:
 
 
 def transformers_routers(model: nn.Module) -> set[CodeType]:
-    """The forwards of the model's router classes, as transformers defines them."""
-    return {_code(type(m).forward) for m in _of_role(model, "router")}
+    """What chooses experts in transformers: the forwards of routers, or methods of blocks."""
+    methods = {
+        _code(getattr(type(m), lookup(m)[0].block_slot)) for m in _of_role(model, "block")
+        if lookup(m)[0].chooses_in_block
+    }  # fmt: skip
+    return methods | {_code(type(m).forward) for m in _of_role(model, "router")}
 
 
 def transformers_experts(model: nn.Module) -> set[CodeType]:
@@ -69,6 +73,7 @@ def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
     routers, experts = transformers_routers(model), transformers_experts(model)
     if tier == "refused":
         assert ran & experts, "transformers' experts did not run"
+        assert ran >= routers, "transformers' routing did not run"
         assert not ran & our_experts(), "our experts ran"
         return
     assert ran & our_experts(), "our experts did not run"
@@ -86,8 +91,9 @@ def our_experts() -> set[CodeType]:
 
 
 def our_routing(model: nn.Module) -> set[CodeType]:
-    """The routing functions, or the code of all rules, that the model's routers must have run."""
-    found = [lookup(m)[0].routing for m in _of_role(model, "router")]
+    """The routing functions, or the code of all rules, that routers or blocks must have run."""
+    holders = [m for m in _of_role(model, "block") if lookup(m)[0].chooses_in_block]
+    found = [lookup(m)[0].routing for m in [*_of_role(model, "router"), *holders]]
     rules = [RouteRule.spec if isinstance(r, RouteRule) else r for r in found if r is not None]
     return {_code(rule) for rule in rules}
 

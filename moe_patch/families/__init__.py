@@ -26,14 +26,15 @@ def register_family(spec: FamilySpec) -> None:
     """Add a family, or put it in the place of the one that names the same classes.
 
     Where two entries name one class of one module, the earlier entry serves it: to change a shipped
-    one, register it with its class names and module unchanged. An entry for a later release of
-    transformers than the installed one (``since``) waits for it.
+    one, register it with its class names and module unchanged. An entry for another release of
+    transformers than the installed one (``since``, ``until``) is inert.
 
     Args:
         spec: checked on construction; its class names are matched against live modules by class.
     """
     if not _described(spec):
-        _LATER.append(spec)
+        if spec.since:
+            _LATER.append(spec)
         return
     for place, old in enumerate(_FAMILIES):
         if _identity(old) == _identity(spec):
@@ -56,6 +57,11 @@ def families() -> tuple[FamilySpec, ...]:
 def later_families() -> tuple[FamilySpec, ...]:
     """Entries that describe a later release of transformers than the installed one."""
     return tuple(_LATER)
+
+
+def later_release(model_types: tuple[str, ...]) -> str:
+    """The release of transformers that an entry for one of these types waits for; else empty."""
+    return next((spec.since for spec in _LATER if {*model_types} & {*spec.model_types}), "")
 
 
 def is_shipped(spec: FamilySpec) -> bool:
@@ -124,11 +130,15 @@ def _identity(spec: FamilySpec) -> tuple:
 
 def _described(spec: FamilySpec) -> bool:
     """Whether an entry describes the installed release of transformers."""
-    installed, since = (
+    installed, since, until = (
         [int(part) for part in release.split(".")[:2]]
-        for release in (importlib.metadata.version("transformers"), spec.since or "0.0")
+        for release in (
+            importlib.metadata.version("transformers"),
+            spec.since or "0.0",
+            spec.until or "999.0",
+        )
     )
-    return installed >= since
+    return since <= installed < until
 
 
 for _file in sorted(pkgutil.iter_modules(__path__), key=lambda file: file.name):

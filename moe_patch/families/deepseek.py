@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_patch.families.block_choice import in_both_forms
 from moe_patch.families.logits import linear_fp32
 from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
@@ -39,11 +40,24 @@ def deepseek_v3_like(prefix: str, module: str, *model_types: str, **more: Any) -
     return FamilySpec(model_types=model_types or (module,), module=module, **{**fields, **more})
 
 
+def since_before_513(prefix: str, *names: str, naive: bool = True, **more: Any) -> Any:
+    """Both entries of a family that is older than 5.13; arguments as :func:`deepseek_v3_like`.
+
+    Args:
+        prefix: of the class names.
+        names: the model folder, and the model types.
+        naive: the experts' class had another name before.
+        more: fields that differ from DeepSeek-V3's.
+    """
+    spec = deepseek_v3_like(prefix, *names, **more)
+    return in_both_forms(spec, f"{prefix}NaiveMoe" if naive else None, groups="n_group")
+
+
 _CLAMPED_SILU = GluRule("silu", limit="swiglu_limit")
 
 FAMILIES = (
-    deepseek_v3_like("DeepseekV3", "deepseek_v3", "deepseek_v3", "sarvam_mla"),
-    deepseek_v3_like("DeepseekV32", "deepseek_v32"),
+    *since_before_513("DeepseekV3", "deepseek_v3", "deepseek_v3", "sarvam_mla"),
+    *since_before_513("DeepseekV32", "deepseek_v32"),
     # the block normalises the sum of routed and shared output
     deepseek_v3_like("AXK1", "axk1", shared=None, shared_by_block="shared_experts"),
     deepseek_v3_like("AXK2", "axk2", params={**PARAMS, "group_fill": Const(0.0)}),
@@ -57,19 +71,21 @@ FAMILIES = (
         glu=GluRule("act_fn"),
         shared=None,
     ),
-    deepseek_v3_like("Dots1", "dots1"),
+    *since_before_513("Dots1", "dots1"),
     deepseek_v3_like("Dots3NoteText", "dots3_note", "dots3_note_text", experts="Dots3NoteExperts"),
-    deepseek_v3_like("ExaoneMoe", "exaone_moe", block="ExaoneMoeSparseMoEBlock"),
-    deepseek_v3_like("Glm4Moe", "glm4_moe", "glm4_moe", "sarvam_moe"),
-    deepseek_v3_like("Glm4MoeLite", "glm4_moe_lite"),
-    deepseek_v3_like("Glm4vMoeText", "glm4v_moe", "glm4v_moe_text"),
-    deepseek_v3_like("GlmMoeDsa", "glm_moe_dsa"),
+    *since_before_513("ExaoneMoe", "exaone_moe", block="ExaoneMoeSparseMoEBlock", naive=False),
+    *since_before_513("Glm4Moe", "glm4_moe", "glm4_moe", "sarvam_moe"),
+    *since_before_513("Glm4MoeLite", "glm4_moe_lite"),
+    *since_before_513("Glm4vMoeText", "glm4v_moe", "glm4v_moe_text"),
+    *since_before_513("GlmMoeDsa", "glm_moe_dsa"),
     deepseek_v3_like("Glm5NextText", "glm5_next", "glm5_next_text", glu=_CLAMPED_SILU),
     deepseek_v3_like("HYV4", "hy_v4", glu=_CLAMPED_SILU),
     deepseek_v3_like("HYV4VL", "hy_v4_vl", "hy_v4_vl_text", glu=_CLAMPED_SILU),
     deepseek_v3_like("KimiLinear", "kimi_linear"),
     deepseek_v3_like("MiMoV2Flash", "mimo_v2_flash", shared=None),
     # projections to and from a latent space stand around the experts, in the block
-    deepseek_v3_like("NemotronH", "nemotron_h", shared=None, shared_by_block="shared_experts"),
-    deepseek_v3_like("SolarOpen", "solar_open"),
+    *since_before_513(
+        "NemotronH", "nemotron_h", naive=False, shared=None, shared_by_block="shared_experts"
+    ),
+    *since_before_513("SolarOpen", "solar_open"),
 )

@@ -1,5 +1,6 @@
 """Softmax scores with a group limit: DeepSeek-V2 (best score of a group) and Mistral (best two)."""
 
+from moe_patch.families.block_choice import in_both_forms
 from moe_patch.families.logits import linear, linear_fp32
 from moe_patch.ops.routing import greedy_or_groups, softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
@@ -64,9 +65,9 @@ MISTRAL_LARGE4 = FamilySpec(
 )
 
 FAMILIES = (
-    deepseek_v2_like("DeepseekV2", "deepseek_v2", "deepseek_v2"),
-    deepseek_v2_like("DeepseekOcr2Text", "deepseek_ocr2", "deepseek_ocr2_text"),
+    *in_both_forms(deepseek_v2_like("DeepseekV2", "deepseek_v2", "deepseek_v2")),
+    *in_both_forms(deepseek_v2_like("DeepseekOcr2Text", "deepseek_ocr2", "deepseek_ocr2_text")),
     deepseek_v2_like("UnlimitedOcrText", "unlimited_ocr", "unlimited_ocr_text"),
-    MISTRAL4,
+    *in_both_forms(MISTRAL4, "Mistral4NaiveMoe", groups="n_group"),
     MISTRAL_LARGE4,
 )

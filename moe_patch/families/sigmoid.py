@@ -113,6 +113,7 @@ LFM2_MOE = FamilySpec(
     },
     bias=Arg(1, when="use_expert_bias"),
     glu=GluRule("silu"),
+    since="5.13",
 )
 
 # the block may add its shared expert in fp32

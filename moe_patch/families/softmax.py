@@ -1,8 +1,11 @@
 """Softmax over all experts, then top-k: the families that differ from Qwen in a detail or two."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from moe_patch.families.block_choice import RELEASE, in_both_forms
 from moe_patch.families.logits import linear, linear_fp32, linear_fp32_no_autocast
 from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.spec import Const, FamilySpec
@@ -54,13 +57,15 @@ LARA_MINI = FamilySpec(
 )
 
 
-def ernie_like(prefix: str, router_prefix: str, module: str, model_type: str) -> FamilySpec:
+def ernie_like(
+    prefix: str, router_prefix: str, module: str, model_type: str
+) -> tuple[FamilySpec, FamilySpec]:
     """ERNIE-4.5: a correction bias on the softmax, the sum of the weights clamped from below.
 
     The shared expert is optional and, in the VL model, sits on the block around the text and vision
-    blocks; transformers' own code adds it.
+    blocks; transformers' own code adds it. Before 5.13 the router gave ids before weights.
     """
-    return FamilySpec(
+    spec = FamilySpec(
         model_types=(model_type,),
         module=module,
         block=f"{prefix}SparseMoeBlock",
@@ -78,12 +83,13 @@ def ernie_like(prefix: str, router_prefix: str, module: str, model_type: str) ->
         weights_dtype="hidden",
         shared_by_block="shared_experts",
     )
+    return replace(spec, since=RELEASE), replace(spec, ids_first=True, until=RELEASE)
 
 
 FAMILIES = (
     JAMBA,
-    HUNYUAN,
+    *in_both_forms(HUNYUAN),
     LARA_MINI,
-    ernie_like("Ernie4_5_Moe", "Ernie4_5_Moe", "ernie4_5_moe", "ernie4_5_moe"),
-    ernie_like("Ernie4_5_VLMoe", "Ernie4_5_VLMoeMoe", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+    *ernie_like("Ernie4_5_Moe", "Ernie4_5_Moe", "ernie4_5_moe", "ernie4_5_moe"),
+    *ernie_like("Ernie4_5_VLMoe", "Ernie4_5_VLMoeMoe", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
 )

@@ -57,6 +57,8 @@ def bindings_of(
         add(router, own.router_forward or common, "router")
     if block.block is not None:
         common = forward.block_forward if spec.shared else None
+        if spec.chooses_in_block:
+            common = forward.choice_forward
         add((block.path, block.block), spec.block_forward or common, "block", spec.block_slot)
     for experts in block.experts:
         common = forward.bound_experts_forward if spec.layout else None

@@ -15,6 +15,7 @@ from torch import nn
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.runtime.adapters import EXPERT_PARAMETERS
+from moe_patch.runtime.peft_release import rewritten_target
 
 # The class of what chooses the keys of sparse attention. Nothing of it is in the output but the
 # choice: its adapters would get no gradient, which DistributedDataParallel takes for an error.
@@ -98,18 +99,7 @@ def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:
     the like to the fused expert parameter, wherever they stand: a shared expert named so would get
     no adapter and the experts twice the rank. Their weights are targeted as parameters instead.
     """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    def rewritten(name: str) -> bool:
-        trial = LoraConfig(target_modules=[name])
-        try:
-            convert_peft_config_for_transformers(trial, model, None)
-        except ValueError:  # half of what it would fuse, as Beam's attention has a gate_proj alone
-            return True
-        return trial.target_modules != {name}
-
-    return {name for name in modules if rewritten(name)}
+    return {name for name in modules if rewritten_target(name, model)}
 
 
 def missed_experts(model: Any) -> str | None:
@@ -212,7 +202,12 @@ def _expert_parameters(block: FoundBlock) -> set[str]:
 
 
 def _add_router(block: FoundBlock, modules: set[str], parameters: set[str]) -> None:
-    for path, router in block.routers:
+    routers = block.routers
+    # A block that reads the correction bias of its router past the adapter cannot run with one.
+    if block.spec.chooses_in_block and block.block is not None and block.spec.bias is None:
+        name = block.spec.router_attr
+        routers = [(f"{block.path}.{name}", block.block.get_submodule(name))]
+    for path, router in routers:
         if isinstance(router, nn.Linear):
             continue  # PEFT would wrap the module and break on its tuple output
         weight = router._parameters.get("weight")

@@ -30,6 +30,7 @@ from moe_patch.patching.resolve import (
     warn_of,
     warn_of_mismatches,
 )
+from moe_patch.patching.window import require_window
 from moe_patch.runtime import forward
 from moe_patch.runtime.record import RECORD, ModulePatch, bind, record_of, unbind
 
@@ -50,7 +51,8 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         The same object.
 
     Raises:
-        UnsupportedModelError: no model, no MoE block, or one that cannot be patched (``strict``).
+        UnsupportedModelError: no model, no MoE block, or one that cannot be patched (``strict``);
+            transformers or PEFT is too old.
         UnsupportedOptionError: an option is unknown, wrong, or cannot hold on this model.
         PatchStateError: the model is already patched with another config.
     """
@@ -59,6 +61,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         logger.info("moe_patch: false, the model is left as it is")
         return model
     again = _check_state(model, parsed)
+    require_window(model)
     found = chosen_blocks(model, parsed)
     blocks = fitted(found)
     refused = refusals(model, blocks, parsed)

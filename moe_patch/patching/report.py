@@ -16,6 +16,7 @@ from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
 from moe_patch.runtime.adapters import fusion_obstacle, paused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
+from moe_patch.runtime.peft_release import factor_proxies
 from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Glu, RouteSpec
@@ -141,7 +142,7 @@ def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
 
 def _is_routed(found: FoundBlock) -> bool:
     """Whether the routing is ours: in the bound block, or in every router."""
-    if found.spec.block_forward is not None:
+    if found.spec.block_forward is not None or found.spec.chooses_in_block:
         return found.block is not None and record_of(found.block) is not None
     return bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
 
@@ -185,6 +186,8 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     """The backend that routes, and why where it is not the experts' own."""
     if experts_backend == "torch":
         return "torch", ""
+    if found.spec.chooses_in_block:
+        return _block_backend(found)
     if not found.routers:  # Doge: the block itself asks for product keys
         ties = record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
         why = "routing: ties='torch' chooses among all pairs of keys, as torch.topk does"
@@ -208,6 +211,16 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         chosen = RouteSpec(1, ties=ties)
     obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
     return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")
+
+
+def _block_backend(found: FoundBlock) -> tuple[str, str]:
+    """The backend that chooses from the logits of a router that does no more than make them."""
+    spec, block, ties = found.spec, found.block, record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
+    E = _whole_shape(_a_weight(found))[0]
+    chosen = spec.route_spec(block, E, ties)  # type: ignore[arg-type]
+    bias = spec.bias_of(block, ())  # type: ignore[arg-type]
+    obstacle = route_obstacle(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
+    return ("triton", "") if obstacle is None else ("torch", f"routing: {obstacle}")
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -255,6 +268,8 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
         obstacle = fusion_obstacle(wrapper) or paused(wrapper)
         if obstacle is None and record_of(wrapper) is None:
             obstacle = "call patch_model again with the same options to fuse"
+            if not factor_proxies():
+                obstacle = f"PEFT's merged weight is read; {obstacle}"
         name = wrapper.parameter_name
         if name == "weight":  # says nothing without the module it belongs to
             name = f"{path.rpartition('.')[2]}.{name}"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import warnings
 
 from torch import nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
-from moe_patch.families import is_shipped
+from moe_patch.families import is_shipped, later_release
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.patching.bindings import bindings_of, customised, foreign_forward, overridden
@@ -23,6 +24,7 @@ from moe_patch.patching.discover import (
     unmatched,
 )
 from moe_patch.patching.entry_fit import mismatch
+from moe_patch.patching.window import OLDEST_TRANSFORMERS
 from moe_patch.runtime.adapters import fusion_obstacle
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
@@ -60,11 +62,20 @@ def nothing_found(model: nn.Module, blocks: list[FoundBlock], config: PatchConfi
             f" among the selected paths (include {list(config.include)}, exclude "
             f"{list(config.exclude)}); there are {some_paths(blocks)}; change the patterns"
         )
+    elif later := later_release((_model_type(model),)):
+        installed = importlib.metadata.version("transformers")
+        reason += f"; its family entry needs transformers {later} or newer, found {installed}"
     else:
         reason += "; accepted: the model types that `moe-patch families` lists"
     if config.strict:
         raise UnsupportedModelError(reason)
     return refused_block(WHOLE_MODEL, model, reason)
+
+
+def _model_type(model: nn.Module) -> str:
+    """The model type of a model's config; empty for a module without one."""
+    config = model.__dict__.get("config")
+    return "" if config is None else str(config.model_type)
 
 
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
@@ -213,6 +224,10 @@ def _check_attributes(block: FoundBlock) -> None:
             if isinstance(source, str):
                 read(router, source)
     spec = block.spec
+    if block.block is not None and spec.chooses_in_block:
+        for source in [*spec.params.values(), spec.bias]:
+            if isinstance(source, str):
+                read(block.block, source)
     if _lacks_router(block):
         raise mismatch(
             block.block or block.experts[0][1], f"there is no {spec.router} in the block"
@@ -234,7 +249,7 @@ def _check_experts_module(
             raise UnsupportedModelError(
                 f"{path} ({type(experts).__name__}): transformers {transformers.__version__} does "
                 f"not serve this class through its experts registry (no {', '.join(missing)}); "
-                "accepted: a release that decorates it with use_experts_implementation"
+                f"{_accepted_release(spec)}"
             )
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
@@ -247,6 +262,17 @@ def _check_experts_module(
             require_float(tensor, f"{path} ({type(experts).__name__})")
         if not weight.is_meta:
             choose_backend(config.backend, weight.device, weight.dtype, config.batch_invariant)
+
+
+def _accepted_release(spec: FamilySpec) -> str:
+    """Name the releases that serve the experts of a family, as far as its entry tells."""
+    later = later_release(spec.model_types)
+    if later:
+        return f"needs transformers {later} or newer"
+    return (
+        f"accepted: a class that transformers {OLDEST_TRANSFORMERS} or newer decorates with "
+        "use_experts_implementation"
+    )
 
 
 def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:

@@ -103,6 +103,8 @@ def kind_of(found: FoundBlock) -> tuple:
         (n, tuple(p.shape), p.dtype, p.device) for m in modules for n, p in m.named_parameters()
     )
     routing = tuple(str(value) for _, m in found.routers for value in found.spec_of(m).values_of(m))
+    if found.block is not None and spec.chooses_in_block:
+        routing += tuple(str(value) for value in spec.values_of(found.block))
     activations = tuple(read_glu(m, spec) for _, m in found.experts if spec.experts_forward is None)
     return type(found.block), tuple(type(m) for m in modules), tensors, routing, activations
 
@@ -180,7 +182,7 @@ def _compare_routers(
         routing = spec.route(module, hidden, rest, ties=ties, impl=impl)
         if spec.returns is not None:
             return spec.returns(module, routing)
-        return routing.logits_TE, routing.weights_TK, routing.ids_TK
+        return routing.logits_TE, *_ordered(spec, routing.weights_TK, routing.ids_TK)
 
     def theirs(module: nn.Module, hidden: Tensor, *rest: Tensor) -> Any:
         return type(module).forward(module, hidden, *rest)
@@ -191,7 +193,8 @@ def _compare_routers(
     with fitting(router):
         mine = torch.func.functional_call(Direct(router, ours), tensors, (x, *args))
     require_form(router, reference, mine)
-    (logits, weights, ids), (ref_logits, ref_weights, ref_ids) = mine[:3], reference[:3]
+    logits, weights, ids = mine[0], *_ordered(spec, *mine[1:3])
+    ref_logits, ref_weights, ref_ids = reference[0], *_ordered(spec, *reference[1:3])
     limit = limit_for(next(p for p in router.parameters() if p.dim() == 2))
     compare(path, "router logits", logits, ref_logits, limit)
     dense = torch.zeros_like(logits, dtype=torch.float64)
@@ -214,6 +217,11 @@ def _compare_routers(
         for by_expert, raw in ((ours_TE, logits), (theirs_TE, ref_logits))
     )
     compare(path, "router's hidden-state gradient", dx, ref_dx, limit)
+
+
+def _ordered(spec: FamilySpec, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and ids of a router's results, or back."""
+    return (other, one) if spec.ids_first else (one, other)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:

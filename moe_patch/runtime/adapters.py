@@ -2,13 +2,12 @@
 
 PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound
 hands its factors down for the duration of the call (see forward.py); one that was added after
-patching shows itself as a live parametrization. Nothing here imports peft: wrappers come from its
-own module when it is loaded.
+patching shows itself as a live parametrization. Nothing here imports peft; what its releases do
+unlike each other is in peft_release.py.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,12 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError, refuse_forward_mode
 from moe_patch.formats.weights import is_packed
 from moe_patch.runtime.modules import child_of, is_sharded, parameter_of
+from moe_patch.runtime.peft_release import (
+    factor_proxies,
+    lora_proxies,
+    param_wrapper_class,
+    swaps_features,
+)
 from moe_patch.types import Lora
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
@@ -28,12 +33,6 @@ class Factors(NamedTuple):
     lhs: Tensor
     rhs: Tensor
     scaling: float
-
-
-def param_wrapper_class() -> type[nn.Module] | None:
-    """PEFT's ParamWrapper, or None while peft is not loaded (then no model can hold one)."""
-    layer = sys.modules.get("peft.tuners.lora.layer")
-    return None if layer is None else layer.ParamWrapper
 
 
 def is_param_wrapper(module: nn.Module) -> bool:
@@ -73,7 +72,8 @@ def active_factors(wrapper: Any) -> list[Factors]:
     """The factors of a wrapper's active adapters, in their order and own dtype; read at call time.
 
     PEFT's ``get_delta_factors`` without its cast to the weight's dtype: those copies would be held
-    until backward. It packs A expert by expert and B rank by rank.
+    until backward. PEFT packs A expert by expert and B rank by rank; where it did not swap the
+    features, A reads the first dimension of the stored weight and B writes the second.
     """
     found = []
     all_a, all_b = child_of(wrapper, "lora_A"), child_of(wrapper, "lora_B")
@@ -82,7 +82,7 @@ def active_factors(wrapper: Any) -> list[Factors]:
             a, b = parameter_of(all_a[name], "weight"), parameter_of(all_b[name], "weight")
             a_ERI = a.reshape(wrapper.num_experts, -1, a.shape[1])
             b_EOR = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
-            pair = (b_EOR, a_ERI) if wrapper._did_swap_in_out_features else (a_ERI.mT, b_EOR.mT)
+            pair = (b_EOR, a_ERI) if swaps_features(wrapper) else (a_ERI.mT, b_EOR.mT)
             found.append(Factors(*pair, wrapper.scaling[name]))
     return found
 
@@ -97,13 +97,22 @@ def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None
     parametrizations = experts._modules.get("parametrizations")
     if parametrizations is None or name not in parametrizations:
         return None
-    entry = parametrizations[name]
-    proxy_cls = (
-        sys.modules["peft.tuners.lora.layer"]._LoraFactorsProxy if param_wrapper_class() else None
-    )
-    if proxy_cls is None or not all(type(proxy) is proxy_cls for proxy in entry):
+    entry, with_factors = parametrizations[name], factor_proxies()
+    if not all(type(proxy) in with_factors for proxy in entry):
         return None
     return entry.original, [Factors(p.lhs, p.rhs, p.scaling) for p in entry]
+
+
+def original_under_adapters(experts: Any, name: str) -> Tensor | None:
+    """The weight under PEFT's parametrizations, merged ones included; None without any.
+
+    Where another library parametrizes the weight too, its original says nothing: None.
+    """
+    parametrizations = experts._modules.get("parametrizations")
+    if parametrizations is None or name not in parametrizations:
+        return None
+    entry, by_peft = parametrizations[name], lora_proxies()
+    return entry.original if all(type(proxy) in by_peft for proxy in entry) else None
 
 
 def own_version(weight: Tensor) -> Tensor:
@@ -147,13 +156,10 @@ def refuse_merged(experts: Any, name: str) -> None:
         UnsupportedOptionError: it has: its wrapper was added after patching.
     """
     parametrizations = experts._modules.get("parametrizations")
-    if parametrizations is None or name not in parametrizations or not param_wrapper_class():
+    if parametrizations is None or name not in parametrizations:
         return
-    layer = sys.modules["peft.tuners.lora.layer"]
-    if any(
-        isinstance(proxy, (layer._LoraFactorsProxy, layer._LoraParameterProxy))
-        for proxy in parametrizations[name]
-    ):
+    by_peft = lora_proxies()
+    if any(isinstance(proxy, by_peft) for proxy in parametrizations[name]):
         raise UnsupportedOptionError(
             f"{type(experts).__name__}.{name}: fuse_lora='require' cannot hold: an adapter was "
             "added after patching; call patch_model again with the same options, or use "

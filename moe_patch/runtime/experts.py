@@ -14,7 +14,13 @@ from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import refuse_batch_invariant
 from moe_patch.ops.experts.composed import experts_composed
 from moe_patch.ops.experts.op import Signals, experts_mlp
-from moe_patch.runtime.adapters import live_factors, own_version, refuse_merged, to_lora
+from moe_patch.runtime.adapters import (
+    live_factors,
+    original_under_adapters,
+    own_version,
+    refuse_merged,
+    to_lora,
+)
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.record import handed_down, record_of
 from moe_patch.runtime.row_norms import RowNorms
@@ -36,12 +42,12 @@ class ExpertTensors(NamedTuple):
 
 
 def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Tensor:
-    """The up projection as stored, without evaluating a parametrization."""
+    """The up projection as stored, without evaluating a parametrization of PEFT's."""
     layout = layout or layout_of(experts, spec)
     owner, _, name = layout.up_name.rpartition(".")
     holder = read(experts, owner) if owner else experts
-    live = live_factors(holder, name)
-    return projection(holder, name) if live is None else live[0]
+    original = original_under_adapters(holder, name)
+    return projection(holder, name) if original is None else original
 
 
 def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str) -> ExpertTensors:

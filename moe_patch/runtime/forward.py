@@ -4,6 +4,7 @@ ops/experts/definition.py.
     router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
     experts_forward  in transformers' ExpertsInterface, chosen per instance by its config
     block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
+    choice_forward   bound in place of a block's method that chooses experts from given logits
     lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
 
 Each runs only while its patch is active (see :func:`moe_patch.runtime.record.bound`); otherwise the
@@ -27,6 +28,7 @@ from moe_patch.runtime.modules import child_of, undecorated_forward
 from moe_patch.runtime.record import (
     ModulePatch,
     bound,
+    bound_method,
     hand_down,
     origin_of,
     record_of,
@@ -64,6 +66,8 @@ def _route(router: nn.Module, record: ModulePatch, hidden_states: Tensor, args: 
         routing = taps.decided(spec, hidden_states, args, routing)
     if spec.returns is not None:
         return spec.returns(router, routing)
+    if spec.ids_first:
+        return routing.logits_TE, routing.ids_TK, routing.weights_TK
     return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
 
@@ -120,6 +124,18 @@ def block_forward(block: Any, record: ModulePatch, hidden_states: Tensor) -> Ten
     if spec.shared_gate is not None:
         shared = torch.sigmoid(getattr(block, spec.shared_gate)(x_TD)) * shared
     return (routed_TD + shared).view(hidden_states.shape)
+
+
+@bound_method("route_tokens_to_experts")
+def choice_forward(
+    block: nn.Module, record: ModulePatch, router_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """ids_TK and weights_TK of the experts that the block takes for its router's logits."""
+    logits_TE = router_logits.reshape(-1, router_logits.shape[-1])
+    impl = route_impl(record.config.backend, record.config.batch_invariant)
+    ties = record.config.ties
+    routing = record.spec.choose(block, logits_TE, router_logits, ties=ties, impl=impl)
+    return routing.ids_TK, routing.weights_TK
 
 
 @bound

@@ -35,7 +35,8 @@ class FamilySpec:
         logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
         routing: a :class:`moe_patch.ops.routing.RouteRule`, or a function that is called like one
             and has its parameters as keyword-only arguments.
-        params: routing parameter -> attribute path on the router, or Const.
+        params: routing parameter -> attribute path on the router, or Const. On the block where
+            that chooses the experts (``chooses_in_block``); so is the path of ``bias``.
         bias: correction bias, flattened to [E]: attribute path on the router, Arg(i) when the block
             passes it, None.
         weights_dtype: dtype of the routing weights: that of the "score", the "logits" or the
@@ -54,18 +55,21 @@ class FamilySpec:
             its weights lie.
         returns: (router, routing) -> what transformers' router returns; None means
             (logits, weights, ids).
+        ids_first: the router returns (logits, ids, weights).
         router_forward, experts_forward, block_forward: functions made with
             :func:`moe_patch.runtime.record.bound`, for a family whose module is called unlike the
             rule. Without them: the common router forward, transformers' experts registry (the
             common experts forward where a ``layout`` is given), and the common block forward where
             there is a shared expert.
-        block_slot: the block's attribute that ``block_forward`` replaces.
+        block_slot: the block's attribute that ``block_forward`` replaces. Named for a routing
+            function without a router class: the block's own method, logits -> (ids, weights).
         block_choice: (block, ties) -> RouteSpec, how ``block_forward`` chooses where the router
             only makes logits.
         check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
             hidden states alone.
         since: the first transformers release whose classes the entry describes; in an earlier one
             the entry is inert, and decorated experts are served without it.
+        until: the first release whose classes the entry no longer describes; inert from there on.
         tier: what a patched model of the family reaches; "refused" needs a ``reason``.
     """
 
@@ -89,6 +93,7 @@ class FamilySpec:
     experts_fp32: bool = False
     layout: Layout | None = None
     returns: Callable[[nn.Module, Routing], Any] | None = None
+    ids_first: bool = False
     router_forward: Callable[..., Any] | None = None
     experts_forward: Callable[..., Any] | None = None
     block_forward: Callable[..., Any] | None = None
@@ -96,6 +101,7 @@ class FamilySpec:
     block_choice: Callable[[Any, str], RouteSpec] | None = None
     check_call: Callable[[Any, Tensor], Any] | None = None
     since: str = ""
+    until: str = ""
     tier: str = "full"
     reason: str = ""
 
@@ -127,7 +133,8 @@ class FamilySpec:
             fail("a shared expert needs the block's class name")
 
     def _check_routing(self, routing: Callable[..., Routing], fail: Callable[[str], None]) -> None:
-        if self.block_forward is None and (self.router is None or self.logits is None):
+        by_router = self.router is not None and self.logits is not None
+        if self.block_forward is None and not by_router and not self.chooses_in_block:
             fail("a routing function needs the router's class name and its logits expression")
         accepted = inspect.signature(routing).parameters
         names = [
@@ -158,8 +165,10 @@ class FamilySpec:
             fail(f"bias is {self.bias!r}; accepted: an attribute path, Arg(index) or None")
         if self.routing is not None and not callable(self.routing):
             fail(f"routing is {self.routing!r}; accepted: a rule of moe_patch.ops.routing")
-        if self.since and not re.fullmatch(r"\d+(\.\d+)+", self.since):
-            fail(f"since is {self.since!r}; accepted: a release, as '5.21'")
+        for name in ("since", "until"):
+            release = getattr(self, name)
+            if release and not re.fullmatch(r"\d+(\.\d+)+", release):
+                fail(f"{name} is {release!r}; accepted: a release, as '5.21'")
 
     @property
     def checked_as_block(self) -> bool:
@@ -169,7 +178,14 @@ class FamilySpec:
         replaced on the class, or in a subclass, must not be overridden in silence.
         """
         more = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
-        return self.shared is not None or any(function is not None for function in more)
+        given = any(function is not None for function in more)
+        return self.shared is not None or given or self.chooses_in_block
+
+    @property
+    def chooses_in_block(self) -> bool:
+        """Return whether a method of the block chooses experts; its router only makes logits."""
+        own_slot = self.block_slot != "forward" and self.block_forward is None
+        return own_slot and self.routing is not None and self.router is None
 
     @property
     def decided_by(self) -> str:

@@ -1,0 +1,48 @@
+"""The oldest releases of transformers and PEFT that a patch works with, checked when one begins."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+
+from torch import nn
+
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.runtime.adapters import is_param_wrapper
+
+OLDEST_TRANSFORMERS = "5.9"
+OLDEST_PEFT = "0.18"
+
+
+def require_window(model: nn.Module) -> None:
+    """Refuse releases whose experts or adapters this library does not know.
+
+    Args:
+        model: PEFT's release matters only where the model holds adapters on parameters.
+
+    Raises:
+        UnsupportedModelError: transformers or PEFT is too old (names what was found and needed).
+    """
+    _require("transformers", OLDEST_TRANSFORMERS, model)
+    if "peft" in sys.modules and any(map(is_param_wrapper, model.modules())):
+        _require("peft", OLDEST_PEFT, model)
+
+
+def too_old(package: str, oldest: str) -> str:
+    """Say which release of a package is there and which is needed; empty where it is new enough."""
+    found = importlib.metadata.version(package)
+    if _release(found) >= _release(oldest):
+        return ""
+    return f"needs {package} {oldest} or newer, found {found}"
+
+
+def _require(package: str, oldest: str, model: nn.Module) -> None:
+    if why := too_old(package, oldest):
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: moe_patch {why}; install a newer {package}, or leave "
+            "moe_patch out"
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
