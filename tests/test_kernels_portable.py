@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -31,9 +30,7 @@ from moe_patch.kernels.plan.row_tiles import Rows
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
-from tests.limits import HANG_S
 
-ROOT = Path(__file__).parents[1]
 SILU, HOPPER, BF16 = Glu("silu"), (9, 0), torch.bfloat16
 GPT_OSS = Glu("swiglu_oai", interleaved=True)
 EVERY = {"up", "down", "dx", "dh", "dw13", "dw2"}
@@ -277,30 +274,6 @@ def test_a_tile_that_does_not_fit_is_named(dtype: torch.dtype) -> None:
             listed = named[sentence].partition(" for ")[2].partition(" in ")[0]
             assert set(filter(None, listed.split(", "))) == ops, (kib, said)
             assert not ops or f"{kib << 10} bytes" in named[sentence]
-
-
-WITHOUT_GLUON = """
-import sys
-import triton
-triton.__version__ = "9.9.0"
-sys.modules["triton.experimental"] = None
-from moe_patch.kernels.common import versions
-versions.TRITON_VERSIONS["9.9"] = versions.Tested(hopper=True, direct=True)
-import moe_patch.kernels.experts.experts
-from moe_patch.kernels.common.launcher import _DIRECT
-found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
-open_gate = versions.known_triton()
-sys.exit(f"{found}, directly: {_DIRECT}, {open_gate}" if found or open_gate or not _DIRECT else 0)
-"""
-
-
-def test_another_triton_needs_no_gluon() -> None:
-    """The portable kernels import without it; direct launches have a column of their own."""
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GLUON]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_report_names_the_portable_kernels(hopper: None, monkeypatch) -> None:

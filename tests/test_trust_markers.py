@@ -1,9 +1,11 @@
-"""Markers of trust in a release of Triton: which opens the Hopper kernels, and which does not."""
+"""What opens the Hopper kernels on a release of Triton: markers of trust, and Gluon."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,10 @@ from moe_patch.kernels.packed.linear import decoding_tile
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.patching import report
 from tests import tiny_models
+from tests.limits import HANG_S
 from tests.trust_cases import HAZARD, decided_anew, unknown  # noqa: F401
 
+ROOT = Path(__file__).parents[1]
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
@@ -151,3 +155,27 @@ def test_the_report_names_what_a_hazard_keeps_off(monkeypatch: pytest.MonkeyPatc
         (row,) = patch_report(model, torch.device("cuda"))
         assert said in row.reason
         assert bool(said) == bool(row.reason)
+
+
+WITHOUT_GLUON = """
+import sys
+import triton
+triton.__version__ = "9.9.0"
+sys.modules["triton.experimental"] = None
+from moe_patch.kernels.common import versions
+versions.TRITON_VERSIONS["9.9"] = versions.Tested(hopper=True, direct=True)
+import moe_patch.kernels.experts.experts
+from moe_patch.kernels.common.launcher import _DIRECT
+found = [name for name in sys.modules if name.startswith("moe_patch") and "hopper" in name]
+open_gate = versions.known_triton()
+sys.exit(f"{found}, directly: {_DIRECT}, {open_gate}" if found or open_gate or not _DIRECT else 0)
+"""
+
+
+def test_another_triton_needs_no_gluon() -> None:
+    """The portable kernels import without it; direct launches have a column of their own."""
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_GLUON]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]

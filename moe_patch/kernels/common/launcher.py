@@ -130,7 +130,6 @@ class Launcher:
             constants = constants if made is None else made
             compiling(self._kernel[grid], *_described(operands), *varying, *fixed, **constants)
             return
-        # The driver is compiled as well, once a process.
         active = compiling(_active_driver) if self._driver is None else driver.active
         if active is not self._driver:
             self._driver, self._compiled = active, {}
@@ -175,6 +174,7 @@ class Launcher:
 
 
 def _active_driver() -> Any:
+    """Return Triton's driver, a part of which is compiled once a process."""
     return driver.active
 
 
