@@ -77,7 +77,11 @@ def test_a_missing_device_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_gpu_passes() -> None:
+    from moe_patch.kernels.common.versions import gates
+
     result = selftest("cuda", progress=False)
     assert result.passed, [check for check in result.checks if not check.passed]
-    assert (result.backend, result.note) == ("triton", "")
+    assert result.backend == "triton"
+    # On a Triton that was not tested the portable kernels of a Hopper card were, and that is said.
+    assert result.note in ("", gates().reason)
     assert result.checks[0].name == "plan"
