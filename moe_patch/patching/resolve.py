@@ -218,16 +218,13 @@ def _check_attributes(block: FoundBlock) -> None:
     Raises:
         EntryMismatchError: one is missing (names class, attribute, versions).
     """
-    for _, router in block.routers:
-        own = block.spec_of(router)
+    spec, owners = block.spec, [(router, block.spec_of(router)) for _, router in block.routers]
+    if block.block is not None and spec.chooses_in_block:
+        owners.append((block.block, spec))
+    for owner, own in owners:
         for source in [*own.params.values(), own.bias]:
             if isinstance(source, str):
-                read(router, source)
-    spec = block.spec
-    if block.block is not None and spec.chooses_in_block:
-        for source in [*spec.params.values(), spec.bias]:
-            if isinstance(source, str):
-                read(block.block, source)
+                read(owner, source)
     if _lacks_router(block):
         raise mismatch(
             block.block or block.experts[0][1], f"there is no {spec.router} in the block"

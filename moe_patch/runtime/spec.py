@@ -165,6 +165,9 @@ class FamilySpec:
             fail(f"bias is {self.bias!r}; accepted: an attribute path, Arg(index) or None")
         if self.routing is not None and not callable(self.routing):
             fail(f"routing is {self.routing!r}; accepted: a rule of moe_patch.ops.routing")
+        self._check_releases(fail)
+
+    def _check_releases(self, fail: Callable[[str], None]) -> None:
         for name in ("since", "until"):
             release = getattr(self, name)
             if release and not re.fullmatch(r"\d+(\.\d+)+", release):
