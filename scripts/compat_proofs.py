@@ -224,8 +224,17 @@ NOTES = """\
   well; the router stays its own, the experts are ours (tier `experts`).
 - **A release whose classes a family's entry does not describe** (other arguments, other values
   returned, missing attributes): router and block stay transformers', the experts are ours (tier
-  `experts`), with one warning and the reason in the report. Seen with deepseek_v2 and ernie4_5_moe
-  of transformers 5.9.
+  `experts`), with one warning and the reason in the report.
+- **transformers 5.9 to 5.12**: routers of DeepSeek, GLM-4.5 and the families that copy them make
+  logits, and the block chooses. The patch is in the block's `route_tokens_to_experts` (tier
+  `full`); what needs a router that chooses, as recording and replaying its decisions, names the
+  block in an error, and where there is a correction bias PEFT cannot put an adapter on the router.
+  Tiers below `full` there: jamba and lfm2_moe reach `experts`; aria, dbrx, granitemoe and
+  longcat_flash have no experts that can be served and are refused. DeepSeek-V2 with
+  `group_limited_greedy` does not run in transformers itself before 5.13.
+- **PEFT 0.18 to 0.20**: adapters that were there before the patch, or for which `patch_model` was
+  called again, are fused; otherwise PEFT's merged weight is read, and the report says so. 0.18
+  lays factors of untransposed experts out differently: `convert_adapter` rewrites a file.
 - **Training under expert parallelism needs transformers 5.17.** 5.16 does not sum the gradients of
   the routing weights over the ranks, with or without a patch: loss and logits are right there, the
   gradients of everything before the last experts are not.
