@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from moe_patch import patch_model
+from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.record import record_of
 from tests import tiny_models
 from tests.numerics import FP32, assert_close, rel_err
@@ -129,6 +130,21 @@ def adapted_pair(
     if order != "patch first":
         patch_model(ours, **(patch or {}))
     return Pair(reference, ours, batch)
+
+
+def as_in_peft_018(model: nn.Module, seed: int = 5) -> None:
+    """Remake the experts' factors as PEFT 0.18 has them: in and out as stored, never swapped.
+
+    Later releases run such wrappers too, as those of transposed experts.
+    """
+    torch.manual_seed(seed)
+    for wrapper in filter(is_param_wrapper, model.modules()):
+        if wrapper.num_experts > 1:
+            E, first, second = wrapper.get_param().shape
+            for name, rank in wrapper.r.items():
+                wrapper.lora_A[name] = nn.Linear(first, rank * E, bias=False)
+                wrapper.lora_B[name] = nn.Linear(rank * E, second, bias=False)
+            wrapper._did_swap_in_out_features = False
 
 
 def adapter_gradients(model: nn.Module) -> dict[str, Tensor]:

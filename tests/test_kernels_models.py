@@ -25,7 +25,14 @@ from moe_patch.kernels.experts import experts, groups
 from moe_patch.kernels.routing import losses, product_key, route
 from moe_patch.ops import backend
 from tests import interpreted, test_router_losses, test_routing_doge, tiny_models
-from tests.adapters import EXPERTS, adapted_pair, assert_same_step, lora_config, recipe
+from tests.adapters import (
+    EXPERTS,
+    adapted_pair,
+    as_in_peft_018,
+    assert_same_step,
+    lora_config,
+    recipe,
+)
 from tests.numerics import FP32
 from tests.parity import assert_parity, run_model
 
@@ -88,6 +95,16 @@ def check_adapters(model_type: str, device: str) -> None:
         assert_same_step(pair)
 
 
+def check_unswapped_adapters(device: str) -> None:
+    """Factors as PEFT 0.18 lays them out: A is read with its rows far apart."""
+    with on_triton(*BOTH[2:]):
+        pair = adapted_pair("qwen3_moe", EXPERTS, patch={"self_check": False}, overrides=ONE_LAYER)
+        for model in pair[:2]:
+            as_in_peft_018(model)
+        assert_on_triton(pair.ours, FUSED)
+        assert_same_step(pair)
+
+
 def check_llama4_adapters(device: str) -> None:
     """Its block is bound, its weights are stored transposed, its inputs are scaled."""
     with on_triton(*BOTH):
@@ -138,6 +155,7 @@ def check_router_losses(device: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     **{name: partial(check_model, name) for name in ("deepseek_v3", "gpt_oss", "mixtral")},
     **{f"lora-{name}": partial(check_adapters, name) for name in ("qwen3_moe", "gpt_oss")},
+    "lora-unswapped": check_unswapped_adapters,
     "lora-llama4": check_llama4_adapters,
     **{name: partial(check_composed, name) for name in COMPOSED},
     "lora-jetmoe": partial(check_composed_adapters, "jetmoe", STACKS),

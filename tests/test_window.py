@@ -5,15 +5,22 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
-import torch
 from torch import nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report
 from moe_patch.patching import window
-from moe_patch.runtime.adapters import active_factors, is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.peft_release import factor_proxies, lora_proxies, swaps_features
 from tests import tiny_models
-from tests.adapters import EXPERTS, adapt, adapted_pair, lora_config
+from tests.adapters import (
+    EXPERTS,
+    adapt,
+    adapted_pair,
+    as_in_peft_018,
+    assert_adapters_act,
+    assert_same_step,
+    lora_config,
+)
 from tests.numerics import FP32, assert_close
 from tests.snapshots import assert_unchanged, snapshot
 
@@ -71,30 +78,19 @@ def test_a_family_of_a_later_release_says_which(monkeypatch):
         patch_model(model)
 
 
-def as_peft_018(wrapper: nn.Module) -> None:
-    """Give a wrapper factors as PEFT 0.18 makes them: in and out as stored, not swapped."""
-    E, O, I = wrapper.get_param().shape
-    r = wrapper.r["default"]
-    wrapper.lora_A["default"] = nn.Linear(O, r * E, bias=False)
-    wrapper.lora_B["default"] = nn.Linear(r * E, I, bias=False)
-    wrapper.__dict__.pop("_did_swap_in_out_features", None)
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_factors_of_a_wrapper_that_swaps_nothing(model_type):
-    """A 0.18 wrapper has no flag; its delta is B A read in the order of the stored weight."""
-    model = adapt(tiny_models.build(model_type), lora_config(EXPERTS))
-    for wrapper in filter(is_param_wrapper, model.modules()):
-        as_peft_018(wrapper)
-        (factors,) = active_factors(wrapper)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_factors_as_peft_018_has_them_are_fused(model_type):
+    """Against PEFT's own forward; without the flag, which 0.18 does not set, all stays the same."""
+    pair = adapted_pair(model_type, EXPERTS)
+    for model in pair[:2]:
+        as_in_peft_018(model)
+    assert {row.lora for row in patch_report(pair.ours)} == {"fused (down_proj, gate_up_proj)"}
+    assert_adapters_act(pair.ours, pair.batch)
+    assert_same_step(pair)
+    for wrapper in filter(is_param_wrapper, pair.ours.modules()):
+        del wrapper.__dict__["_did_swap_in_out_features"]
         assert not swaps_features(wrapper)
-        a, b = wrapper.lora_A["default"].weight, wrapper.lora_B["default"].weight
-        E = wrapper.num_experts
-        # PEFT 0.18's own formula.
-        delta = torch.einsum(
-            "ore,eri->eio", b.reshape(b.shape[0], -1, E), a.reshape(E, -1, a.shape[1])
-        )
-        assert_close(factors.lhs @ factors.rhs, delta, FP32)
+    assert_same_step(pair)
 
 
 def test_merged_weights_of_older_releases_are_read(monkeypatch):
