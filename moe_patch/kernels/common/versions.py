@@ -42,10 +42,10 @@ class Tested(NamedTuple):
 
 # Launches were compared offline on every release here: each argument that reaches the function in
 # C, for each kernel of tests/offline_launches.py (3.7.0 has the same driver as 3.7.1). The Hopper
-# kernels passed the GPU suite on an H200 with 3.6.0 and 3.8.0; 3.7.1 and 3.9.0 only compiled them.
+# kernels passed the GPU suite on an H200 with 3.6.0, 3.7.1 and 3.8.0; 3.9.0 only compiled them.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
-    "3.7": Tested(hopper=False, direct=True, as_tuple=True),
+    "3.7": Tested(hopper=True, direct=True, as_tuple=True),
     "3.8": Tested(hopper=True, direct=True, as_tuple=True, encoding=(None,)),
     "3.9": Tested(hopper=False, direct=True, as_tuple=True, encoding=(None,)),
 }
