@@ -111,11 +111,13 @@ def topk_before_softmax(logits: Tensor, bias: Tensor | None, *, renormalize: boo
 
 def b_factor_expert_major(wrapper: Any) -> list[adapters.Factors]:
     factors = []
-    for name in wrapper.active_adapters:
-        lhs, rhs, scaling = wrapper.get_delta_factors(name)
-        E, out, R = lhs.shape
-        wrong = wrapper.lora_B[name].weight.view(out, E, R).permute(1, 0, 2)
-        factors.append(adapters.Factors(wrong, rhs, scaling))
+    for name, (lhs, rhs, scaling) in zip(
+        wrapper.active_adapters, adapters.active_factors(wrapper), strict=True
+    ):
+        b = wrapper.lora_B[name].weight
+        wrong = b.view(b.shape[0], lhs.shape[0], -1).permute(1, 0, 2)
+        pair = (wrong, rhs) if adapters.swaps_features(wrapper) else (lhs, wrong.mT)
+        factors.append(adapters.Factors(*pair, scaling))
     return factors
 
 

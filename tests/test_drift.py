@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 import transformers
 
 import moe_patch
@@ -44,7 +45,7 @@ def test_every_moe_model_type_has_a_tier():
     folders = folders_with_experts()
     unseen = folders - {t.folder for t in types.values()}
     assert not unseen, f"{sorted(unseen)} build experts, but no model type of theirs counts as MoE"
-    assert len(folders) > 60
+    assert len(folders) > 40  # 45 in transformers 5.9
 
 
 def test_sources_are_those_the_entries_were_checked_with():
@@ -62,6 +63,7 @@ def test_a_changed_class_is_named_with_its_file(monkeypatch):
     assert difference.file.endswith("models/olmoe/modeling_olmoe.py")
 
 
+@pytest.mark.families("mellum")
 def test_a_family_without_an_entry_is_new_and_of_tier_experts(monkeypatch):
     kept = tuple(spec for spec in families() if "mellum" not in spec.model_types)
     (difference,) = drift.differences(kept, later_families())

@@ -187,6 +187,8 @@ def test_every_check_passes_without_a_fault(model) -> None:
         assert not [n for n, (check, _) in CHECKS.items() if fails(check, sound, patch)]
 
 
+@pytest.mark.routers
+@pytest.mark.families("deepseek_v3")
 def test_excluded_groups_pass_without_a_fault() -> None:
     """The weights that one mutant needs are no fault by themselves."""
     (mutant,) = [m for m in MUTANTS if m.prepare is not None]

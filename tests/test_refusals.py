@@ -19,6 +19,7 @@ from moe_patch import (
     patch_report,
     unpatch_model,
 )
+from moe_patch.runtime.peft_release import rewrites_targets
 from tests import tiny_models
 from tests.adapters import UP, adapt, lora_config
 from tests.numerics import FP32, assert_close
@@ -284,7 +285,18 @@ def test_not_strict_a_model_without_blocks_gets_one_warning_and_a_row():
     assert_unchanged(before, snapshot(dense))
 
 
-@pytest.mark.parametrize("options", [{"backend": "triton"}, {"fuse_lora": "require"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backend": "triton"},
+        pytest.param(
+            {"fuse_lora": "require"},
+            marks=pytest.mark.skipif(
+                not rewrites_targets(), reason="PEFT 0.18 itself fails on a single 3-D expert"
+            ),
+        ),
+    ],
+)
 def test_not_strict_an_option_that_cannot_hold_gets_one_warning_and_rows(options):
     model = tiny_models.build("qwen3_moe", **tiny_models.with_experts("qwen3_moe", 1, 1))
     if "fuse_lora" in options:  # PEFT takes a single expert for a plain matrix

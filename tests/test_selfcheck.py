@@ -83,6 +83,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize(("model_type", "change", "message"), WRONG)
 def test_a_wrong_entry_is_caught_and_nothing_is_bound(mutate, model_type, change, message) -> None:
     mutate(model_type, **change())

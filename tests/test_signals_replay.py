@@ -35,6 +35,7 @@ TIERS = supported_model_types()
 FAMILIES = tuple(name for name in FAMILIES if TIERS.get(name) == "full")
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_models_own_routing_gives_the_same_bits(model_type, dtype) -> None:
@@ -51,6 +52,7 @@ def test_a_models_own_routing_gives_the_same_bits(model_type, dtype) -> None:
             assert_bits(mine, theirs)
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 def test_prescribed_experts_run_and_the_gate_learns(model_type, reentrant) -> None:
