@@ -4,6 +4,9 @@ from moe_patch import patch_model
 model = patch_model(model)
 """
 
+import importlib
+from typing import Any
+
 from moe_patch.config import PatchConfig
 from moe_patch.debug.shadow import shadow_results
 from moe_patch.debug.unpatched import reference
@@ -57,3 +60,11 @@ __all__ = [
     "unpatch_model",
     "update_expert_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The axolotl plugin by a short name: ``plugins: [moe_patch.MoePatchPlugin]``."""
+    if name == "MoePatchPlugin":
+        # By name, because the plugin needs axolotl and the package does not.
+        return importlib.import_module("moe_patch.integrations.axolotl").MoePatchPlugin
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -178,7 +178,6 @@ PROOFS = (
 NOT_RUN = (
     ("ep", "the all-to-all of transformers 5.24 on cards", "the cards had transformers 5.17"),
     ("tp, fsdp2", "tokens per second on four cards", "the run was cut off at its limit"),
-    ("axolotl", "a training run", "axolotl pins an older transformers than the one tested here"),
 )
 
 INTRODUCTION = """\
@@ -203,7 +202,8 @@ NOTES = """\
 - **DeepSpeed, TRL, axolotl, Liger and the kernels library** are no dependencies. Their proofs run
   where they are installed; `with` names the version.
 - **axolotl** pins another transformers than the one tested here, so that its documented hooks stand
-  for it in most tests.
+  for it in most tests; its own runs, and those of TRL and ms-swift, are in
+  [frameworks](frameworks.md).
 - **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
   one warning says so.
 - **Other code in a block's place** is refused by name: a method of another class bound to a block,
@@ -215,7 +215,8 @@ NOTES = """\
   (`torch.nn.utils.prune`, weight norm, fake quantisation) are patched, and the report says that the
   self-check left them out.
 - **axolotl keys** refused beside the plugin: `use_scattermoe`, `use_sonicmoe`, `expert_backend` and
-  `experts_implementation` with one of these, `expert_parallel_size` above 1, `dense_mixer`.
+  `experts_implementation` with one of these, `expert_parallel_size` above 1, `dense_mixer`,
+  `liger_glu_activation` (once `liger_swiglu`).
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
 - **Adapters on experts under expert or tensor parallelism**: PEFT 0.21.2 cannot attach them to

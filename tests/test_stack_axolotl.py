@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
+import tomllib
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,6 +22,7 @@ from tests import tiny_models
 from tests.adapters import EXPERTS, adapt, lora_config
 
 PLUGIN = "moe_patch.integrations.axolotl.MoePatchPlugin"
+SHORT = "moe_patch.MoePatchPlugin"
 
 
 class BasePlugin:
@@ -88,6 +92,56 @@ def test_patches_after_the_adapters(plugin, value):
     assert {(r.tier, r.lora) for r in rows} == {("full", "fused (down_proj, gate_up_proj)")}
 
 
+def lines(caplog):
+    return [r.getMessage() for r in caplog.records if r.name == "axolotl.moe_patch"]
+
+
+def test_the_log_says_what_was_patched(plugin, caplog):
+    """Of a logger that axolotl's filter lets through; without the line nothing was patched."""
+    caplog.set_level(logging.INFO, "axolotl.moe_patch")
+    load(plugin, Config(moe_patch=False))
+    assert not lines(caplog)
+    load(plugin, Config(), lora=True)
+    assert lines(caplog) == [
+        "moe_patch: 2 of 2 MoE blocks patched (2 full), experts on torch, "
+        "LoRA fused (down_proj, gate_up_proj)"
+    ]
+
+
+def test_the_short_name_is_the_plugin(plugin):
+    module_name, _, class_name = SHORT.rpartition(".")
+    assert getattr(importlib.import_module(module_name), class_name) is type(plugin)
+    with pytest.raises(AttributeError, match="no attribute 'MoePatchPlugins'"):
+        importlib.import_module(module_name).MoePatchPlugins  # noqa: B018
+
+
+def test_the_entry_point_acts_on_the_key_alone(plugin, caplog):
+    """axolotl 0.21 loads it in every run, also beside the plugin that a file lists."""
+    caplog.set_level(logging.INFO, "axolotl.moe_patch")
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module_name, _, class_name = project["entry-points"]["axolotl.plugins"]["moe-patch"].partition(
+        ":"
+    )
+    by_key = getattr(importlib.import_module(module_name), class_name)()
+    by_key.pre_model_load(Config(use_scattermoe=True))
+    assert not patch_report(load(by_key, Config()))
+    assert not lines(caplog)
+    model = load(by_key, Config(moe_patch=True))
+    assert patch_report(model)
+    plugin.post_model_load(Config(moe_patch=True), model)
+    assert len(lines(caplog)) == 1
+    names = [each.get_input_args().rpartition(".")[2] for each in (by_key, plugin)]
+    args = [getattr(importlib.import_module(module_name), name) for name in names]
+    merged = type("Merged", (*args,), {})  # as axolotl merges the keys of all plugins
+    assert merged(moe_patch={"ties": "torch"}).moe_patch == {"ties": "torch"}
+
+
+def test_the_import_registers_the_experts_implementation(plugin):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    assert "moe_patch" in ALL_EXPERTS_FUNCTIONS
+
+
 def test_absent_key_patches_and_false_does_not(plugin):
     assert patch_report(load(plugin, Config()))
     assert not patch_report(load(plugin, Config(moe_patch=False)))
@@ -111,6 +165,8 @@ def test_the_key_is_declared_to_axolotl(plugin):
         {"experts_implementation": "deep_ep_grouped_mm"},
         {"expert_parallel_size": 2},
         {"dense_mixer": True},
+        {"liger_glu_activation": True},
+        {"liger_swiglu": True},
     ],
     ids=str,
 )
@@ -153,12 +209,12 @@ def own_manager():
     base.PluginManager._instance = None
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_own_manager_loads_and_calls_the_plugin(own_manager, lora):
+@pytest.mark.parametrize(("name", "lora"), [(PLUGIN, False), (SHORT, True)])
+def test_own_manager_loads_and_calls_the_plugin(own_manager, name, lora):
     from axolotl.utils.dict import DictDefault
 
-    own_manager.register(PLUGIN)
-    assert list(own_manager.plugins) == [PLUGIN]
+    own_manager.register(name)
+    assert list(own_manager.plugins) == [name]
     (args,) = own_manager.get_input_args()
     module_name, _, class_name = args.rpartition(".")
     assert hasattr(importlib.import_module(module_name), class_name)

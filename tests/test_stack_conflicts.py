@@ -50,6 +50,21 @@ def test_a_replaced_forward_is_refused_by_name(model_type, which):
     assert_unchanged(before, snapshot(model))
 
 
+def test_replaced_experts_are_named_through_adapters():
+    """Liger replaces the module itself; PEFT's wrapper around it is not what stands in the way."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_models.build("qwen3_moe")
+    for _, block in tiny_models.blocks(model):
+        experts = LigerExperts()
+        experts.gate_up_proj = block.experts.gate_up_proj
+        experts.down_proj = block.experts.down_proj
+        block.experts = experts
+    lora = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"its experts are liger_kernel.*LigerExperts"):
+        patch_model(get_peft_model(model, lora))
+
+
 def dense_forward(self, hidden_states, *args):
     """Stands for what densemixer and others assign to a class."""
     return hidden_states * 0

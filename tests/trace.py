@@ -17,6 +17,7 @@ from torch import nn
 from moe_patch.families import families, lookup
 from moe_patch.ops.experts import composed, op
 from moe_patch.ops.routing import RouteRule
+from moe_patch.patching import by_name
 from moe_patch.runtime import forward
 
 
@@ -55,7 +56,8 @@ def transformers_experts(model: nn.Module) -> set[CodeType]:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     registered = [*ALL_EXPERTS_FUNCTIONS.values(), *ALL_FP8_EXPERTS_FUNCTIONS.values()]
-    our_entries = {forward.experts_forward.__code__, forward.refuse_fp8.__code__}
+    entries = (by_name.experts_by_name, forward.experts_forward, forward.refuse_fp8)
+    our_entries = {entry.__code__ for entry in entries}
     functions = {_code(f) for f in registered} - our_entries
     # A family without an experts module computes its experts in the block.
     whole = [m for m in _of_role(model, "block") if lookup(m)[0].experts is None]

@@ -25,6 +25,7 @@ from moe_patch.cli import (
     families,
     inspect,
     replay,
+    run,
     selftest,
     train,
     verify,
@@ -37,7 +38,7 @@ from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
-SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, replay)
+SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, replay)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,8 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == run.NAME:
+        return run.run(parser, argv)
     try:
-        status = bench.forward_to_script(sys.argv[1:] if argv is None else argv)
+        status = bench.forward_to_script(argv)
         if status is not None:
             return status
         args = parser.parse_args(argv)

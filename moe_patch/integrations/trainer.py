@@ -4,17 +4,20 @@
 
 The model is patched when the Trainer is built, before it is wrapped for data parallelism, and
 looked at again when training begins: a model made by ``model_init``, adapters added since, or
-another library that has replaced a forward in between.
+another library that has replaced a forward in between. One line in the log (logger ``moe_patch``,
+level INFO, first rank) says what was patched.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import TrainerCallback
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.integrations.announce import LOGGER, announce
 from moe_patch.patching.patch import patch_model
 
 
@@ -23,6 +26,7 @@ class MoePatchCallback(TrainerCallback):
 
     Args:
         config: as for :func:`moe_patch.patch_model`; False leaves the model alone.
+        logger: where the line on a patched model goes.
         options: single options, see :class:`moe_patch.PatchConfig`.
 
     Raises:
@@ -31,8 +35,12 @@ class MoePatchCallback(TrainerCallback):
         UnsupportedModelError: when the Trainer is built, see :func:`moe_patch.patch_model`.
     """
 
-    def __init__(self, config: Any = None, **options: Any) -> None:
+    def __init__(
+        self, config: Any = None, *, logger: logging.Logger = LOGGER, **options: Any
+    ) -> None:
         self.config = PatchConfig.parse(config, **options)
+        self.logger = logger
+        self.said = ""
 
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -40,14 +48,18 @@ class MoePatchCallback(TrainerCallback):
         """Patch; ``model_init`` gives the Trainer a first model here as well."""
         if self.config is not None:
             _refuse_conflicts(args)
-            patch_model(model, self.config)
+            self._patch(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Patch what is new, and refuse to train on what no longer runs ours."""
         if self.config is not None:
-            patch_model(model, self.config)
+            self._patch(model)
+
+    def _patch(self, model: Any) -> None:
+        patch_model(model, self.config)
+        self.said = announce(model, self.said, self.logger)
 
 
 def _refuse_conflicts(args: Any) -> None:

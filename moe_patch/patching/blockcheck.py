@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.patching.bindings import Binding
-from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.discover import DECORATED, FoundBlock
 from moe_patch.patching.entry_fit import fitting, mismatch, require_call
 from moe_patch.patching.selfcheck import TOKENS, random_tensors
 from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.compare import Direct, compare, limit_for
+from moe_patch.runtime.forward import EXPERTS_NAME
 from moe_patch.runtime.record import RECORD, bind, is_ours
 
 
@@ -76,7 +77,8 @@ def _shapes(results: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
     """Copies of a block's modules that share tensors and nothing else, by the module they copy.
 
-    Hooks, bound forwards and records stay behind, and so do PEFT's parameter wrappers.
+    Hooks, bound forwards and records stay behind, and so do PEFT's parameter wrappers. Experts that
+    run on this library by name or by a patch are transformers' own in the copies.
     """
     made: dict[nn.Module, nn.Module] = {}
 
@@ -93,12 +95,21 @@ def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
             if isinstance(value, dict) and key.startswith("_"):
                 value = type(value)() if "_hooks" in key else type(value)(value)
             twin.__dict__[key] = value
+        if _runs_by_name(module):
+            twin.config = copy.copy(module.config)
+            twin.config._experts_implementation_internal = "eager"
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else twin_of(child)
         return twin
 
     twin_of(block)
     return made
+
+
+def _runs_by_name(module: Any) -> bool:
+    """Return whether transformers' registry takes an experts module to this library."""
+    decorated = all(name in module.__dict__ for name in DECORATED)
+    return decorated and module.config._experts_implementation == EXPERTS_NAME
 
 
 def _call(block: nn.Module, hidden: Tensor) -> Any:

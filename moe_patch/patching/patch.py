@@ -19,6 +19,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.debug import probe
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.bindings import bindings_of, watched
+from moe_patch.patching.by_name import ExpertsPatch, register_experts
 from moe_patch.patching.checks import self_checks
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.lora_targets import missed_experts
@@ -31,7 +32,7 @@ from moe_patch.patching.resolve import (
     warn_of_mismatches,
 )
 from moe_patch.patching.window import require_window
-from moe_patch.runtime import forward
+from moe_patch.runtime.forward import EXPERTS_NAME
 from moe_patch.runtime.record import RECORD, ModulePatch, bind, record_of, unbind
 
 logger = logging.getLogger("moe_patch")
@@ -68,7 +69,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     checks = self_checks(blocks, parsed, refused) if parsed.self_check else {}
     warn_of(refused, blocks)
     warn_of_mismatches(found, [b for b in blocks if b.path not in refused])
-    forward.register_experts()
+    register_experts()
     bound = _bind_all(found, blocks, parsed, refused, checks)
     if parsed.shadow_check or parsed.debug_nan:
         patched_blocks = [b for b in blocks if b.path not in refused]
@@ -188,9 +189,7 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
         if record_of(experts) is None:
             _point_at_registry(
                 experts,
-                forward.ExpertsPatch(
-                    "experts", spec, config, self_check=self_check, reason=block.mismatch
-                ),
+                ExpertsPatch("experts", spec, config, self_check=self_check, reason=block.mismatch),
             )
             bound += 1
     return bound
@@ -200,7 +199,7 @@ def _point_at_registry(experts: Any, record: ModulePatch) -> None:
     """Choose our experts function through a private copy of the config that the module reads."""
     record.saved["config"] = experts.config
     own = copy.copy(experts.config)
-    own._experts_implementation_internal = forward.EXPERTS_NAME
+    own._experts_implementation_internal = EXPERTS_NAME
     experts.config = own
     experts.__dict__[RECORD] = record
 
@@ -242,7 +241,7 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
                 if record and "config" in record.saved
                 else None
             )
-            if chosen is not None:
+            if chosen is not None and chosen != EXPERTS_NAME:
                 # These two may be transformers' own default as well as somebody's wish.
                 usual = chosen in ("eager", "grouped_mm")
                 logger.log(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from dataclasses import astuple, dataclass, fields
 
 import torch
@@ -71,6 +72,26 @@ class PatchReport(list[BlockReport]):
         return "\n".join(line.rstrip() for line in lines)
 
     __repr__ = __str__
+
+    @property
+    def patched(self) -> list[BlockReport]:
+        """The rows of blocks that run on this library."""
+        return [row for row in self if row.tier != "refused"]
+
+    def summary(self) -> str:
+        """One line for a log: how many blocks, their tiers and backends, adapters, refusals."""
+        line = f"{len(self.patched)} of {len(self)} MoE blocks patched"
+        if self.patched:
+            tiers = Counter(row.tier for row in self.patched)
+            line += f" ({', '.join(f'{count} {tier}' for tier, count in tiers.items())})"
+            for name, column in (("experts on", "experts_backend"), ("LoRA", "lora")):
+                values = dict.fromkeys(getattr(row, column) for row in self.patched)
+                line += f", {name} {' and '.join(values)}"
+        refused = [row for row in self if row.tier == "refused"]
+        if refused:
+            line += f"; {len(refused)} left to transformers, first {refused[0].path}: "
+            line += refused[0].reason
+        return line
 
     def _repr_html_(self) -> str:
         head, rows = self._cells()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import warnings
+from typing import Any
 
 from torch import nn
 
@@ -25,7 +26,7 @@ from moe_patch.patching.discover import (
 )
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
-from moe_patch.runtime.adapters import fusion_obstacle
+from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.record import origin_of, record_of
@@ -190,7 +191,9 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
 
 
 def _no_experts(block: FoundBlock) -> str:
-    found = None if block.block is None else block.block._modules.get("experts")
+    found: Any = None if block.block is None else block.block._modules.get("experts")
+    while found is not None and is_param_wrapper(found):
+        found = found.get_base_layer()
     other = ""
     if found is not None and type(found).__name__ == block.spec.experts:
         return (

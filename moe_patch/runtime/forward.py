@@ -2,7 +2,8 @@
 ops/experts/definition.py.
 
     router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
-    experts_forward  in transformers' ExpertsInterface, chosen per instance by its config
+    experts_forward  in transformers' ExpertsInterface (see patching/by_name.py), chosen per
+                     instance by its config
     block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
     choice_forward   bound in place of a block's method that chooses experts from given logits
     lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.ops.experts.flops import register_flop_formulas
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.adapters import active_factors, base_of, fusion_obstacle, paused
 from moe_patch.runtime.experts import run_experts
@@ -36,14 +36,6 @@ from moe_patch.runtime.record import (
 )
 
 EXPERTS_NAME = "moe_patch"
-
-
-class ExpertsPatch(ModulePatch):
-    """The record on an experts module; loading it in a fresh process registers EXPERTS_NAME."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        register_experts()
 
 
 @bound
@@ -178,20 +170,6 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
             "take that forward away, or call unpatch_model, or patch with fuse_lora='off'"
         )
     return out_TD
-
-
-def register_experts() -> None:
-    """Make EXPERTS_NAME known to transformers' registry of experts implementations (idempotent).
-
-    The FP8 registry gets a named refusal: quantize_experts takes its experts over first. torch's
-    FLOP counter gets the operators' formulas.
-    """
-    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(EXPERTS_NAME, experts_forward)
-    type(ALL_FP8_EXPERTS_FUNCTIONS).register(EXPERTS_NAME, refuse_fp8)
-    register_flop_formulas()
 
 
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:

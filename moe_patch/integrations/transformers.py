@@ -1,0 +1,16 @@
+"""The name ``moe_patch`` in transformers' registry of experts implementations.
+
+    import moe_patch.integrations.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_patch")
+
+The import adds the name and does nothing else; see :mod:`moe_patch.patching.by_name`.
+"""
+
+from __future__ import annotations
+
+from moe_patch.patching.by_name import register_experts
+from moe_patch.runtime.forward import EXPERTS_NAME
+
+__all__ = ["EXPERTS_NAME"]
+
+register_experts()
