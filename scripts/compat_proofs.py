@@ -235,7 +235,8 @@ NOTES = """\
   `group_limited_greedy` does not run in transformers itself before 5.13.
 - **PEFT 0.18 to 0.20**: adapters that were there before the patch, or for which `patch_model` was
   called again, are fused; otherwise PEFT's merged weight is read, and the report says so. 0.18
-  lays factors of untransposed experts out differently: `convert_adapter` rewrites a file.
+  lays factors of untransposed experts out differently (`convert_adapter` rewrites a file), takes
+  one adapter with `target_parameters`, and fails on a single expert.
 - **Training under expert parallelism needs transformers 5.17.** 5.16 does not sum the gradients of
   the routing weights over the ranks, with or without a patch: loss and logits are right there, the
   gradients of everything before the last experts are not.
