@@ -197,13 +197,21 @@ def test_ms_swifts_command_runs_its_script_here(at, monkeypatch, capfd):
     package = at / "own" / "swift" / "cli"
     package.mkdir(parents=True)
     (package / "main.py").write_text(SWIFT)
-    (package / "sft.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(43)\n")
+    (package / "sft.py").write_text(
+        "import sys\nfrom transformers import trainer\nimport swift.trainers.patcher\n"
+        "print(type(trainer.DEFAULT_CALLBACKS[-1]).__name__, sys.argv[1:])\nsys.exit(43)\n"
+    )
+    (package.parent / "trainers").mkdir()
+    (package.parent / "trainers" / "patcher.py").write_text(
+        "from transformers import trainer\ntrainer.DEFAULT_CALLBACKS = []\n"
+    )
+    monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", list(trainer.DEFAULT_CALLBACKS))
     install(at / "own", "swift", "swift.cli.main:cli_main")
     monkeypatch.setattr(sys, "path", [str(at / "own"), str(at / "own"), *sys.path])
     for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
         monkeypatch.delitem(sys.modules, name)
-    assert run("--", "swift", "sft", "x.yaml", "--model", "tiny") == 43
-    assert capfd.readouterr().out == "['--from', 'x.yaml', '--model', 'tiny']\n"
+    assert main(["run", "--", "swift", "sft", "x.yaml", "--model", "tiny"]) == 43
+    assert capfd.readouterr().out == "RunCallback ['--from', 'x.yaml', '--model', 'tiny']\n"
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     assert run("--", "swift", "sft", "x.yaml") == UNUSABLE
     assert "--external_plugins" in capfd.readouterr().err

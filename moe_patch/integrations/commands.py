@@ -6,6 +6,7 @@ or the path of a script, each with its arguments.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import sys
@@ -62,12 +63,14 @@ _LAUNCH = launch.launch_command
 @contextmanager
 def switched_on(callback: RunCallback, handover: Handover) -> Iterator[None]:
     """Add the callback to Trainer's default ones, and the handover to accelerate's launcher."""
-    trainer.DEFAULT_CALLBACKS.append(callback)
+    defaults = trainer.DEFAULT_CALLBACKS
+    defaults.append(callback)
     launch.launch_command = handover
     try:
         yield
     finally:
-        trainer.DEFAULT_CALLBACKS.remove(callback)
+        # A command may have put another list in this one's place.
+        defaults.remove(callback)
         launch.launch_command = _LAUNCH
 
 
@@ -133,6 +136,8 @@ def _swift(method: str, rest: list[str]) -> Callable[[], Any]:
             f"which each process loads: --external_plugins {PLUGIN} --callbacks moe_patch"
         )
     swift.parse_yaml_args(rest)
+    # Its import puts another list of default callbacks in place, which must come before ours.
+    importlib.import_module("swift.trainers.patcher")
     return lambda: _module(swift.ROUTE_MAPPING[method.replace("_", "-")], rest)
 
 
