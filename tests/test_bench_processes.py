@@ -134,13 +134,16 @@ def test_nothing_imports_while_something_is_measured(monkeypatch):
     assert happened == [*together, "start", "wait", "measure"]
 
 
+PEERS = ["scattermoe", "sonicmoe", "liger"]
+
+
 def test_peers_run_in_processes_of_their_own():
     op = OPS["experts"]
     plan = runner.Plan(op, op.impls, (TINY,), "cuda", None, 60.0, bench.DRY_SETTINGS)
     shared, *alone = runner.groups(plan)
     assert shared.peer is None
     assert {task.impl for task in shared.tasks} >= {child.BOUNDS, "moe_patch", "hf_grouped_mm"}
-    assert [group.peer.name for group in alone] == ["scattermoe", "sonicmoe", "liger"]
+    assert [group.peer.name for group in alone] == ["moe_patch:portable", *PEERS]
     assert all({task.impl for task in g.tasks} == {g.peer.name} for g in alone)
 
 

@@ -6,10 +6,10 @@ As in test_lora.py the reference is PEFT's own forward over transformers' eager 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
@@ -167,11 +167,12 @@ def test_require_refuses_adapters_added_after_patching(model_type, several, devi
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_packed_base_is_named_as_what_stands_in_the_way(dtype):
-    def wrapper(stored: torch.dtype) -> SimpleNamespace:
-        return SimpleNamespace(
-            parameter_name="gate_up_proj", num_experts=8,
-            get_param=lambda: torch.empty(8, 4, 4, dtype=stored),
-        )  # fmt: skip
+    def wrapper(stored: torch.dtype) -> nn.Module:
+        made = nn.Module()
+        made.base_layer = nn.Module()
+        made.base_layer.register_buffer("gate_up_proj", torch.empty(8, 4, 4, dtype=stored))
+        made.parameter_name, made.num_experts = "gate_up_proj", 8
+        return made
 
     assert fusion_obstacle(wrapper(dtype)) == f"experts are stored in {dtype}"
     assert fusion_obstacle(wrapper(torch.bfloat16)) is None

@@ -25,8 +25,8 @@ from moe_patch.patching.discover import FoundBlock, discover
 SCRIPT = Path("scripts") / "bench.py"
 # The first argument of scripts/bench.py; a folder of such a name is given as ./experts.
 GRID = (
-    "routing", "product_key", "plan", "experts", "lora", "decode", "model", "quantised", "signals",
-    "all", "table", "chart", "docs",
+    "routing", "product_key", "plan", "experts", "lora", "block", "decode", "model", "quantised",
+    "signals", "all", "table", "chart", "docs",
 )  # fmt: skip
 MIN_SECONDS = 1.0
 

@@ -53,8 +53,8 @@ def experts_bwd_flops(dout: Any, x: Any, weights: Any, *args: Any, out_val: Any 
     """Count ``experts_bwd``, both overloads: what the gradients in ``needs`` depend on, once each.
 
     What forward did not keep is computed again and counted. The Triton kernels run just these
-    products; the torch backend forms B13ᵀ dh twice where x has a gradient, and W2ᵀ dout, B2ᵀ dout
-    and B13ᵀ dh also where no gradient depends on them.
+    products; the torch backend forms W2ᵀ dout, B2ᵀ dout and B13ᵀ dh also where no gradient depends
+    on them.
     """
     *operands, _, _, _, h, u13, u2, wanted, scales = args
     needs = ExpertsNeeds(*wanted)
