@@ -15,13 +15,15 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
 from moe_patch.tools.selftest_checks import Failed, groups_of
+
+Result = TypeVar("Result")
 
 
 class Check(NamedTuple):
@@ -107,7 +109,7 @@ def selftest(
 
     count = len(list(groups_of(where)))
     with tqdm(total=count, desc="self-test", disable=not progress) as bar:
-        for found in _results(where, count, jobs):
+        for found in each_group(partial(_run_group, where), count, jobs, "selftest"):
             result.checks += found
             bar.update()
     return result
@@ -127,9 +129,20 @@ def start_process(threads: int) -> None:
     warnings.filterwarnings("ignore", message="moe_patch: ")
 
 
-def _results(device: torch.device, count: int, jobs: int) -> Iterator[list[Check]]:
-    """What each group of checks found, in order."""
-    run = partial(_run_group, device)
+def each_group(
+    run: Callable[[int], Result], count: int, jobs: int, command: str
+) -> Iterator[Result]:
+    """Yield ``run(index)`` for each of ``count`` groups, in order.
+
+    Args:
+        run: a function that other processes can import.
+        count: of groups.
+        jobs: processes that share them; 1 is this one.
+        command: what an error names.
+
+    Raises:
+        MoePatchError: a process died.
+    """
     if jobs <= 1:
         yield from map(run, range(count))
         return
@@ -140,7 +153,7 @@ def _results(device: torch.device, count: int, jobs: int) -> Iterator[list[Check
             yield from processes.map(run, range(count))
         except BrokenProcessPool as error:
             raise MoePatchError(
-                "selftest: a process that ran checks died; jobs=1 (--jobs 1) shows at which"
+                f"{command}: a process that ran checks died; jobs=1 (--jobs 1) shows at which"
             ) from error
 
 

@@ -7,11 +7,8 @@ read them. What holds is kept in a marker (:mod:`moe_patch.kernels.common.truste
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,9 +17,9 @@ from typing import Any
 
 import torch
 
-from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
-from moe_patch.tools.selftest import Check, run_check, start_process
+from moe_patch.tools.selftest import Check, each_group, run_check
 from moe_patch.tools.trust_checks import IN_FRONT, groups_of
 from moe_patch.tools.wgmma_operands import overwritten_operands
 
@@ -98,7 +95,7 @@ def trust(
 
     count = len(list(groups_of(where)))
     with tqdm(total=count, desc="Hopper kernels", disable=not progress) as bar:
-        for checks, found in _results(where, count, jobs):
+        for checks, found in each_group(partial(_run_group, where), count, jobs, "trust"):
             result.checks += checks
             scanned |= {k: scanned.get(k, []) + lines for k, lines in found.items()}
             bar.update()
@@ -149,23 +146,6 @@ def _card(device: str | torch.device | None) -> tuple[torch.device, str]:
         found = ".".join(map(str, capability))
         raise UnsupportedOptionError(f"trust: {name} has capability {found}; {accepted}")
     return where, name
-
-
-def _results(device: torch.device, count: int, jobs: int) -> Iterator[tuple[list[Check], Scanned]]:
-    """Yield what each group of comparisons found, in order."""
-    run = partial(_run_group, device)
-    if jobs <= 1:
-        yield from map(run, range(count))
-        return
-    spawn = multiprocessing.get_context("spawn")
-    threads = max(1, torch.get_num_threads() // jobs)
-    with ProcessPoolExecutor(min(jobs, count), spawn, start_process, (threads,)) as processes:
-        try:
-            yield from processes.map(run, range(count))
-        except BrokenProcessPool as error:
-            raise MoePatchError(
-                "trust: a process that ran a comparison died; --jobs 1 shows at which"
-            ) from error
 
 
 def _run_group(device: torch.device, index: int) -> tuple[list[Check], Scanned]:
