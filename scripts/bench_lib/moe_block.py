@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from bench_lib.impls import peft_lora, split_lora
 from bench_lib.moe_layer import LORA_SCALING, LayerInputs, make_layer
 from bench_lib.shapes import Point
 from bench_lib.spec import Program
-
-_FACTORS = {"gate_up_proj": ("a13", "b13"), "down_proj": ("a2", "b2")}
 
 
 @dataclass(frozen=True)
@@ -78,24 +75,15 @@ class _Model(nn.Module):
         return self.mlp(x_BTD)
 
 
-def adapted(model: nn.Module, inputs: BlockInputs, point: Point) -> tuple[Any, dict[str, Tensor]]:
-    """PEFT's model around the block with the op's factors, and those factors by name."""
+def adapted(model: nn.Module, point: Point) -> Any:
+    """PEFT's model around the block, with adapters on both projections of the experts."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
         r=point.R, lora_alpha=LORA_SCALING * (point.R or 1), target_modules=[],
-        target_parameters=[f"mlp.experts.{name}" for name in _FACTORS],
+        target_parameters=[f"mlp.experts.{name}" for name in peft_lora.FACTORS],
     )  # fmt: skip
-    wrapped = get_peft_model(model, config, autocast_adapter_dtype=False)
-    leaves: dict[str, Tensor] = {}
-    wrapper: Any = wrapped.base_model.model.mlp.experts
-    while hasattr(wrapper, "parameter_name"):
-        a, b = _FACTORS[wrapper.parameter_name]
-        leaves[a], leaves[b] = (f["default"].weight for f in (wrapper.lora_A, wrapper.lora_B))
-        leaves[a].data = inputs.layer.factors[a].detach().flatten(0, 1).clone()
-        leaves[b].data = peft_lora.to_b(inputs.layer.factors[b].detach()).clone()
-        wrapper = wrapper.base_layer
-    return wrapped, leaves
+    return get_peft_model(model, config, autocast_adapter_dtype=False)
 
 
 def build_module(
@@ -107,11 +95,14 @@ def build_module(
     block = qwen_block(inputs, point)
     model: Any = _Model(block)
     leaves: dict[str, Tensor] = {"x": inputs.layer.x_TD}
+    canonical = {}
     if point.R is None:
         leaves |= {"router": block.gate.weight}
         leaves |= {"w13": block.experts.gate_up_proj, "w2": block.experts.down_proj}
     else:
-        model, factors = adapted(model, inputs, point)
+        model = adapted(model, point)
+        wrapper = model.base_model.model.mlp.experts
+        factors, canonical = peft_lora.set_factors(wrapper, inputs.layer, point.sizes.E)
         leaves |= factors
     if patched:
         patch_model(model, {"fuse_lora": "require"} if point.R else None)
@@ -119,10 +110,6 @@ def build_module(
     if compiled:
         torch.compiler.reset()
         run = torch.compile(model, mode="reduce-overhead", dynamic=False)
-    canonical = {}
-    for a, b in _FACTORS.values() if point.R else ():
-        canonical |= {a: partial(peft_lora.from_a, E=point.sizes.E)}
-        canonical |= {b: partial(peft_lora.from_b, E=point.sizes.E)}
     x_TD = inputs.layer.x_TD
     return Program(lambda: run(x_TD[None])[0], leaves, canonical)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
 # The adapted parameter, and the names of its factors in the op.
-_FACTORS = {"gate_up_proj": ("a13", "b13"), "down_proj": ("a2", "b2")}
+FACTORS = {"gate_up_proj": ("a13", "b13"), "down_proj": ("a2", "b2")}
 
 
 class _Block(nn.Module):
@@ -42,6 +43,29 @@ def from_b(grad: Tensor, E: int) -> Tensor:
     return grad.view(grad.shape[0], -1, E).permute(2, 0, 1)
 
 
+def set_factors(
+    wrapper: Any, inputs: LayerInputs, E: int
+) -> tuple[dict[str, Tensor], dict[str, Callable[[Tensor], Tensor]]]:
+    """Give PEFT's wrappers the op's values; the factors by the op's names, and the way back.
+
+    Args:
+        wrapper: the outermost of the wrappers around the experts.
+        inputs: whose factors.
+        E: experts.
+    """
+    leaves: dict[str, Tensor] = {}
+    canonical: dict[str, Callable[[Tensor], Tensor]] = {}
+    while hasattr(wrapper, "parameter_name"):
+        a, b = FACTORS[wrapper.parameter_name]
+        leaves[a] = wrapper.lora_A["default"].weight
+        leaves[b] = wrapper.lora_B["default"].weight
+        leaves[a].data = inputs.factors[a].detach().flatten(0, 1).clone()
+        leaves[b].data = to_b(inputs.factors[b].detach()).clone()
+        canonical |= {a: partial(from_a, E=E), b: partial(from_b, E=E)}
+        wrapper = wrapper.base_layer
+    return leaves, canonical
+
+
 def build(inputs: LayerInputs, point: Point) -> Program:
     """A PEFT model around the experts, its factors set to the op's values."""
     from peft import LoraConfig, get_peft_model
@@ -51,20 +75,11 @@ def build(inputs: LayerInputs, point: Point) -> Program:
         r=point.R,
         lora_alpha=LORA_SCALING * point.R,
         target_modules=[],
-        target_parameters=[f"experts.{name}" for name in _FACTORS],
+        target_parameters=[f"experts.{name}" for name in FACTORS],
     )
     model = get_peft_model(_Block(experts), config, autocast_adapter_dtype=False)
-    leaves = {"x": inputs.x_TD, "weights": inputs.weights_TK}
-    canonical: dict[str, Callable[[Tensor], Tensor]] = {}
-    wrapper = model.base_model.model.experts
-    while wrapper is not experts:
-        a, b = _FACTORS[wrapper.parameter_name]
-        leaves[a] = wrapper.lora_A["default"].weight
-        leaves[b] = wrapper.lora_B["default"].weight
-        leaves[a].data = inputs.factors[a].detach().flatten(0, 1).clone()
-        leaves[b].data = to_b(inputs.factors[b].detach()).clone()
-        canonical |= {a: partial(from_a, E=point.sizes.E), b: partial(from_b, E=point.sizes.E)}
-        wrapper = wrapper.base_layer
+    factors, canonical = set_factors(model.base_model.model.experts, inputs, point.sizes.E)
+    leaves = {"x": inputs.x_TD, "weights": inputs.weights_TK} | factors
     forward = partial(model, inputs.x_TD, inputs.ids_TK, inputs.weights_TK)
     return Program(forward, {name: leaves[name] for name in inputs.trained}, canonical)
 
