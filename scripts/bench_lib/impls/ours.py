@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 from functools import partial
 
@@ -11,6 +12,7 @@ from bench_lib.spec import Impl, Program
 
 # What is entered here stays so until the process ends.
 _FOR_THE_PROCESS = contextlib.ExitStack()
+atexit.register(_FOR_THE_PROCESS.close)
 MODULES = ("moe_patch.ops.experts.op", "moe_patch.kernels.experts.experts")
 
 
