@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 # A sentence longer than this has to be split; tables, code and links do not count.
 MAX_WORDS = 25
-NOT_A_START = frozenset(
-    "what whether which those that these this of as it its their who whose why how where when".split()
+NOT_A_START = re.compile(
+    r"\W*(what|whether|which|those|that|these|this|of|as|it|its|their|who|whose|why|how|where|when)\b",
+    re.IGNORECASE,
 )
 # Code has no will and no senses; the field has a word for what is meant in each case.
 PEOPLE_ONLY = re.compile(
@@ -126,8 +127,7 @@ def check_source(path: Path) -> Iterator[Fault]:
     """Yield the faults of a Python file."""
     source = path.read_text()
     for line, text in docstrings(ast.parse(source)):
-        first = re.match(r"\W*([A-Za-z]+)", text)
-        if first and first.group(1).lower() in NOT_A_START:
+        if first := NOT_A_START.match(text):
             yield Fault(
                 str(path), line, f"begins with '{first.group(1)}'", text.strip().split("\n")[0]
             )
