@@ -121,7 +121,7 @@ def selects(proof: Proof, test: str) -> bool:
     def holds(word: str) -> str:
         return word if word in ("and", "or", "not") else str(word in name)
 
-    # Words, and, or, not: checked by tests/test_stack_compat.py.
+    # Words, and, or, not: checked by tests/stack/test_compat.py.
     return not proof.select or eval(" ".join(map(holds, proof.select.split())))
 
 

@@ -23,7 +23,7 @@ import transformers
 
 from moe_patch import PatchConfig, UnsupportedModelError, lora_targets
 from moe_patch.train import config as train_config
-from tests import tiny_models
+from tests.support import tiny_models
 
 DOCS = Path(__file__).parents[1] / "docs"
 START, END = "<!-- generated: scripts/docs.py -->", "<!-- end of generated -->"

@@ -147,8 +147,9 @@ def unseen_triton(interpreter: Path) -> str:
         return ""
     return (
         f"triton {', '.join(unseen)} has no row in TRITON_VERSIONS "
-        "(moe_patch/kernels/common/versions.py): unpack its wheel, run tests/offline_launches.py "
-        "and scripts/compile_tiles.py --capability 9.0 with it first on PYTHONPATH, add a row"
+        "(moe_patch/kernels/common/versions.py): unpack its wheel, run "
+        "tests/support/offline_launches.py and scripts/compile_tiles.py --capability 9.0 "
+        "with it first on PYTHONPATH, add a row"
     )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # CUDA's memory checker over the kernels. First over a kernel that reads, and one that writes, past
 # its tensor: a checker that misses those would prove nothing.
-# Usage: bash scripts/memcheck.sh [tests...]     (tests/test_kernels_canaries.py)
+# Usage: bash scripts/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
 # Not for tests that count what torch's cache holds: there is none here. Options of pytest go into
 # PYTEST_ADDOPTS.
 # SANITIZER names compute-sanitizer where it is not on the PATH; PYTHON the interpreter (python3);
@@ -20,7 +20,7 @@ check() { "$sanitizer" --tool "$tool" --error-exitcode "$found" --print-limit 20
 if [[ "$tool" == memcheck ]]; then
   for stray in read write; do
     status=0
-    said="$(check tests/memcheck_control.py "$stray" 2>&1)" || status=$?
+    said="$(check tests/support/memcheck_control.py "$stray" 2>&1)" || status=$?
     if ! ((status == found)) || ! grep -q "Invalid __global__ $stray" <<<"$said"; then
       echo "memcheck: the checker missed a stray $stray (status $status):"
       echo "$said"
@@ -29,5 +29,5 @@ if [[ "$tool" == memcheck ]]; then
   done
   echo "memcheck: a stray read and a stray write are found"
 fi
-(($#)) || set -- tests/test_kernels_canaries.py
+(($#)) || set -- tests/kernels/test_canaries.py
 check -m pytest -q -m gpu -p no:cacheprovider "$@" || { echo "memcheck: FAILED"; exit 1; }

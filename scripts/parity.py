@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.all_families import Result, check
-from tests.tiny_recipes import FAMILIES
+from tests.support.all_families import Result, check
+from tests.support.tiny_recipes import FAMILIES
 
 
 def quiet() -> None:

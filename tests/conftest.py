@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import interpreted, tiny_models
+from tests.support import interpreted, tiny_models
 
 # Tiny tensors: threads of one operator only wait for each other, more so beside another worker.
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     """A text for runs of the training command."""
-    from tests.train_nodes import TEXT  # imports Trainer and PEFT, which few tests need
+    from tests.support.train_nodes import TEXT  # imports Trainer and PEFT, which few tests need
 
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")

@@ -256,7 +256,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 @contextlib.contextmanager
 def nothing_launched() -> Iterator[None]:
-    """Compile for Hopper on any machine, and launch nothing: as tests/offline_launches.py does."""
+    """Compile for Hopper on any machine, and launch nothing."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     with mock.patch.object(CUDABackend, "make_cubin", lambda *_: b"none"):  # noqa: PT008

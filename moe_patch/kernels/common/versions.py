@@ -41,9 +41,9 @@ class Tested(NamedTuple):
 
 
 # Launches were compared offline on every release here: each argument that reaches the function in
-# C, for each kernel of tests/offline_launches.py (3.7.0 has the same driver as 3.7.1). The Hopper
-# kernels passed their part of the GPU suite on an H200 with 3.6.0 and 3.8.0, and with 3.7.1 as much
-# of it as ran before a limit of time (1,118 tests). 3.9.0 only compiled them.
+# C, for each kernel of tests/support/offline_launches.py (3.7.0 has the driver of 3.7.1).
+# The Hopper kernels passed their part of the GPU suite on an H200 with 3.6.0 and 3.8.0, and with
+# 3.7.1 as much of it as ran before a limit of time (1,118 tests). 3.9.0 only compiled them.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
     "3.7": Tested(hopper=True, direct=True, as_tuple=True),

@@ -1,0 +1,1 @@
+"""Tests of the patcher and its undo."""

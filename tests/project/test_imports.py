@@ -1,0 +1,148 @@
+"""The package from a source tree on PYTHONPATH, in a process without triton and without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moe_patch
+from moe_patch._version import __version__
+from tests.support.limits import HANG_S
+
+ROOT = Path(moe_patch.__file__).parents[1]
+PUBLIC = {
+    "BlockReport",
+    "FamilySpec",
+    "MoePatchError",
+    "PatchConfig",
+    "PatchStateError",
+    "UnsupportedModelError",
+    "UnsupportedOptionError",
+    "patch_model",
+    "patch_report",
+    "patched",
+    "register_family",
+    "supported_model_types",
+    "unpatch_model",
+}
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """Runs Python in an empty folder, with a triton that cannot be imported and no GPU in sight."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "triton.py").write_text("raise ImportError('triton is blocked in this test')\n")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON"))}
+    env |= {
+        "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+        "HOME": str(tmp_path),
+    }
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *args],
+            env=env,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+        )
+
+    return run
+
+
+def test_public_names():
+    assert set(moe_patch.__all__) >= PUBLIC
+    assert all(hasattr(moe_patch, name) for name in moe_patch.__all__)
+    for error in (
+        moe_patch.UnsupportedModelError,
+        moe_patch.UnsupportedOptionError,
+        moe_patch.PatchStateError,
+    ):
+        assert issubclass(error, moe_patch.MoePatchError)
+
+
+IMPORT = """
+import sys
+import moe_patch
+loaded = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
+print(moe_patch.__file__)
+print(sorted(loaded & {"triton", "transformers", "peft", "accelerate"}))
+"""
+
+
+def test_import_loads_neither_triton_nor_transformers_nor_peft(bare_python):
+    done = bare_python("-c", IMPORT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [moe_patch.__file__, "[]"]
+
+
+PATCH = """
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from moe_patch import UnsupportedOptionError, patch_model, patch_report, unpatch_model
+config = Qwen3MoeConfig(
+    vocab_size=16, hidden_size=16, moe_intermediate_size=8, num_hidden_layers=1, head_dim=8,
+    num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+)
+model = Qwen3MoeForCausalLM(config)
+ids = torch.arange(8)[None]
+plain = model(ids, labels=ids)
+patch_model(model)
+ours = model(ids, labels=ids)
+ours.loss.backward()
+assert (ours.logits - plain.logits).norm() <= 1e-5 * plain.logits.norm()
+assert all(p.grad is not None for p in model.parameters())
+print(patch_report(model)[0].experts_backend)
+unpatch_model(model)
+try:
+    patch_model(model, backend="triton")
+except UnsupportedOptionError as error:
+    print(error)
+"""
+
+
+def test_patching_works_and_triton_is_refused_by_name(bare_python):
+    done = bare_python("-c", PATCH)
+    assert done.returncode == 0, done.stderr
+    backend, refusal = done.stdout.splitlines()
+    assert backend == "torch"
+    assert refusal.startswith("backend='triton' cannot hold: ")
+
+
+COMMANDS = """
+import runpy, sys
+for arguments in (["--version"], ["--help"], []):
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module("moe_patch", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        assert not stopped.code, (arguments, stopped.code)
+    print("END")
+"""
+
+
+def test_command_line(bare_python):
+    """As ``python -m moe_patch``, three times in one process."""
+    done = bare_python("-c", COMMANDS)
+    assert done.returncode == 0, done.stderr
+    version, shown, nothing, rest = done.stdout.split("END\n")
+    assert __version__ in version
+    assert "train" in shown
+    assert "train" in nothing
+    assert not rest
+    assert not done.stderr
+
+
+def test_command_line_error_is_one_line_and_status_2(bare_python):
+    done = bare_python("-m", "moe_patch", "train", "missing.yaml")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "missing.yaml" in done.stderr

@@ -1,0 +1,1 @@
+"""Tests of patched models beside torch's and accelerate's features."""

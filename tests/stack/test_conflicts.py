@@ -1,0 +1,234 @@
+"""Other libraries that want the same modules: one sentence when the model is patched."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import MethodType
+
+import pytest
+from torch import nn
+
+from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
+from tests.support import tiny_models
+from tests.support.numerics import FP32, assert_bits, assert_close
+from tests.support.snapshots import assert_unchanged, logits, snapshot
+
+
+class LigerExperts(nn.Module):
+    """Stands for a replacement of the kind that Liger and the kernels library bind."""
+
+    def forward(self, hidden_states, *args):
+        return hidden_states * 0
+
+
+LigerExperts.__module__ = "liger_kernel.transformers.swiglu"
+
+
+def bind(module):
+    """As Liger's and the kernels library's own functions do: a method of another class."""
+    module.__dict__["forward"] = LigerExperts.forward.__get__(module, type(module))
+
+
+def target(model, which):
+    block = tiny_models.blocks(model)[1][1]
+    return block if which == "block" else block.experts
+
+
+@pytest.mark.parametrize("which", ["experts", "block"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+def test_a_replaced_forward_is_refused_by_name(model_type, which):
+    model = tiny_models.build(model_type)
+    bind(target(model, which))
+    before = snapshot(model)
+    name = type(target(model, which)).__name__
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.mlp.*{name}.*LigerExperts"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+def test_replaced_experts_are_named_through_adapters():
+    """Liger replaces the module itself; PEFT's wrapper around it is not what stands in the way."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_models.build("qwen3_moe")
+    for _, block in tiny_models.blocks(model):
+        experts = LigerExperts()
+        experts.gate_up_proj = block.experts.gate_up_proj
+        experts.down_proj = block.experts.down_proj
+        block.experts = experts
+    lora = LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"its experts are liger_kernel.*LigerExperts"):
+        patch_model(get_peft_model(model, lora))
+
+
+def dense_forward(self, hidden_states, *args):
+    """Stands for what densemixer and others assign to a class."""
+    return hidden_states * 0
+
+
+@pytest.mark.parametrize("which", ["experts", "block"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_a_forward_replaced_on_the_class_is_refused_by_name(model_type, which, monkeypatch):
+    model = tiny_models.build(model_type)
+    cls = type(target(model, which))
+    monkeypatch.setattr(cls, "forward", dense_forward)
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.0\.mlp.*{cls.__name__}.*dense_f"):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize(("which", "tier"), [("router", "full"), ("experts", "refused")])
+def test_a_class_forward_replaced_after_patching(which, tier, monkeypatch):
+    """Behind a forward that we bound it never runs; elsewhere the report says that it does."""
+    model = patch_model(tiny_models.build("qwen3_moe"))
+    batch = tiny_models.inputs(model)
+    out = logits(model, batch)
+    block = tiny_models.blocks(model)[0][1]
+    other = block.gate if which == "router" else block.experts
+    monkeypatch.setattr(type(other), "forward", dense_forward)
+    assert {row.tier for row in patch_report(model)} == {tier}
+    if tier == "full":
+        assert_bits(logits(model, batch), out)
+
+
+def test_a_forward_replaced_after_patching_shows_in_the_report():
+    """Trainer applies Liger when training begins: ours no longer runs, and the report says so."""
+    model = patch_model(tiny_models.build("qwen3_moe"))
+    bind(target(model, "experts"))
+    first, second = patch_report(model)
+    assert first.tier == "full"
+    assert second.tier == "refused"
+    assert "use_liger_kernel" in second.reason
+    with pytest.raises(UnsupportedModelError, match="liger_kernel_config"):
+        patch_model(model)
+    del target(model, "experts").__dict__["forward"]
+    batch = tiny_models.inputs(model)
+    out = logits(model, batch)
+    assert_bits(logits(patch_model(model), batch), out)
+
+
+def test_experts_of_another_class_are_refused_by_name():
+    """Liger applied before the model was built leaves its class in place of transformers' own."""
+    model = tiny_models.build("qwen3_moe")
+    tiny_models.blocks(model)[0][1].experts = LigerExperts()
+    with pytest.raises(UnsupportedModelError, match=r"no Qwen3MoeExperts.*LigerExperts"):
+        patch_model(model)
+
+
+def test_data_parallel_is_refused_with_what_to_use_instead():
+    model = tiny_models.build("qwen3_moe")
+    before = snapshot(model)
+    with pytest.raises(UnsupportedModelError, match=r"DataParallel.*DistributedDataParallel"):
+        patch_model(nn.DataParallel(model))
+    assert_unchanged(before, snapshot(model))
+
+
+def test_hub_kernels_outside_of_moe_blocks_stay():
+    """use_kernels binds norms and rotary embeddings; that is no conflict."""
+    model = tiny_models.build("qwen3_moe")
+    norm = model.model.norm
+    norm.forward = MethodType(type(norm).forward, norm)
+    bound = norm.forward
+    patch_model(model)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    unpatch_model(model)
+    assert norm.forward is bound
+
+
+@pytest.mark.parametrize("chosen", ["batched_mm", "sonicmoe"])
+def test_an_experts_implementation_of_the_user_is_named(chosen, caplog):
+    model = tiny_models.build("qwen3_moe")
+    model.config._experts_implementation_internal = chosen
+    with caplog.at_level(logging.WARNING, logger="moe_patch"):
+        patch_model(model)
+    (line,) = caplog.records
+    assert f"experts_implementation={chosen!r}" in line.message
+
+
+def wrap_as_expert_parallelism(router, experts):
+    """As releases before ep_size do: ids become local, those of other ranks the sentinel."""
+    inner = router.forward
+
+    def tp_forward(*args):
+        logits_TE, weights_TK, ids_TK = inner(*args)
+        away = ids_TK >= experts.num_experts // 2
+        return logits_TE, weights_TK.masked_fill(away, 0.0), ids_TK.masked_fill(away, 8)
+
+    tp_forward.__module__ = "transformers.distributed.tensor_parallel"
+    router.forward = tp_forward
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
+def test_a_router_inside_expert_parallelism_stays_its_own(model_type):
+    model = tiny_models.build(model_type)
+    model.set_experts_implementation("grouped_mm")
+    for _, block in tiny_models.blocks(model):
+        wrap_as_expert_parallelism(block.gate, block.experts)
+        block.experts._is_expert_parallel = True
+    batch = tiny_models.inputs(model)
+    expected, before = logits(model, batch), snapshot(model)
+    patch_model(model)
+    rows = patch_report(model)
+    assert {(row.tier, row.router) for row in rows} == {("experts", "transformers")}
+    assert all("wraps the router" in row.reason for row in rows)
+    assert_close(logits(model, batch), expected, FP32)
+    patch_model(model)
+    unpatch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+LIGER = """
+from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+model = tiny_models.build("qwen3_moe")
+_apply_liger_kernel_to_instance(model, rope=False, rms_norm=False, swiglu=True,
+                                fused_linear_cross_entropy=False)
+"""
+KERNELS = """
+import kernels
+from torch import nn
+class MegaBlocksMoeMLP(nn.Module):
+    can_torch_compile, has_backward = False, True
+    def forward(self, hidden_states):
+        return hidden_states * 0, None
+class Repository(kernels.LocalLayerRepository):
+    def load(self):
+        return MegaBlocksMoeMLP
+model = tiny_models.build("gpt_oss")
+# As transformers' decorator does with the releases of kernels that it knows.
+kernels.replace_kernel_forward_from_hub(type(model.model.layers[0].mlp), "MegaBlocksMoeMLP")
+found = {"MegaBlocksMoeMLP": {"cpu": Repository("none", layer_name="MegaBlocksMoeMLP")}}
+with kernels.use_kernel_mapping(found, inherit_mapping=False):
+    kernels.kernelize(model, mode=kernels.Mode.TRAINING, device="cpu", use_fallback=True)
+"""
+REFUSED = """
+from moe_patch import UnsupportedModelError, patch_model
+try:
+    patch_model(model)
+except UnsupportedModelError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "code", "named"),
+    [("liger_kernel", LIGER, "LigerExperts"), ("kernels", KERNELS, "MegaBlocksMoeMLP")],
+    ids=["liger", "kernels"],
+)
+def test_own_library(library, code, named):
+    """What the real library binds is refused; it changes classes, so in a process of its own."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tests import tiny_models\n{code}{REFUSED}"],
+        cwd=root, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (sentence,) = done.stdout.strip().splitlines()
+    assert named in sentence
+    assert "layers.0.mlp" in sentence

@@ -1,0 +1,33 @@
+"""What the tests of the command line call it with, and what they read of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from moe_patch.cli import UNUSABLE, main
+from tests.support import tiny_models
+
+
+def only_config(folder: Path, model_type: str, **overrides) -> str:
+    """The folder, with a tiny model's config in it and nothing else."""
+    tiny_models.config(model_type, **overrides).save_pretrained(folder)
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return str(folder)
+
+
+def answer(capsys, *argv: str, status: int = 0):
+    """What a command prints with --json."""
+    assert main([*argv, "--json"]) == status
+    out, _ = capsys.readouterr()
+    return json.loads(out)
+
+
+def error_of(capsys, *argv: str) -> str:
+    """The one line of a command that cannot be done."""
+    assert main([*argv]) == UNUSABLE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("moe-patch: error: ")
+    assert err.count("\n") == 1
+    return err

@@ -1,0 +1,272 @@
+"""What the launcher hands to the driver, beside what Triton hands to it: both on any machine.
+
+A program: the experts run on CPU tensors under a driver that compiles for sm_90 and launches
+nothing. Prints one line of JSON: the kernels launched, and where the two ways differ. Of the
+releases that are launched directly Triton's own launcher takes part: what is compared is what
+reaches its function in C. There the Hopper kernels take part too, whether a card ran them or not.
+For a Triton other than the installed one put its folder first on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from compile_only import CompileOnly, compiling_for  # noqa: E402
+
+from moe_patch.kernels.common.versions import TRITON_VERSIONS, tested  # noqa: E402
+
+# Before the modules that import the Hopper kernels by this table.
+TRITON_VERSIONS.update({k: v._replace(hopper=v.direct) for k, v in TRITON_VERSIONS.items()})
+
+import moe_patch.kernels.experts.experts  # noqa: E402, F401
+from moe_patch.formats import mxfp4  # noqa: E402
+from moe_patch.formats.packed import READABLE, PackedWeight, pack  # noqa: E402
+from moe_patch.kernels.common.launcher import Launcher  # noqa: E402
+from moe_patch.kernels.experts.call import Call  # noqa: E402
+from moe_patch.kernels.packed import dequant  # noqa: E402
+from moe_patch.kernels.routing import route  # noqa: E402
+from moe_patch.ops.experts.op import Signals, experts_mlp  # noqa: E402
+from moe_patch.types import (  # noqa: E402
+    ExpertWeights,
+    Glu,
+    Lora,
+    RouteSpec,
+)
+
+D, F, E, K, R = 256, 128, 8, 2, 16
+Launch = tuple[object, str, tuple]
+KNOWN, AS_TUPLE = tested().direct, tested().as_tuple
+# The metadata for hooks, and the hooks.
+HOOKS = slice(6, 9) if not KNOWN else slice(8, 11) if AS_TUPLE else slice(10, 13)
+launched: list[Launch] = []
+compared: dict[str, list[int]] = {}  # the arguments of each launch, by kernel
+
+
+class Annotation(NamedTuple):
+    """In place of what the extension in C has for one argument, since 3.7."""
+
+    nested_tuple: list | None
+    type: str
+
+
+class Recorder:
+    """Stands for one compiled kernel."""
+
+    def __init__(self, _src: object, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *args: Any) -> None:
+        launched.append((self, self.name, args))
+
+    launch = __call__
+
+
+def recording(src: object, metadata: Any) -> object:
+    """Triton's launcher over a recorder, or the recorder itself."""
+    recorder = Recorder(src, metadata)
+    if not KNOWN:
+        return recorder
+    from triton.backends.nvidia import driver
+
+    replaced = {"library_dirs": list}
+    if AS_TUPLE:
+        replaced = {f"ARG_{kind}": kind for kind in ("CONSTEXPR", "KERNEL", "TUPLE")}
+        replaced["PyKernelArg"] = Annotation
+    else:
+        replaced["compile_module_from_src"] = lambda **_: recorder
+    with (
+        mock.patch.multiple(driver, **replaced),
+        mock.patch.object(CompileOnly.utils, "launch", recorder, create=True),
+    ):
+        return driver.CudaLauncher(src, metadata)
+
+
+def encoded(*args: Any) -> tuple:
+    """In place of a descriptor that the driver encodes."""
+    return ("encoded", *args)
+
+
+def signed(signature: list[str]) -> tuple:
+    """In place of the bytes by which the function in C reads its arguments."""
+    return ("signature", *signature)
+
+
+IN_C = {
+    "fill_tma_descriptor": encoded,
+    "fill_tma_descriptor_tiled": encoded,  # since 3.7
+    "build_signature_metadata": signed,
+}
+
+
+def trained(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def step(T: int, misaligned: bool, lora: bool, stored: str = "", norms: bool = False) -> None:
+    """One forward and backward of the experts, the weights stored in bf16 or packed."""
+    torch.manual_seed(T)
+    x_TD = torch.zeros(T * D + 1, dtype=torch.bfloat16)[int(misaligned) :][: T * D].view(T, D)
+    x_TD.requires_grad_()
+    ids_TK = torch.rand(T, E).argsort(1)[:, :K].contiguous()
+    w13, w2 = trained(E, 2 * F, D), trained(E, D, F)
+    if stored:
+        w13, w2 = (pack(each.detach(), stored, each.device, "a weight") for each in (w13, w2))
+    loras = {}
+    if lora:
+        loras["lora13"] = Lora(trained(E, R, D), trained(E, 2 * F, R), 2.0)
+        loras["lora2"] = Lora(trained(E, R, F), trained(E, D, R), 2.0)
+    w = ExpertWeights(w13, w2, trained(E, 2 * F), trained(E, D))
+    weights_TK = torch.rand(T, K, requires_grad=True)
+    signals = Signals(torch.empty(3, T, K)) if norms else None
+    out_TD = experts_mlp(
+        x_TD, ids_TK, weights_TK, w, Glu("silu"), backend="triton", signals=signals, **loras
+    )
+    out_TD.backward(torch.ones_like(out_TD))
+
+
+def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
+    """One forward and backward of the router."""
+    spec = RouteSpec(K, score="sigmoid" if bias else "softmax", renormalize=True, eps=1e-20)
+    logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
+    made = route.route_forward(logits_TE, spec, bias_E)
+    route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+
+
+def dequantised(stored: str) -> None:
+    """Experts into a buffer."""
+    if stored == "mxfp4":
+        packed = torch.zeros(E, D, F // 2, dtype=torch.uint8)
+        scales = torch.zeros(E, D, F // mxfp4.BLOCK, dtype=torch.uint8)
+        weight = PackedWeight(stored, packed, (scales,), torch.bfloat16)
+    else:
+        weight = pack(trained(E, D, F).detach(), stored, torch.device("cpu"), "a weight")
+    offsets_S = torch.zeros(E + 1, dtype=torch.int32)
+    dequant.dequantize_into(torch.empty(2, D, F, dtype=torch.bfloat16), weight, offsets_S, 4)
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """What is launched in both ways, by name."""
+    found: dict[str, Callable[[], None]] = {}
+    for T in (1, 600):
+        for misaligned in (False, True):
+            found[f"{T} tokens{', misaligned' * misaligned}"] = partial(step, T, misaligned, T == 1)
+        for stored in ("nf4", "fp8"):
+            found[f"{T} tokens over {stored}"] = partial(step, T, False, True, stored)
+        found[f"{T} tokens routed by softmax"] = partial(routed, T, torch.bfloat16, False)
+        found[f"{T} tokens routed by sigmoid"] = partial(routed, T, torch.float32, True)
+    found["600 tokens, adapters"] = partial(step, 600, False, True)
+    found["600 tokens, norms"] = partial(step, 600, False, True, norms=True)
+    return found | {f"{stored} alone": partial(dequantised, stored) for stored in READABLE}
+
+
+def launches_of(run: Callable[[], None]) -> list[Launch]:
+    launched.clear()
+    run()
+    return list(launched)
+
+
+def described(args: tuple) -> list:
+    """What the driver reads: of a tensor its address, whichever way it is given."""
+    said: list[Any] = []
+    for arg in (*args[:-1], *args[-1]) if AS_TUPLE else args:
+        if isinstance(arg, torch.Tensor):
+            said.append(arg.data_ptr())
+        elif hasattr(arg, "base"):
+            said.append((arg.base.data_ptr(), arg.shape, arg.strides, arg.block_shape))
+        else:
+            said.append(arg)
+    return said
+
+
+@contextlib.contextmanager
+def launching_twice(pairs: list[tuple]) -> Iterator[None]:
+    """Every kernel is launched again by Triton, over the same tensors: (ours, Triton's)."""
+    direct_call = Launcher.__call__
+
+    def call(launcher: Launcher, *args: Any, **constants: Any) -> None:
+        first = len(launched)
+        direct_call(launcher, *args, **constants)
+        with mock.patch.object(launcher, "_direct", new=False):
+            direct_call(launcher, *args, **constants)
+        pairs.append(tuple(launched[first:]))
+
+    with mock.patch.object(Launcher, "__call__", call):
+        yield
+
+
+def told(hook: Any, run: Callable[[], None]) -> list[bool]:
+    """Of each launch whether a launch hook is told of it."""
+    with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", hook):
+        return [args[HOOKS.start] is not None for *_, args in launches_of(run)]
+
+
+def differences(case: str, run: Callable[[], None]) -> list[str]:
+    run()  # compiles
+    pairs: list[tuple] = []
+    with launching_twice(pairs):
+        run()
+    found = [] if pairs else [f"{case}: no launch"]
+    for (kernel, name, args), (other, _, others) in pairs:
+        if kernel is not other:
+            found.append(f"{case}: {name} as compiled for something else")
+        before, after = (
+            args[: HOOKS.start] + args[HOOKS.stop :],
+            others[: HOOKS.start] + others[HOOKS.stop :],
+        )
+        compared.setdefault(name, []).append(len(described(after)))
+        if described(before) != described(after):
+            found.append(f"{case}: arguments of {name}")
+    return found
+
+
+def main() -> None:
+    runs = cases()
+    launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
+    with (
+        mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None),
+        mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
+        mock.patch.multiple(CompileOnly.utils, create=True, **IN_C),
+        # By a plan that no kernel has written.
+        mock.patch.object(Call, "_gathered", lambda call, t: t.new_zeros(call.tiles.count, D)),
+        compiling_for((9, 0), 227 * 1024),
+    ):
+        different = [said for case, run in runs.items() for said in differences(case, run)]
+        steps = [launch for run in runs.values() for launch in launches_of(run)]
+        by_triton = {name for _, name, args in steps if args[HOOKS] != (None,) * 3}
+        first = next(iter(runs.values()))
+        chain = triton.knobs.HookChain()
+        chain.add(print)
+        hooked = [told(hook, first) for hook in (chain, print, None)]
+    direct = sum(bool(each._compiled) for each in launchers)
+    descriptors = [
+        d for each in launchers for found in each._compiled.values() for d in found.described
+    ]
+    said = {
+        "direct": direct,
+        "different": different,
+        "kernels": len(compared),
+        "launches": sum(len(each) for each in compared.values()),
+        "arguments": sum(sum(each) for each in compared.values()),
+        "by_triton": sorted(by_triton),
+        "hooked": hooked,
+        "descriptors": len(descriptors),
+        "encoded": sum(len(encoded) for *_, encoded in descriptors),
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Gathering weights that processes hold in parts; whole runs are in tests/stack/test_launch.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from moe_patch import UnsupportedOptionError
+from moe_patch.train.sharded import gather, size
+
+
+def trainer(kind, state):
+    """A Trainer as far as gather looks: ``state`` is returned, or raised."""
+
+    def get_state_dict(model):
+        assert model == "wrapped"
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    accelerator = SimpleNamespace(distributed_type=kind, get_state_dict=get_state_dict)
+    return SimpleNamespace(accelerator=accelerator, model_wrapped="wrapped")
+
+
+@pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU])
+def test_whole_models_are_left_alone(kind):
+    assert gather(trainer(kind, AssertionError("nothing is gathered"))) is None
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+@pytest.mark.parametrize("state", [{"w": torch.ones(2)}, {}, None], ids=["first", "other", "none"])
+def test_parts_come_back_as_one_state(kind, state):
+    """Processes but the first get nothing, which is not None."""
+    assert gather(trainer(kind, state)) == (state or {})
+
+
+def test_zero3_without_gathering_names_the_option():
+    refused = trainer(DistributedType.DEEPSPEED, ValueError("Cannot get 16bit model weights"))
+    with pytest.raises(UnsupportedOptionError, match="zero3_save_16bit_model: true"):
+        gather(refused)
+
+
+def test_size_of_a_parameter_that_zero3_emptied():
+    parameter = nn.Parameter(torch.empty(0))
+    assert size(parameter) == 0
+    parameter.ds_numel = 12
+    assert size(parameter) == 12
