@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
-sys.path.insert(1, str(ROOT))
+# The checkout comes before an installed moe_patch.
+sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 from bench_lib import blocks, charts, child, clocks, rows, runner, table, warmup  # noqa: E402

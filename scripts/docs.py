@@ -4,7 +4,7 @@
     python scripts/docs.py --write    write them
 
 The table of families in README.md is scripts/families.py --table; docs/compatibility.md is
-scripts/compat.py --table.
+scripts/compat/compat.py --table.
 """
 
 from __future__ import annotations

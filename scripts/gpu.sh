@@ -13,7 +13,7 @@ readonly test_seconds="${2:-300}" bench_seconds="${3:-300}" python="${PYTHON:-py
 shift $(($# < 3 ? $# : 3))
 commit=()
 [[ -z "${COMMIT:-}" ]] || commit=(--commit "$COMMIT")
-export PYTHONPATH=.:scripts HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+export PYTHONPATH=.:scripts:benchmarks HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
 
 # In a session of its own, so that no worker that outlives a limit is there when something is timed.

@@ -11,7 +11,8 @@ The oldest versions are the lower bounds in pyproject.toml, so that a bound whic
 fails here; the newest are what pip finds, and a Triton among them that nobody looked at fails, too.
 Environments go to .venv-matrix-NAME (gigabytes where pip has no CPU build of torch); combinations
 take turns in one. Each run of the whole suite, and each combination, appends a row "versions" to
-benchmarks/results/compat.jsonl; scripts/compat.py makes the table from it. Needs no package itself.
+benchmarks/results/compat.jsonl; scripts/compat/compat.py makes the table from it. Needs no package
+itself.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def unseen_triton(interpreter: Path) -> str:
     return (
         f"triton {', '.join(unseen)} has no row in TRITON_VERSIONS "
         "(moe_patch/kernels/common/versions.py): unpack its wheel, run "
-        "tests/support/offline_launches.py and scripts/compile_tiles.py --capability 9.0 "
+        "tests/support/offline_launches.py and scripts/kernels/compile_tiles.py --capability 9.0 "
         "with it first on PYTHONPATH, add a row"
     )
 
@@ -174,7 +175,7 @@ def run_suite(name: str, arguments: list[str]) -> int:
         name: of an environment, or of a combination, which runs the subset of the window.
         arguments: for pytest.
     """
-    sys.path.insert(0, str(ROOT / "scripts"))
+    sys.path[:0] = [str(ROOT / "scripts" / "compat"), str(ROOT / "benchmarks")]
     import compat
     from bench_lib.rows import commit_of, new_run
 

@@ -3,7 +3,7 @@
 # Usage: bash scripts/quickstart.sh [options of `python -m moe_patch train`]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/_env.sh
+source scripts/env/python.sh
 install_moe_patch train
 # The model is tiny: a second thread gains a fifth, and loses all of it on a busy machine.
 exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \

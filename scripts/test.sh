@@ -4,14 +4,14 @@
 # Usage: bash scripts/test.sh [arguments for pytest]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/_env.sh
+source scripts/env/python.sh
 install_moe_patch train,dev
 
 failed=()
 "$venv_python" -m ruff check . || failed+=("ruff check")
 "$venv_python" -m ruff format --check . || failed+=("ruff format")
 # Cyclomatic complexity, `and` and `or` included.
-"$venv_python" -m lizard moe_patch -l python -C 14 -w -W scripts/complexity_allowed.txt ||
+"$venv_python" -m lizard moe_patch -l python -C 14 -w -W scripts/env/complexity_allowed.txt ||
     failed+=("complexity")
 "$venv_python" -m mypy || failed+=("mypy")
 # Two workers with one thread each: more threads than cores make small tensors many times slower.

@@ -200,7 +200,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
         "child.main(Path(sys.argv[3]))"
     )
     process_ = subprocess.Popen(
-        [sys.executable, "-c", code, str(ROOT / "scripts"), str(ROOT), str(tmp_path / "job")],
+        [sys.executable, "-c", code, str(ROOT / "benchmarks"), str(ROOT), str(tmp_path / "job")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     process_.stdin.write("go\n")

@@ -56,23 +56,6 @@ def test_help_from_a_bare_source_tree_without_triton(tmp_path):
     assert re.search(r"^ +train +fine-tune", done.stdout, re.MULTILINE)
 
 
-def test_script_is_the_same_command(tmp_path):
-    """scripts/train.py from another folder: one line on stderr, status 2, nothing written."""
-    missing = tmp_path / "none.yaml"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train.py"), str(missing)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == UNUSABLE
-    assert done.stdout == ""
-    assert re.fullmatch(r"moe-patch: error: cannot read .*none\.yaml.*\n", done.stderr)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_no_command_prints_help_and_version(capsys):
     assert main([]) == 0
     assert "usage: moe-patch" in capsys.readouterr().out

@@ -129,7 +129,7 @@ def test_bench_ops_outside_a_checkout_say_where_to_go(capsys, monkeypatch, tmp_p
 
 
 def test_ops_that_are_handed_on_are_those_of_the_script():
-    source = (ROOT / "scripts" / "bench_lib" / "rows.py").read_text(encoding="utf-8")
+    source = (ROOT / "benchmarks" / "bench_lib" / "rows.py").read_text(encoding="utf-8")
     (ops,) = [
         ast.literal_eval(node.value)
         for node in ast.parse(source).body

@@ -1,7 +1,7 @@
 """No kernel reads or writes outside its tensors: every operand and allocation between guard bands.
 
 Natively on a GPU (``-m gpu``) and, on a CPU, under Triton's interpreter. On a GPU the memory
-checker sees the same calls, one allocation per tensor: ``bash scripts/memcheck.sh``.
+checker sees the same calls, one allocation per tensor: ``bash scripts/kernels/memcheck.sh``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What no run can show, read from the kernels' source: TF32, atomics, tuning, waiting for the card.
 
-And that scripts/compile_tiles.py complains of what it is there to find.
+And that scripts/kernels/compile_tiles.py complains of what it is there to find.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_the_readers_find_what_they_are_for(reader, source) -> None:
 @pytest.fixture
 def compile_tiles(monkeypatch) -> ModuleType:
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-    monkeypatch.syspath_prepend(str(PACKAGE.parent / "scripts"))
+    monkeypatch.syspath_prepend(str(PACKAGE.parent / "scripts" / "kernels"))
     before = set(sys.modules)
     yield importlib.import_module("compile_tiles")
     for name in ("compile_tiles", "compile_only", "compile_others"):

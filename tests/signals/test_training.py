@@ -250,8 +250,10 @@ def test_by_expert_the_target_follows_from_the_chosen_experts_alone() -> None:
 
 
 def test_the_table_in_the_docs_is_that_of_the_rows() -> None:
-    """docs/signals.md shows what scripts/smk_report.py makes of docs/data/smk_tiny.jsonl."""
-    spec = importlib.util.spec_from_file_location("smk_report", ROOT / "scripts" / "smk_report.py")
+    """docs/signals.md shows what smk_report.py makes of docs/data/smk_tiny.jsonl."""
+    spec = importlib.util.spec_from_file_location(
+        "smk_report", ROOT / "benchmarks" / "studies" / "smk_report.py"
+    )
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
     lines = (ROOT / "docs" / "data" / "smk_tiny.jsonl").read_text().splitlines()

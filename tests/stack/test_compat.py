@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import compat
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
@@ -16,21 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 
 
-@pytest.fixture(scope="module")
-def compat():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("compat", ROOT / "scripts" / "compat.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compat"] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
-    yield module
-    del sys.modules["compat"]
-
-
-def test_every_proof_selects_tests(compat):
+def test_every_proof_selects_tests():
     assert len({(p.row, p.test) for p in compat.PROOFS}) == len(compat.PROOFS)
     for proof in compat.PROOFS:
         source = (ROOT / "tests" / proof.file).read_text(encoding="utf-8")
@@ -51,7 +36,7 @@ def test_every_proof_selects_tests(compat):
         ("a or c", "test_b", False),
     ],
 )
-def test_a_selection_is_read_as_pytest_reads_it(compat, select, name, taken):
+def test_a_selection_is_read_as_pytest_reads_it(select, name, taken):
     proof = compat.Proof("row", "shows", "test_file.py", select)
     assert compat.selects(proof, f"tests/test_file.py::{name}") == taken
     assert not compat.selects(proof, f"tests/test_other.py::{name}")
@@ -69,7 +54,7 @@ def test_a_selection_is_read_as_pytest_reads_it(compat, select, name, taken):
     ],
     ids=str,
 )
-def test_a_test_that_was_stopped_has_not_ended(compat, phases, ended):
+def test_a_test_that_was_stopped_has_not_ended(phases, ended):
     outcomes = compat.Outcomes()
     for when, outcome in phases.items():
         outcomes.pytest_runtest_logreport(
@@ -78,7 +63,7 @@ def test_a_test_that_was_stopped_has_not_ended(compat, phases, ended):
     assert outcomes.ended == ({} if ended is None else {"t": (ended, float(len(phases)))})
 
 
-def test_document_is_made_from_the_rows(compat):
+def test_document_is_made_from_the_rows():
     rows = compat.stored()
     assert compat.DOC.read_text(encoding="utf-8") == compat.document(
         rows, compat.stored(compat.PARALLEL)
@@ -89,7 +74,7 @@ def test_document_is_made_from_the_rows(compat):
         assert row["world"] >= 1
 
 
-def test_a_failure_shows_and_the_newest_row_counts(compat):
+def test_a_failure_shows_and_the_newest_row_counts():
     proof = compat.PROOFS[0]
     row = dict.fromkeys(compat.FIELDS, "x") | {"row": proof.row, "test": proof.test}
     failed, passed = row | {"result": "fail"}, row | {"result": "pass"}
@@ -106,7 +91,7 @@ def test_a_failure_shows_and_the_newest_row_counts(compat):
     assert "| not run |" in compat.document([])
 
 
-def test_the_table_of_several_cards(compat):
+def test_the_table_of_several_cards():
     common = {
         "card": "c",
         "layers": 2,

@@ -1,4 +1,4 @@
-"""A kernel that leaves its tensor: what a memory checker has to find, for ``scripts/memcheck.sh``.
+"""A kernel that leaves its tensor: what scripts/kernels/memcheck.sh has to find.
 
 python tests/support/memcheck_control.py read|write
 """

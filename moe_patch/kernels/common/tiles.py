@@ -2,8 +2,8 @@
 
 A tile is chosen by what the device can do (capability and shared memory), the width of the
 operands and how many rows an average expert has; never by a device's name.
-``scripts/tune_tiles.py`` searches candidates offline, ``scripts/compile_tiles.py`` proves that
-every entry compiles and fits.
+``tune_tiles.py`` in scripts/kernels searches candidates offline, ``compile_tiles.py`` there proves
+that every entry compiles and fits.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ _SM90_ROWS = Tile(
     128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, specialised=True
 )
 # Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" was chosen
-# by timings on an H100 at five models' sizes and 4096 to 32768 tokens: scripts/tune_tiles.py.
+# by timings on an H100 at five models' sizes and 4096 to 32768 tokens
+# (scripts/kernels/tune_tiles.py).
 _SM90 = {
     "many": {
         "up": (Tile(128, 256, 64, 8, 4, descriptors=True, specialised=True),),

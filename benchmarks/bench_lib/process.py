@@ -18,7 +18,7 @@ from typing import Any
 from bench_lib.child import Job, Task
 from bench_lib.measure import Settings
 
-SCRIPT = Path(__file__).resolve().parent.parent / "bench.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 POLL_S = 0.1
 # What hangs in an import is left to the budget of its first result.
 IMPORTS_S = 120.0

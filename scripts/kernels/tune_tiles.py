@@ -4,7 +4,7 @@ Never runs inside training: its winners are copied by hand into
 ``moe_patch/kernels/common/tiles.py``. Candidates are compiled first, in parallel and without the
 GPU, then timed one after the other.
 
-    python scripts/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
+    python scripts/kernels/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
 """
 
 from __future__ import annotations

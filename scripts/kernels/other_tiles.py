@@ -5,7 +5,7 @@ makes PTX for the capability that is asked for, that text is loaded in place of 
 package's self-test runs with the tiles that such a card would choose. This shows that the kernels
 are right and that they fit its shared memory. It says nothing about their speed.
 
-    python scripts/other_tiles.py 8.0 8.6 8.9
+    python scripts/kernels/other_tiles.py 8.0 8.6 8.9
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 import torch  # noqa: E402
 import triton  # noqa: E402

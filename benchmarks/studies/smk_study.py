@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What smk_loss does to a small MoE, beside the same model with other router losses.
 
-    python scripts/smk_study.py                              # every variant, three seeds, a CPU
-    python scripts/smk_study.py --variants none delta_sc --seeds 0 --steps 50 --out /tmp/rows.jsonl
-    python scripts/smk_report.py                             # the table and picture of the rows
+    python benchmarks/studies/smk_study.py      # every variant, three seeds, a CPU
+    python benchmarks/studies/smk_study.py --variants none delta_sc --seeds 0 --steps 50
+    python benchmarks/studies/smk_report.py     # the table and picture of the rows
 
 Each run appends one JSON line to docs/data/smk_tiny.jsonl: the losses and the routers'
 measures by step, and at the end the measures of one held-out batch, for every target and norm.
@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unittest import mock
 
 # The scripts that compile import this first.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import triton
 from triton.backends.compiler import GPUTarget

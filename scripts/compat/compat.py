@@ -1,11 +1,11 @@
 """Which training and serving stacks the patch was proven inside: run the tests, keep the rows.
 
-    python scripts/compat.py                    run every proof that this machine can run
-    python scripts/compat.py --rows ep tp       some of them
-    python scripts/compat.py --on card          only those that use CUDA devices
-    python scripts/compat.py --table            only write docs/compatibility.md from the rows
+    python scripts/compat/compat.py                    run every proof that this machine can run
+    python scripts/compat/compat.py --rows ep tp       some of them
+    python scripts/compat/compat.py --on card          only those that use CUDA devices
+    python scripts/compat/compat.py --table            only write docs/compatibility.md
 
-A proof is a selection of tests (scripts/compat_proofs.py). Each run appends one line to
+A proof is a selection of tests (scripts/compat/compat_proofs.py). Each run appends one line to
 benchmarks/results/compat.jsonl; the table shows the newest line of each proof on a CPU and on
 cards.
 """
@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
-sys.path.insert(1, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+# The checkout comes before an installed moe_patch.
+sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

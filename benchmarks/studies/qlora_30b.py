@@ -3,8 +3,8 @@
 The weights are random: what is shown is that it fits and how fast it runs. The 16-bit experts never
 exist; random packed bytes are made on the GPU, layer by layer. Prints one line of JSON.
 
-    python scripts/qlora_30b.py                       48 layers, nf4, 4096 tokens
-    python scripts/qlora_30b.py --tiny --device cpu   the same in small
+    python benchmarks/studies/qlora_30b.py                       48 layers, nf4, 4096 tokens
+    python benchmarks/studies/qlora_30b.py --tiny --device cpu   the same in small
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from peft import LoraConfig, get_peft_model

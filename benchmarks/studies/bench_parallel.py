@@ -1,6 +1,8 @@
 """Tokens per second of one MoE model on several cards, through transformers' distributed config.
 
-    python scripts/bench_parallel.py --world 1 2 4     appends to benchmarks/results/parallel.jsonl
+    python benchmarks/studies/bench_parallel.py --world 1 2 4
+
+Rows are appended to benchmarks/results/parallel.jsonl.
 
 One training step (forward and backward, bf16, no optimizer) of a few layers of Qwen3-30B-A3B's
 sizes with random weights. ``tp`` and ``ep`` work on one batch together, ``fsdp`` on one batch per
@@ -20,9 +22,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-# The checkout comes before an installed moe_patch; scripts/ itself is on the path already.
-sys.path.insert(1, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+# The checkout comes before an installed moe_patch.
+sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

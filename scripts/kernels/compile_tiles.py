@@ -6,8 +6,8 @@ descriptors and that no register is written while a matrix instruction may read 
 own launchers run over meta tensors under a driver that compiles for a chosen target and launches
 nothing.
 
-    python scripts/compile_tiles.py                      the whole table, all capabilities
-    python scripts/compile_tiles.py --capability 9.0 --default      default tiles of one capability
+    python scripts/kernels/compile_tiles.py                      the whole table, all capabilities
+    python scripts/kernels/compile_tiles.py --capability 9.0 --default      one capability's defaults
 """
 
 from __future__ import annotations

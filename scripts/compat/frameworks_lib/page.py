@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-START, END = "<!-- generated: scripts/frameworks.py -->", "<!-- end of generated -->"
+START, END = "<!-- generated: scripts/compat/frameworks.py -->", "<!-- end of generated -->"
 HEAD = (
     "framework", "transformers", "PEFT", "torch", "Python", "family", "mode", "result",
     "largest relative difference of a loss", "loss moved by",
@@ -43,6 +43,6 @@ def page(rows: Path, path: Path, write: bool) -> int:
     if write:
         path.write_text(new, encoding="utf-8")
     elif new != text:
-        print(f"{path}: not current; python scripts/frameworks.py --table --write")
+        print(f"{path}: not current; python scripts/compat/frameworks.py --table --write")
         return 1
     return 0

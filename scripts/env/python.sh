@@ -51,9 +51,9 @@ install_moe_patch() {
     export PYTHONNOUSERSITE=1
     python=$(find_python)
     venv_python=$PWD/$venv/bin/python
-    has_nvidia_gpu || what+=(-c scripts/constraints-cpu.txt)
+    has_nvidia_gpu || what+=(-c scripts/env/constraints-cpu.txt)
     stamp=$venv/moe_patch_installed_${extras//,/_}
-    wanted="$PWD ${what[*]} $(cksum <pyproject.toml) $(cksum <scripts/constraints-cpu.txt)"
+    wanted="$PWD ${what[*]} $(cksum <pyproject.toml) $(cksum <scripts/env/constraints-cpu.txt)"
     if [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && "$venv_python" -c 'import moe_patch' 2>/dev/null; then
         return
     fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""The table and the picture that docs/signals.md shows of scripts/smk_study.py's rows.
+"""The table and the picture that docs/signals.md shows of benchmarks/studies/smk_study.py's rows.
 
-python scripts/smk_report.py                                   # prints the table
-python scripts/smk_report.py --draw docs/img/smk_study.png     # draws the picture too
+python benchmarks/studies/smk_report.py                                   # prints the table
+python benchmarks/studies/smk_report.py --draw docs/img/smk_study.png     # draws the picture too
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "none": "neither",
     "load_balance": "load balance",

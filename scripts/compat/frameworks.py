@@ -1,8 +1,8 @@
 """Run training frameworks' own commands, unpatched and patched, for docs/frameworks.md.
 
-    python scripts/frameworks.py trl sft                     one framework, one mode
-    python scripts/frameworks.py axolotl --family deepseek_v3
-    python scripts/frameworks.py --table [--write]           the generated part of the page
+    python scripts/compat/frameworks.py trl sft                     one framework, one mode
+    python scripts/compat/frameworks.py axolotl --family deepseek_v3
+    python scripts/compat/frameworks.py --table [--write]           the generated part of the page
 
 Each framework has an environment of its own under --envs, made on first use (gigabytes, ten
 minutes); moe_patch comes from this checkout by PYTHONPATH. Everything runs on the CPU, offline.
@@ -24,8 +24,8 @@ from frameworks_lib import recipes
 from frameworks_lib.page import page
 from frameworks_lib.recipes import FRAMEWORKS, STEPS
 
-ROOT = Path(__file__).resolve().parents[1]
-LIB = ROOT / "scripts" / "frameworks_lib"
+ROOT = Path(__file__).resolve().parents[2]
+LIB = ROOT / "scripts" / "compat" / "frameworks_lib"
 ROWS = ROOT / "benchmarks" / "results" / "frameworks.jsonl"
 TORCH = "torch==2.13.0"
 LIMIT = 1e-4

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # CUDA's memory checker over the kernels. First over a kernel that reads, and one that writes, past
 # its tensor: a checker that misses those would prove nothing.
-# Usage: bash scripts/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
+# Usage: bash scripts/kernels/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
 # Not for tests that count what torch's cache holds: there is none here. Options of pytest go into
 # PYTEST_ADDOPTS.
 # SANITIZER names compute-sanitizer where it is not on the PATH; PYTHON the interpreter (python3);
 # TOOL one of its tools (memcheck). Status 1 if the checker finds anything or a test fails.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 readonly python="${PYTHON:-python3}" tool="${TOOL:-memcheck}" found=99
 sanitizer="${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}"

@@ -185,14 +185,14 @@ NOT_RUN = (
 INTRODUCTION = """\
 # Compatibility
 
-Written by `scripts/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
+Written by `scripts/compat/compat.py` from `benchmarks/results/compat.jsonl`; do not edit.
 
 `refused`: an error that names the module, when the model is patched; for adapters under expert
 parallelism, at the first call. `ranks`: processes, each on its own card where `on` names cards. A
 `+` after the commit: with changes that were not committed.
 
-`python scripts/compat.py` runs what a machine can run; `--on card` takes what uses its CUDA devices
-alone, `--world 2` what uses two of them or two processes, `--together` one process for all."""
+`python scripts/compat/compat.py` runs what a machine can run; `--on card` takes what uses its
+CUDA devices alone, `--world 2` what uses two of them or two processes, `--together` one process for all."""
 
 NOTES = """\
 ## Notes

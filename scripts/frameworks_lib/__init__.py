@@ -1,1 +1,0 @@
-"""Parts of scripts/frameworks.py; tiny.py, compare.py and site/ run in a framework's Python."""
