@@ -18,7 +18,8 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "", "## Several cards", "",
         f"`benchmarks/studies/bench_parallel.py` on {last['card']}: "
-        f"forward and backward of {last['layers']} layers of Qwen3-30B-A3B's sizes, one batch of {last['sequences']} x "
+        f"forward and backward of {last['layers']} layers of Qwen3-30B-A3B's sizes, one batch of "
+        f"{last['sequences']} x "
         f"{last['tokens'] // last['sequences']} tokens (`fsdp`: one per card), bf16, "
         f"torch {last['torch']}, transformers {last['transformers']}, "
         f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "

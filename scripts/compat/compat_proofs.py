@@ -192,7 +192,8 @@ parallelism, at the first call. `ranks`: processes, each on its own card where `
 `+` after the commit: with changes that were not committed.
 
 `python scripts/compat/compat.py` runs what a machine can run; `--on card` takes what uses its
-CUDA devices alone, `--world 2` what uses two of them or two processes, `--together` one process for all."""
+CUDA devices alone, `--world 2` what uses two of them or two processes, `--together` one process
+for all."""
 
 NOTES = """\
 ## Notes

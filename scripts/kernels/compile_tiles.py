@@ -7,7 +7,7 @@ own launchers run over meta tensors under a driver that compiles for a chosen ta
 nothing.
 
     python scripts/kernels/compile_tiles.py                      the whole table, all capabilities
-    python scripts/kernels/compile_tiles.py --capability 9.0 --default      one capability's defaults
+    python scripts/kernels/compile_tiles.py --capability 9.0 --default      one's defaults
 """
 
 from __future__ import annotations
