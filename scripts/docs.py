@@ -3,7 +3,7 @@
     python scripts/docs.py            print the names of the pages that are not current; status 1
     python scripts/docs.py --write    write them
 
-The table of families in README.md is scripts/families.py --table; docs/compatibility.md is
+The table of docs/families.md is scripts/families.py --table; docs/compatibility.md is
 scripts/compat/compat.py --table.
 """
 

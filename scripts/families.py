@@ -2,7 +2,7 @@
 
     python scripts/families.py             print the differences; exit status 1 if there are any
     python scripts/families.py --accept    store the installed sources as checked
-    python scripts/families.py --table     write the table of families into README.md
+    python scripts/families.py --table     write the table into docs/families.md
 
 On a new release: read what is printed, correct the entries, run scripts/parity.py, then --accept.
 """
@@ -23,20 +23,22 @@ from moe_patch.families import families, later_families
 from moe_patch.families.drift import accept, differences
 from moe_patch.families.table import insert, table
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 
 
 def main() -> int:
     """Compare, accept or write the table."""
     parser = argparse.ArgumentParser(description="Families of transformers against the registry.")
     parser.add_argument("--accept", action="store_true", help="store the sources as checked")
-    parser.add_argument("--table", action="store_true", help="write the table into README.md")
+    parser.add_argument(
+        "--table", action="store_true", help="write the table into docs/families.md"
+    )
     options = parser.parse_args()
     if options.accept:
         accept(families(), transformers.__version__)
     if options.table:
         content = table(families(), transformers.__version__)
-        README.write_text(insert(README.read_text(encoding="utf-8"), content), encoding="utf-8")
+        PAGE.write_text(insert(PAGE.read_text(encoding="utf-8"), content), encoding="utf-8")
     found = differences(families(), later_families())
     for difference in found:
         print(difference)

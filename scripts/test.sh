@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Linters, type checker and the CPU tests on a bare machine, in their own environment. Tests marked
+# Linters, type checker, the pages as a site, and the CPU tests on a bare machine, in their own environment. Tests marked
 # `slow` are left out; scripts/matrix.py runs them too, and so does this with -m "not gpu".
 # Usage: bash scripts/test.sh [arguments for pytest]
 set -euo pipefail
@@ -14,6 +14,7 @@ failed=()
 "$venv_python" -m lizard moe_patch -l python -C 14 -w -W scripts/env/complexity_allowed.txt ||
     failed+=("complexity")
 "$venv_python" -m mypy || failed+=("mypy")
+env NO_MKDOCS_2_WARNING=1 "$venv_python" -m mkdocs build --strict --quiet || failed+=("mkdocs")
 # Two workers with one thread each: more threads than cores make small tensors many times slower.
 env HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 \
     "$venv_python" -m pytest -n 2 -m "not gpu and not slow" "$@" || failed+=("pytest")

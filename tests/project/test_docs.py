@@ -25,7 +25,7 @@ from moe_patch.cli import bench, main
 from moe_patch.train import data
 from moe_patch.train.config import make_config
 from scripts import docs
-from tests.support import docs_blocks, tiny_models
+from tests.support import docs_blocks, interpreted, tiny_models
 from tests.support.docs_blocks import BLOCKS, LANGUAGES, MARKS, OTHERS, PAGES, ROOT, Block, commands
 from tests.support.limits import HANG_S
 from tests.support.train_nodes import TEXT
@@ -43,7 +43,7 @@ def pages() -> list:
         if plain := [b for b in mine if not b.marks]:
             found.append(pytest.param(plain, id=page.name))
         for block in mine:
-            if block.marks and "network" not in block.marks:
+            if block.marks and not {"network", "interpreted"} & set(block.marks):
                 marks = [getattr(pytest.mark, mark) for mark in block.marks]
                 found.append(pytest.param([block], id=str(block), marks=marks))
     return found
@@ -92,6 +92,30 @@ def test_blocks_run(blocks: list[Block], checkout, capfd):
                 status = 0 if command.startswith(SETUP) else _run(command, checkout)
                 said = capfd.readouterr()
                 assert status == 0, f"{block}: {command}: status {status}\n{said.out}{said.err}"
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "interpreted" in b.marks], ids=str)
+def test_interpreted_blocks_pass_every_case(block: Block, tmp_path: Path):
+    """A page's example kernel, as it stands there, against its own definition."""
+    interpreted.skip_without_histogram()
+    file = tmp_path / "test_example.py"
+    file.write_text(block.text, encoding="utf-8")
+    outcomes = interpreted.run(str(file))
+    assert outcomes
+    assert not any(outcomes.values()), "\n".join(outcomes.values())
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if "interpreted" in b.marks], ids=str)
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [("x * scale,", "x + scale,"), ("mask=column < D)\n\n", "mask=column < D - 1)\n\n")],
+)
+def test_interpreted_blocks_fail_with_a_wrong_kernel(block: Block, tmp_path: Path, good, bad):
+    interpreted.skip_without_histogram()
+    assert good in block.text
+    file = tmp_path / "test_example.py"
+    file.write_text(block.text.replace(good, bad), encoding="utf-8")
+    assert any(interpreted.run(str(file)).values())
 
 
 def _run(command: str, cwd: Path) -> int:

@@ -1,7 +1,8 @@
 """The code blocks of README.md, CONTRIBUTING.md and docs/*.md.
 
-A block's first word is its language; further words mark it: `gpu` runs on a CUDA device only,
-`slow` takes more than a few seconds, `network` needs the internet and is only parsed.
+A comment above a block marks it, as in `<!-- test: network -->`: `gpu` runs on a CUDA device only,
+`slow` takes more than a few seconds, `network` needs the internet and is only parsed,
+`interpreted` is a file with CASES that runs under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 LANGUAGES = ("python", "bash", "yaml")
-MARKS = ("gpu", "slow", "network")
+MARKS = ("gpu", "slow", "network", "interpreted")
 # Plain output, pictures and tables of characters.
 OTHERS = ("text", "mermaid", "json")
-FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"^(?:<!-- test: ([a-z ]+) -->\n)?```([^\n`]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Block:
     Attributes:
         page, path: the file's name and path.
         line: of the opening fence.
-        language: the first word after the fence.
-        marks: the other words.
+        language: the word after the fence.
+        marks: the words of the comment above it.
         text: what is between the fences.
     """
 
@@ -47,9 +50,9 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
-        language, *marks = match[1].split() or [""]
-        line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(page.name, str(page), line, language, tuple(marks), match[2]))
+        marks, language, code = (match[1] or "").split(), match[2].strip(), match[3]
+        line = text.count("\n", 0, match.start(2)) + 1
+        found.append(Block(page.name, str(page), line, language, tuple(marks), code))
     return found
 
 
