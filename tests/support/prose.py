@@ -144,7 +144,7 @@ def check_page(path: Path) -> Iterator[Fault]:
     """Yield the faults of a Markdown page, without its code, tables and generated parts."""
     text = path.read_text()
     blank = lambda found: "\n" * found.group().count("\n")  # noqa: E731
-    text = re.sub(r"^```.*?^```$", blank, text, flags=re.M | re.S)
+    text = re.sub(r"^ *```.*?^ *```$", blank, text, flags=re.M | re.S)
     text = re.sub(r"<!--.*?-->", blank, text, flags=re.S)
     text = re.sub(r"^\|.*$", "", text, flags=re.M)
     line = 1
