@@ -35,4 +35,4 @@ def test_a_cpu_that_runs_out_of_memory_later(capsys, tmp_path, monkeypatch, comm
     model = only_config(tmp_path, "qwen3_moe")
     said = error_of(capsys, command, model, "--device", "cpu", option, str(10**13))
     assert "tried to allocate" in said
-    assert "Fewer tokens or layers need less" in said
+    assert "Use fewer tokens or layers" in said

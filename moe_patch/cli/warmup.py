@@ -15,7 +15,7 @@ from moe_patch.errors import UnsupportedOptionError
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "warmup",
         help="compile a model's kernels ahead, into Triton's cache on disk",

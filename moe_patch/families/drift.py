@@ -1,8 +1,8 @@
 """Detect changes in transformers' classes since entries were checked, by hashes of their source.
 
 hashes.json holds, per model folder and class, the hashes of the sources that entries were checked
-with and the transformers release of each. Hashed are the classes of a modeling file that entries
-name, and all classes and functions that the source of a router or experts class mentions.
+with and the transformers release of each. Hashes cover the classes of a modeling file that entries
+name, and everything in it that the source of a router or experts class mentions.
 """
 
 from __future__ import annotations
