@@ -51,8 +51,8 @@ def command(args: argparse.Namespace) -> int:
     told = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with told:
         result = run(config, overwrite=args.overwrite)
-    # After a barrier, a thread of gloo frees tensors of earlier calls; a process that exits meanwhile
-    # aborts. No call comes right before this barrier, so nothing is left to free.
+    # After a barrier, a thread of gloo frees tensors of earlier calls, and a process that exits
+    # meanwhile aborts. No call comes right before this barrier, so nothing is left to free.
     state = PartialState()
     state.wait_for_everyone()
     state.destroy_process_group()
