@@ -1,4 +1,4 @@
-"""Names for what users hand over in place of a model's folder: adapters, GGUF, bare weights."""
+"""Recognise what users pass in place of a model's folder: adapters, GGUF, bare weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def refuse_other_kind(name: str, what: str) -> None:
     """Refuse a local path that holds something other than a model of transformers.
 
     Args:
-        name: a path or hub id; a hub id, and a path that does not exist, are left to transformers.
-        what: how an error begins, such as "MODEL".
+        name: a path or hub id; hub ids and paths that do not exist are left to transformers.
+        what: beginning of the error message, such as "MODEL".
 
     Raises:
-        UnsupportedOptionError: says what the path is and what to name in its place.
+        UnsupportedOptionError: says what the path is and what to pass instead.
     """
     path = Path(name)
     found = _file(path) if path.is_file() else _folder(path) if path.is_dir() else None
@@ -89,6 +89,6 @@ def _without_config(path: Path, files: list[str], models: list[str]) -> str | No
 def _json(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:  # broken files are named by what loads them
+    except ValueError:  # the code that loads the file reports that it is broken
         return {}
     return found if isinstance(found, dict) else {}
