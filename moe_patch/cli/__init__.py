@@ -47,8 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog=PROGRAM,
         description="Patch the MoE blocks of Hugging Face models in place.",
-        epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 something asked for "
-        "cannot be used (one line on stderr says what to do); 130 interrupted.",
+        epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 an input cannot be "
+        "used (one line on stderr says what to do); 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")

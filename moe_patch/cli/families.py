@@ -60,7 +60,7 @@ def family_rows() -> list[dict[str, Any]]:
         specs = [s for s in families() if {name, *towers} & set(s.model_types)]
         reasons = [spec.reason for spec in specs if spec.reason]
         if tier == "refused" and not reasons:
-            reasons = ["no entry, and transformers' experts registry does not serve its class"]
+            reasons = ["no entry, and transformers' experts registry does not cover its class"]
         rows.append(
             {
                 "model_type": name,

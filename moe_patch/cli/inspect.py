@@ -163,7 +163,7 @@ def _row(row: BlockReport, found: FoundBlock | None) -> dict[str, Any]:
     if found is None or row.tier == "refused" or "experts" not in sizes:
         return whole
     reason = _unroutable(found, sizes["experts"])
-    return whole if reason is None else _refused(whole, f"by config.json {reason}")
+    return whole if reason is None else _refused(whole, f"in config.json {reason}")
 
 
 def _unroutable(found: FoundBlock, experts: int) -> str | None:

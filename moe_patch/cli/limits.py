@@ -42,7 +42,7 @@ def check_fits(what: str, needed: int, holds: str, device: torch.device) -> None
     if there is not None and needed > there:
         raise UnsupportedOptionError(
             f"{what}: {holds} alone would take {bytes_text(needed)}, {device} has "
-            f"{bytes_text(there)}; accepted: what fits into it (fewer, or another --dtype)"
+            f"{bytes_text(there)}; accepted: sizes that fit (fewer, or another --dtype)"
         )
 
 

@@ -55,7 +55,7 @@ def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> Non
         help="hub id, folder, or a folder that holds only config.json",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
@@ -73,8 +73,8 @@ def device_of(args: argparse.Namespace) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedOptionError(
-            f"--device {args.device}: {_one_line(error)}; without the option: cuda where there is "
-            "one, else cpu"
+            f"--device {args.device}: {_one_line(error)}; without the option: cuda if available, "
+            "else cpu"
         ) from error
     return device
 
@@ -101,7 +101,7 @@ def load_config(name: str) -> Any:
                 raise
             raise UnsupportedModelError(
                 f"MODEL {name!r} needs code of its own repository, which this command does not "
-                "run; accepted: models that the installed transformers has itself"
+                "run; accepted: models that are part of the installed transformers"
             ) from error
 
 
@@ -211,7 +211,7 @@ def _refuse_other_weights(name: str, info: dict[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights of the config's model: they would be random."""
     for key, found, wanted in sorted(info["mismatched_keys"]):
         raise UnsupportedOptionError(
-            f"MODEL: {name!r}: {key} is {tuple(found)} in the file, {tuple(wanted)} by config.json"
+            f"MODEL: {name!r}: {key} is {tuple(found)} in the file, {tuple(wanted)} in config.json"
         )
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedOptionError(

@@ -19,7 +19,7 @@ def add(subparsers: Any) -> None:
         "and parameters are not finite.",
     )
     parser.add_argument("file", metavar="FILE", help="the file")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
     parser.add_argument(
         "--backend", choices=("auto", "torch", "triton"), help="default: the file's"
     )

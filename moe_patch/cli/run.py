@@ -14,8 +14,8 @@ from moe_patch.errors import MoePatchError, UnsupportedOptionError
 
 NAME = "run"
 NOTHING = (
-    "nothing was patched: COMMAND built no transformers Trainer in this process; a command that "
-    "starts processes of its own is run in each of them: "
+    "nothing was patched: COMMAND built no transformers Trainer in this process; if it starts "
+    "processes of its own, run moe-patch in each of them: "
     "accelerate launch -m moe_patch run -- SCRIPT ..."
 )
 

@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
         description="Plan, routing, experts and adapters, forward and backward, against the plain "
         "reference in fp64, and twice for equal bits. Status 1 if a check fails.",
     )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
     parser.add_argument(
         "--jobs", type=int, metavar="N",
         help=f"processes that share the checks; default: {_JOBS} on a GPU, else 1",
@@ -39,9 +39,11 @@ def add(subparsers: Any) -> None:
         "--trust",
         action="store_true",
         help="on a Triton that this library was not tested with: check the Hopper kernels instead, "
-        "and open them for this Triton, torch and library if they hold",
+        "and enable them for this Triton, torch and library if they hold",
     )
-    other.add_argument("--forget", action="store_true", help="take back what --trust opened")
+    other.add_argument(
+        "--forget", action="store_true", help="undo --trust: disable the kernels again"
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 

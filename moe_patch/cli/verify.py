@@ -26,9 +26,9 @@ def add(subparsers: Any) -> None:
         help="compare a patched model with the unpatched one on this machine",
         description="Logits, loss, router logits and every gradient of a patched model against "
         "transformers' eager experts, on random token ids. A folder without weights gets random "
-        "ones. Where both ways must meet the same experts, the unpatched model's choice is "
-        "replayed. Attention is the model's own, or eager where that does not run here, which the "
-        "output says. Status 1 if a number is above its limit.",
+        "ones. If the two choose different experts, the unpatched model's choice is replayed. "
+        "Attention is the model's own, or eager if that does not run here, which the output "
+        "says. Status 1 if a number is above its limit.",
     )
     models.add_model(parser)
     parser.add_argument("--random", action="store_true", help="random weights, load none")
@@ -37,7 +37,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--batch", type=int, default=2, metavar="B", help="sequences (default 2)")
     parser.add_argument("--length", type=int, default=32, metavar="L", help="tokens each (32)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, help="one limit in place of all")
+    parser.add_argument("--limit", type=float, help="one limit for all numbers")
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -86,7 +86,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if args.batch < 1 or args.length < 2:
         raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")
     if args.limit is not None and not args.limit >= 0:
-        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number from 0 on")
+        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number of at least 0")
     check_seed(args.seed)
 
 

@@ -79,8 +79,8 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise UnsupportedModelError(
-                f"{name} is sharded (DTensor); accepted: tensors that are whole in the call, as on "
-                "one device, under DDP and under FSDP"
+                f"{name} is sharded (DTensor); accepted: tensors that are whole in "
+                "the call, as on one device, under DDP and under FSDP"
             )
     own = _class_of(module)
     about = {

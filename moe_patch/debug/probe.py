@@ -113,7 +113,7 @@ class Probe:
             nan_file.write(self, module, args, file)
         except (OSError, MoePatchError) as error:
             # A full disk must not end the user's training step.
-            logger.error("moe_patch: %s; its call cannot be kept: %s", found, error)
+            logger.error("moe_patch: %s; its call cannot be saved: %s", found, error)
             return
         logger.error(
             "moe_patch: %s; its input, ids and weights are in %s: run `python -m moe_patch replay "

@@ -117,7 +117,7 @@ def _obstacle(module: nn.Module, args: tuple) -> str | None:
     if len(args) == 3 and experts is not None:
         ids = args[1]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts:
-            return "ids of experts that are not here (expert parallelism)"
+            return "ids of experts on other devices (expert parallelism)"
     return None
 
 

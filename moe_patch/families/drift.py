@@ -85,7 +85,7 @@ def _gone(spec: FamilySpec, now: Hashes) -> Iterator[Difference]:
     for role in ("router", "block", "experts"):
         name = getattr(spec, role)
         if name is not None and name not in now[spec.module]:
-            what = f"{role} class {name} is not there"
+            what = f"{role} class {name} is missing"
             yield Difference("gone", spec.model_types[0], str(path), what)
 
 

@@ -96,7 +96,7 @@ def prepare(command: Sequence[str]) -> Callable[[], Any]:
     name, *rest = command
     if name == "-m":
         if not rest:
-            raise UnsupportedOptionError("run: -m needs a module's name after it")
+            raise UnsupportedOptionError("run: -m needs a module name")
         return lambda: _module(rest[0], rest[1:])
     if Path(name).is_file() and (name.endswith(".py") or "/" in name):
         return lambda: _script(name, rest)
@@ -133,7 +133,7 @@ def _swift(method: str, rest: list[str]) -> Callable[[], Any]:
     if "RANK" not in os.environ and swift.use_torchrun():
         raise UnsupportedOptionError(
             "run: NPROC_PER_NODE and NNODES make swift start torchrun; use ms-swift's plugin, "
-            f"which each process loads: --external_plugins {PLUGIN} --callbacks moe_patch"
+            f"which every process loads: --external_plugins {PLUGIN} --callbacks moe_patch"
         )
     swift.parse_yaml_args(rest)
     # This import replaces the list of default callbacks, so it must run before we add ours.

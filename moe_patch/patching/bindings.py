@@ -146,10 +146,10 @@ def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> st
         if (found := redefined(module, slot)) is not None:
             name = type(module).__name__
             return (
-                f"{path} ({name}) runs {origin_of(found)}, which is not what the family's entry "
-                f"was made for; accepted: {entry_class(module).__name__} as its library defines "  # type: ignore[union-attr]
-                "it, or a class with an entry of its own (register_family); hooks do what need "
-                "not be in a forward, exclude leaves the block to transformers"
+                f"{path} ({name}) runs {origin_of(found)}, which the family's entry does not "
+                f"describe; accepted: {entry_class(module).__name__} as its library defines "  # type: ignore[union-attr]
+                "it, or a class with an entry of its own (register_family); use a hook if the "
+                "change need not be in a forward, or exclude the block"
             )
     return None
 

@@ -70,7 +70,7 @@ def lora_targets(
     parameters |= {f"{name}.weight" for name in rewritten}
     if not modules and not parameters:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: none of the parts asked for can carry an adapter"
+            f"{type(model).__name__}: none of the chosen parts can carry an adapter"
         )
     return {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
 
@@ -86,7 +86,7 @@ def _refuse_adapters(model: nn.Module) -> None:
         path, layer = found[0]
         raise UnsupportedModelError(
             f"{type(model).__module__}.{type(model).__name__}: lora_targets found {len(found)} "
-            f"layers of PEFT, the first a {type(layer).__name__} at {path}; accepted: a model "
+            f"PEFT layers, the first a {type(layer).__name__} at {path}; accepted: a model "
             "without adapters; call it before get_peft_model or add_adapter, or after "
             "unload() or merge_and_unload()"
         )

@@ -76,9 +76,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
     guard_merging(model, PATCH)
     if again:
-        logger.info(
-            "moe_patch: already patched with an equal config; %d modules bound that were new", bound
-        )
+        logger.info("moe_patch: already patched with an equal config; bound %d new modules", bound)
     else:
         _announce_conflict(blocks)
     if note := missed_experts(model):
@@ -169,9 +167,9 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
     for carried in configs - {config}:
         raise PatchStateError(
-            f"{type(model).__name__} is already patched with {carried.unlike(config)}; asked for "
-            f"{config.unlike(carried)}; call patch_model with the same options as before (it binds "
-            "what is new), or unpatch_model first"
+            f"{type(model).__name__} is already patched with {carried.unlike(config)}; this call "
+            f"has {config.unlike(carried)}; call patch_model with the same options as before (it "
+            "binds what is new), or unpatch_model first"
         )
     return bool(configs)
 

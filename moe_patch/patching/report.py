@@ -154,7 +154,7 @@ def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
     if routed := _is_routed(found):
         router_backend, why = _router_backend(found, backend)
     if any(wrapped_by_parallelism(m) for _, m in found.routers):
-        why = "transformers' expert parallelism wraps the router, which stays its own"
+        why = "transformers' expert parallelism wraps the router, so transformers runs it"
     if not routed:
         return "experts", "transformers", router_backend, why
     decides = found.spec_of(found.routers[0][1]) if found.routers else found.spec
@@ -228,7 +228,9 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         bias = None if isinstance(spec.bias, Arg) else spec.bias_of(router, ())
     why = ""
     if chosen is None:
-        why = f"routing: {spec.decided_by} decides what of its choice the kernels route"
+        why = (
+            f"routing: {spec.decided_by} decides per call which part of the choice runs on kernels"
+        )
         chosen = RouteSpec(1, ties=ties)
     obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
     return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")

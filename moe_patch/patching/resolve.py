@@ -197,8 +197,8 @@ def _no_experts(block: FoundBlock) -> str:
     other = ""
     if found is not None and type(found).__name__ == block.spec.experts:
         return (
-            f"its experts ({block.spec.experts}) are those of another block too; accepted: experts "
-            "of its own, or exclude all but one of the blocks that share them"
+            f"its experts ({block.spec.experts}) belong to another block as well; accepted: "
+            "experts of its own, or exclude all but one of the blocks that share them"
         )
     if found is not None:
         other = f"; its experts are {origin_of(type(found))}"
@@ -248,7 +248,7 @@ def _check_experts_module(
 
             raise UnsupportedModelError(
                 f"{path} ({type(experts).__name__}): transformers {transformers.__version__} does "
-                f"not serve this class through its experts registry (no {', '.join(missing)}); "
+                f"not cover this class with its experts registry (no {', '.join(missing)}); "
                 f"{_accepted_release(spec)}"
             )
     if spec.experts_forward is None or spec.layout is not None:
@@ -279,7 +279,9 @@ def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:
     if not config.batch_invariant:
         return
     if not block.experts:
-        refuse_batch_invariant(f"{block.path}: the experts of this family are torch's own products")
+        refuse_batch_invariant(
+            f"{block.path}: the experts of this family run as torch's own products"
+        )
     for path, experts in block.experts:
         if read_glu(experts, block.spec) is None:
             refuse_batch_invariant(f"{path} ({type(experts).__name__}): its own activation or norm")

@@ -80,7 +80,7 @@ def _partition(tensor: Tensor) -> str | None:
     if hasattr(tensor, "ds_id"):
         return "ZeRO-3 partitioned weights"
     if isinstance(tensor, nn.Parameter) and not tensor.numel():
-        return "weights without a size: partitioned, and elsewhere just now"
+        return "empty weights: partitioned, and held elsewhere at this moment"
     return "DTensor weights" if is_sharded(tensor) else None
 
 
@@ -283,8 +283,8 @@ def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
         except Exception as error:
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedModelError(
-                f"{found.path}: self-check: the block does not run on random data: {said}; look at "
-                "the config's values (more experts per token than experts, say)"
+                f"{found.path}: self-check: the block does not run on random data: {said}; check "
+                "the config's values (for example, more experts per token than experts)"
             ) from error
 
 

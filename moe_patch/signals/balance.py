@@ -126,7 +126,7 @@ def update_expert_bias(
     signs = {}
     for path, bias in biases.items():
         if path not in load:
-            raise PatchStateError(f"update_expert_bias: {path} saw no forward since the last step")
+            raise PatchStateError(f"update_expert_bias: {path} ran no forward since the last step")
         counts_E = load[path].to(bias.device, torch.float64)
         sign_E = torch.sign(counts_E.mean() - counts_E).to(bias.dtype)
         signs[path] = sign_E

@@ -139,7 +139,7 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
     router = model.get_submodule(layer.router_path)
     patch = record_of(router)
     if patch is None:
-        raise PatchStateError(f"{layer.router_path} is not patched any more; call patch_model")
+        raise PatchStateError(f"{layer.router_path} is no longer patched; call patch_model")
     require_whole(router, f"smk_loss: {layer.router_path}")
     assert patch.spec.logits is not None
     adapted = {f"router.{name}": t for name, t in _adapted(model, router).items()}

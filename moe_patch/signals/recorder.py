@@ -126,7 +126,9 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
                     continue
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.layer is not None:
-                    raise PatchStateError(f"{path} is being recorded already; leave that `with`")
+                    raise PatchStateError(
+                        f"{path} is already being recorded; leave that `with` first"
+                    )
                 patch.taps.layer = recorder.layers[block.path]
                 tapped.append(patch)
         yield recorder
@@ -180,7 +182,7 @@ def router_obstacle(block: FoundBlock) -> str | None:
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
     if not block.routers:
-        return "the block routes without a router module that is known"
+        return "the block routes without a known router module"
     for _, router in block.routers:
         spec = block.spec_of(router)
         if record_of(router) is None or spec.tier == "experts":

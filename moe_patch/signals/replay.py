@@ -118,7 +118,9 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
                 assert patch is not None
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.replay is not None:
-                    raise UnsupportedOptionError(f"{path}: a replay is active; leave that `with`")
+                    raise UnsupportedOptionError(
+                        f"{path}: a replay is already active; leave that `with` first"
+                    )
                 patch.taps.replay = layer
                 tapped.append(patch)
         yield
@@ -174,7 +176,7 @@ class LayerReplay:
         if (T, spec.top_k) != tuple(self.ids_TK.shape):
             raise UnsupportedOptionError(
                 f"{path}: replay_routing: this forward routes (tokens, K) = {(T, spec.top_k)}, the "
-                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the traced tokens"
+                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the trace's tokens"
             )
         if self.highest >= E or self.experts not in (0, E):
             raise UnsupportedOptionError(

@@ -44,7 +44,9 @@ def keep_updates(
         UnsupportedOptionError: ``k`` is below 1, or a word is wrong.
     """
     if k < 1:
-        raise UnsupportedOptionError(f"keep_updates: k is {k}; at least 1 expert per layer")
+        raise UnsupportedOptionError(
+            f"keep_updates: k is {k}; accepted: at least 1 expert per layer"
+        )
     check_choice("by", by, TARGETS)
     check_choice("keep", keep, KEEP)
     blocks = {block.path: block for block in discover(model)}

@@ -73,13 +73,11 @@ def _config(source: Path, target: Path) -> dict[str, Any]:
     for name in (WEIGHTS, CONFIG):
         if not (source / name).is_file():
             raise UnsupportedOptionError(
-                f"convert_adapter: {source / name} is not there; accepted: a folder that PEFT's "
+                f"convert_adapter: {source / name} is missing; accepted: a folder that PEFT's "
                 "save_pretrained wrote"
             )
     if target.exists():
-        raise UnsupportedOptionError(
-            f"convert_adapter: {target} exists; accepted: a folder to be made"
-        )
+        raise UnsupportedOptionError(f"convert_adapter: {target} exists; accepted: a new folder")
     config: dict[str, Any] = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     return config
 

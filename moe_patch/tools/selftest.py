@@ -100,7 +100,7 @@ def selftest(
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
     note = ""
     if choice.name == "torch":
-        note = f"the torch backend alone was tested, no kernel: {choice.reason}"
+        note = f"only the torch backend was tested, no kernel: {choice.reason}"
     elif where.type == "cuda":
         note = _closed(where)
     result = SelfTest(name, choice.name, note)
@@ -152,7 +152,7 @@ def each_group(
             yield from processes.map(run, range(count))
         except BrokenProcessPool as error:
             raise MoePatchError(
-                f"{command}: a process that ran checks died; jobs=1 (--jobs 1) shows at which"
+                f"{command}: a process that ran checks died; jobs=1 (--jobs 1) shows in which check"
             ) from error
 
 

@@ -88,7 +88,7 @@ def tie_routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
     wide_TE = logits_TE.detach().double().requires_grad_()
     ours, exact = route_impl("auto")(logits_TE, spec, None), route(wide_TE, spec)
     if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other experts than the definition chooses, or in another order")
+        raise Failed("chooses other experts than the definition, or in another order")
     grad_TK = torch.randn_like(ours.weights_TK)
     (mine,) = torch.autograd.grad(ours.weights_TK, logits_TE, grad_TK)
     (theirs,) = torch.autograd.grad(exact.weights_TK, wide_TE, grad_TK.to(exact.weights_TK.dtype))
@@ -103,7 +103,7 @@ def _product_key(device: torch.device) -> float:
     wide = x_TP.detach().double().requires_grad_(), y_TP.detach().double().requires_grad_()
     exact = product_key_reference(*wide, 8)
     if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other pairs of keys than the definition chooses")
+        raise Failed("chooses other pairs of keys than the definition")
     grad_TK = torch.randn(65, 8, device=device)
     mine = torch.autograd.grad(ours.weights_TK, (x_TP, y_TP), grad_TK)
     theirs = torch.autograd.grad(exact.weights_TK, wide, grad_TK.double())

@@ -87,7 +87,7 @@ def trust(
     result = Trust(name, triton.__version__)
     if versions.tested().hopper:
         result.in_front = True
-        result.note = f"triton {triton.__version__} is a tested release: nothing to open"
+        result.note = f"triton {triton.__version__} is a tested release: nothing to enable"
         return result
     trusted.check_writable()
     scanned: Scanned = {}

@@ -92,8 +92,8 @@ def warmup(
     if isinstance(model_or_config, nn.Module):
         if options or dtype is not None:
             raise UnsupportedOptionError(
-                f"warmup: {sorted(options) or 'dtype'} together with a model; accepted: with a "
-                "config, a patched model has its own"
+                f"warmup: {sorted(options) or 'dtype'} together with a model; accepted: only with "
+                "a config, because a patched model has its own"
             )
         model = model_or_config
     else:
@@ -167,7 +167,7 @@ def _warm(
     with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
         K = _top_k(found) or top_k
         if K is None:
-            why = "how many experts a token takes is known to transformers' router only: give top_k"
+            why = "only transformers' router has the number of experts per token: pass top_k"
             return WarmedBlock(found.path, [], 0.0, why)
         if not tokens:
             for T in ROUTED_TOKENS:
@@ -227,7 +227,7 @@ def _unready(found: FoundBlock) -> str:
     if choice.name == "torch":
         return f"nothing to compile on the torch backend ({choice.reason})"
     if found.spec.experts_forward is not None:
-        return "its experts have a forward of their own, which is not run ahead"
+        return "its experts run a forward of their own, which warmup does not run"
     return ""
 
 

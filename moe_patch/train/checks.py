@@ -69,7 +69,7 @@ def compare_losses(
     """Compare two loss curves at common steps: the median of the early ones, the worst of all."""
     steps, differences = _relative(patched, unpatched)
     if not steps:
-        return [Check("losses, no step in common", float("nan"), 0.0)]
+        return [Check("losses, no common step", float("nan"), 0.0)]
     early = differences[:EARLY_STEPS]
     # Both reductions propagate NaN.
     return [

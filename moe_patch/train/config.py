@@ -5,7 +5,7 @@
     data: python-stdlib-docstrings | FILE.txt | FILE.jsonl | DATASETS_ID | {source: ..., ...}
     lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
     training: arguments of transformers.TrainingArguments
-        quantize_experts: nf4 | fp8 | mxfp4, frozen experts under adapters     default: unchanged
+    quantize_experts: nf4 | fp8 | mxfp4, frozen experts under adapters     default: unchanged
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
@@ -14,7 +14,7 @@
     seed: 0
     output_dir: FOLDER                                                     required
     tiny: true | false                                                     default: false
-        tiny_values: with ``tiny``, each key replaces the file's own; `training` is merged
+    tiny_values: with ``tiny``, each key replaces the file's own; `training` is merged
 
 Relative paths are relative to the working directory. A leading ``~``, ``$NAME`` and ``${NAME}`` are
 expanded in paths; a variable that is not set is an error.
@@ -206,7 +206,7 @@ def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
     unpatched = node.get("moe_patch") is False
     if node.get("smk") is not None and (compares or unpatched):
         raise UnsupportedOptionError(
-            f"{where}: smk reads what a patched model records; accepted: moe_patch on, and "
+            f"{where}: smk needs the records of a patched model; accepted: moe_patch on, and "
             "compare_unpatched: false"
         )
     if (storage := node.get("quantize_experts")) is not None:

@@ -147,8 +147,8 @@ def _read_datasets(data: DataConfig) -> list[str]:
         import datasets
     except ImportError as error:
         raise UnsupportedOptionError(
-            f"data: {data.source!r} is no local file, and the package datasets, which would look "
-            "it up as a data set, is not installed: pip install 'moe-patch[train]'"
+            f"data: {data.source!r} is no local file, and the package datasets, which could load "
+            "it as a data set, is not installed: pip install 'moe-patch[train]'"
         ) from error
     try:
         rows = datasets.load_dataset(data.source, data.subset, split=data.split)

@@ -34,16 +34,16 @@ def check_liger(device: torch.device, training: dict[str, Any]) -> None:
     """
     if twice := sorted(ARGUMENTS.keys() & training.keys()):
         raise UnsupportedOptionError(
-            f"training.{twice[0]}: `liger: true` sets it; accepted: one of the two"
+            f"training.{twice[0]}: `liger: true` sets it; keep only one of the two"
         )
     if importlib.util.find_spec("liger_kernel") is None:
         raise UnsupportedOptionError(
-            "liger: liger-kernel is not installed; run pip install liger-kernel, or take "
+            "liger: liger-kernel is not installed; run pip install liger-kernel, or set "
             "liger: false"
         )
     if device.type != "cuda":
         raise UnsupportedOptionError(
-            f"liger: its kernels need a GPU, found {device.type}; take liger: false"
+            f"liger: its kernels need a GPU, found {device.type}; set liger: false"
         )
 
 
@@ -57,6 +57,6 @@ def check_liger_knows(model_type: str) -> None:
 
     if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UnsupportedOptionError(
-            f"liger: the installed liger-kernel does nothing for model type {model_type!r}; take "
-            "liger: false, or a newer liger-kernel"
+            f"liger: the installed liger-kernel does nothing for model type {model_type!r}; set "
+            "liger: false, or install a newer liger-kernel"
         )

@@ -145,9 +145,9 @@ def train_once(
 
 def _no_step(blocks: TokenBlocks, args: TrainingArguments) -> UnsupportedOptionError:
     return UnsupportedOptionError(
-        f"training: no step to make: {len(blocks)} examples, batches of {args.train_batch_size} on "
-        f"each of {args.world_size} processes, {args.num_train_epochs} epochs, max_steps "
-        f"{args.max_steps}; take smaller batches, more data or more steps"
+        f"training: there is no step to train: {len(blocks)} examples, batches of "
+        f"{args.train_batch_size} on each of {args.world_size} processes, "
+        f"{args.num_train_epochs} epochs, max_steps {args.max_steps}; use smaller batches, more data or more steps"
     )
 
 

@@ -44,7 +44,7 @@ class OutputFolder:
         where = f"output_dir {self.path}"
         if reads is not None and Path(reads).resolve().is_relative_to(self.path.resolve()):
             raise UnsupportedOptionError(
-                f"{where}: {reads} lies in it, and would be deleted when this run ends; move it "
+                f"{where}: {reads} is inside it, and would be deleted when this run ends; move it "
                 "out first, or name another folder"
             )
         try:
@@ -55,17 +55,18 @@ class OutputFolder:
                 )
             if taken and not (self.path / MARKER).is_file():
                 raise UnsupportedOptionError(
-                    f"{where} holds no {MARKER}, so it is no run of this command and is left alone"
+                    f"{where} holds no {MARKER}, so it is not a run of this "
+                    "command and is left alone"
                 )
             if self._has_work():
                 raise UnsupportedOptionError(
                     f"{where}: {self.partial} holds checkpoints or weights of an interrupted run; "
-                    "move them (to go on from a checkpoint: training.resume_from_checkpoint) or "
+                    "move them (to continue from a checkpoint: training.resume_from_checkpoint) or "
                     "delete them"
                 )
             if self.partial.exists() and not self.overwrite:
                 raise UnsupportedOptionError(
-                    f"{where}: {self.partial} is in use or left by an interrupted run; "
+                    f"{where}: {self.partial} is in use or was left by an interrupted run; "
                     "delete it, or pass --overwrite"
                 )
             # Permission bits are unreliable (root, read-only mounts), so try a write.
@@ -107,7 +108,7 @@ class OutputFolder:
 
     def _discard(self) -> None:
         if self._has_work():
-            print(f"moe_patch: what was trained is kept in {self.partial}", file=sys.stderr)
+            print(f"moe_patch: the trained weights are kept in {self.partial}", file=sys.stderr)
         else:
             shutil.rmtree(self.partial)
 

@@ -47,7 +47,7 @@ def expand(path: str, where: str) -> str:
         name = found[1] or found[2]
         if not os.environ.get(name):
             raise UnsupportedOptionError(
-                f"{where} is {path!r}; the environment variable {name} is not set or empty; "
+                f"{where} is {path!r}; the environment variable {name} is unset or empty; "
                 "set it, or write the path out"
             )
         return os.environ[name]
@@ -55,7 +55,7 @@ def expand(path: str, where: str) -> str:
     full = _VARIABLE.sub(value, path)
     if "${" in _VARIABLE.sub("", path):
         raise UnsupportedOptionError(
-            f"{where} is {path!r}; accepted of variables: $NAME and ${{NAME}}, without defaults"
+            f"{where} is {path!r}; accepted variables: $NAME and ${{NAME}}, without defaults"
         )
     if not path.startswith("~"):
         return full

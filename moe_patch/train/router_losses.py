@@ -70,8 +70,8 @@ class RouterLossTrainer(Trainer):
         # Some logits may: nothing in front of a frozen model's first router is trained.
         if model.training and not any(layer.requires_grad for layer in logits):
             raise UnsupportedOptionError(
-                "router_losses: no router's logits carry a gradient: no router, and nothing in "
-                "front of one, is trained, or reentrant checkpointing cuts it off; train the "
+                "router_losses: no router's logits carry a gradient: neither a router nor anything "
+                "in front of one is trained, or reentrant checkpointing cuts it off; train the "
                 "routers, or set gradient_checkpointing_kwargs: {use_reentrant: false}"
             )
         balance, z = router_losses(logits, self.top_k, inputs.get("attention_mask"))

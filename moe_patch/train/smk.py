@@ -86,9 +86,9 @@ class SmkTrainer(Trainer):
             loss = smk_loss(self.recorder, self.model, smk.target, smk.ce, smk.kl, smk.gradient)
         if not loss.requires_grad:
             raise UnsupportedOptionError(
-                "smk: no router is trained, and nothing else gets a gradient of this loss; train "
+                "smk: no router is trained, and this loss has no gradient for anything else; train "
                 "the routers (with adapters: lora.target_parameters or modules_to_save), set "
-                "weight: 0 to measure alone, or leave smk out"
+                "weight: 0 to only measure, or leave smk out"
             )
         loss = loss * (smk.weight / self.current_gradient_accumulation_steps)
         if self.accelerator.scaler is not None:
