@@ -1,9 +1,9 @@
-"""``python scripts/train.py CONFIG.yaml`` is ``python -m moe_patch train CONFIG.yaml``."""
+"""Run ``python -m moe_patch train CONFIG.yaml`` from a checkout."""
 
 import sys
 from pathlib import Path
 
-# Works from a source tree that was never installed.
+# This works from a source tree that was never installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from moe_patch.cli import main

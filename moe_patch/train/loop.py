@@ -147,7 +147,8 @@ def _no_step(blocks: TokenBlocks, args: TrainingArguments) -> UnsupportedOptionE
     return UnsupportedOptionError(
         f"training: there is no step to train: {len(blocks)} examples, batches of "
         f"{args.train_batch_size} on each of {args.world_size} processes, "
-        f"{args.num_train_epochs} epochs, max_steps {args.max_steps}; use smaller batches, more data or more steps"
+        f"{args.num_train_epochs} epochs, max_steps {args.max_steps}; use smaller batches, more "
+        "data or more steps"
     )
 
 

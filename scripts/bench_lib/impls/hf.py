@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def experts_module(inputs: LayerInputs, point: Point, implementation: str) -> nn.Module:
-    """A Qwen3MoeExperts on the op's tensors, set to one experts implementation."""
+    """Return a Qwen3MoeExperts on the op's tensors, set to one experts implementation."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -37,7 +37,7 @@ def experts_module(inputs: LayerInputs, point: Point, implementation: str) -> nn
 
 
 def build(inputs: LayerInputs, point: Point, *, implementation: str) -> Program:
-    """The module's forward, on ids and weights as its router hands them over."""
+    """Build the module's forward, on ids and weights as its router returns them."""
     module = experts_module(inputs, point, implementation)
     leaves = inputs.leaves()
     leaves |= {"w13": module.gate_up_proj, "w2": module.down_proj}
@@ -46,7 +46,7 @@ def build(inputs: LayerInputs, point: Point, *, implementation: str) -> Program:
 
 
 def batched_mm_obstacle(point: Point, device: torch.device) -> str | None:
-    """batched_mm copies the experts' weights for every row; known before it is tried."""
+    """Say before a try whether batched_mm lacks memory: it copies the weights for every row."""
     s = point.sizes
     gathered = 3 * point.rows * s.D * s.F * point.torch_dtype.itemsize
     needed = gathered * (2 if point.backward else 1)
