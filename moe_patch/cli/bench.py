@@ -168,7 +168,7 @@ def _fill(found: FoundBlock, device: torch.device) -> nn.Module:
             tensor.zero_()
             if tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.normal_(std=tensor.shape[-1] ** -0.5)
-    models.stir(block, seed=0)
+    models.perturb(block, seed=0)
     return block.train()
 
 

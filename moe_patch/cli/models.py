@@ -253,7 +253,7 @@ def shorten(config: Any, layers: int) -> None:
     text.num_hidden_layers = layers
 
 
-def stir(model: nn.Module, seed: int) -> None:
+def perturb(model: nn.Module, seed: int) -> None:
     """Fill routers and experts with values of about one, so that differences become visible.
 
     In a new model of transformers, experts hardly change the residual stream and routers are near

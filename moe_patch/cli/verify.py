@@ -100,7 +100,7 @@ def _make(
             return models.load(args.model, config, dtype, device, **options)
         torch.manual_seed(args.seed)
         model = models.build(config, dtype, "cpu", **options)
-        models.stir(model, args.seed)
+        models.perturb(model, args.seed)
         return model.to(device)
 
     own = config._attn_implementation  # None lets transformers choose one that works here.
