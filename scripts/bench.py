@@ -186,7 +186,9 @@ def _run(
         files = [str(path) for path in dict.fromkeys(out.values())]
         where_to = f"rows in {', '.join(files)}" if files else "nothing written (dry run)"
         text = f"run {', '.join(runs)}: {where_to}"
-        _tell(args, text, run=runs[-1] if runs else None, runs=runs, rows=found, files=files)
+        _print_result(
+            args, text, run=runs[-1] if runs else None, runs=runs, rows=found, files=files
+        )
 
 
 def _logging(plan: runner.Plan, log: Path) -> runner.Plan:
@@ -222,7 +224,7 @@ def bench_all(args: argparse.Namespace) -> None:
     _run(args, plans, {name: args.out_dir / f"{name}.jsonl" for name in out}, args.total)
 
 
-def _tell(args: argparse.Namespace, text: str, **found: Any) -> None:
+def _print_result(args: argparse.Namespace, text: str, **found: Any) -> None:
     """Print a result as text or as one JSON document."""
     if args.json:
         print_json(found)
@@ -230,9 +232,9 @@ def _tell(args: argparse.Namespace, text: str, **found: Any) -> None:
         print(text)
 
 
-def _tell_files(args: argparse.Namespace, done: str, paths: Iterable[Path]) -> None:
+def _print_files(args: argparse.Namespace, done: str, paths: Iterable[Path]) -> None:
     files = [str(path) for path in paths]
-    _tell(args, "\n".join(f"{done} {file}" for file in files), files=files)
+    _print_result(args, "\n".join(f"{done} {file}" for file in files), files=files)
 
 
 def write_docs(check: bool) -> list[Path]:
@@ -263,12 +265,12 @@ def main(argv: list[str] | None = None) -> int:
             child.main(args.job)
         elif args.command == "table":
             chosen = table.of_run(rows.read_rows(args.file), args.run)
-            _tell(args, table.markdown(chosen, args.over, args.show), rows=chosen)
+            _print_result(args, table.markdown(chosen, args.over, args.show), rows=chosen)
         elif args.command == "chart":
-            _tell_files(args, "drew", charts.draw(RESULTS, args.out))
+            _print_files(args, "drew", charts.draw(RESULTS, args.out))
         elif args.command == "docs":
             drawn = [] if args.check else charts.draw(RESULTS, CHARTS)
-            _tell_files(args, "made", [*write_docs(args.check), *drawn])
+            _print_files(args, "made", [*write_docs(args.check), *drawn])
         elif args.command == "all":
             bench_all(args)
         else:

@@ -115,7 +115,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         found = _compare(inputs, trained, dtype) if name == "patched" else []
         if logits is not None:
             found.append(_reload(inputs, folder, logits, dtype, device))
-            _tell(folder, config, trained, found, rows)
+            _print_results(folder, config, trained, found, rows)
             report.write_summary(folder, config, trained, found, rows)
     inputs.say(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
     return RunResult(output.path, trained, found)
@@ -257,7 +257,7 @@ def _reload(
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
 
 
-def _tell(
+def _print_results(
     folder: Path,
     config: TrainConfig,
     trained: dict[str, Trained],
