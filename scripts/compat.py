@@ -60,7 +60,7 @@ def version_of(distribution: str | None) -> str | None:
         return None
 
 
-def obstacle(proof: Proof) -> str | None:
+def why_not(proof: Proof) -> str | None:
     """Say why the proof cannot run here, or return None."""
     if proof.on == "card" and not uses_cards(proof):
         return f"needs {proof.world} CUDA device(s)"
@@ -214,7 +214,7 @@ def chosen(options: argparse.Namespace) -> list[Proof]:
             continue
         if options.match not in proof.test:
             continue
-        if (why := obstacle(proof)) is not None:
+        if (why := why_not(proof)) is not None:
             print(f"{proof.row:14} {proof.test}: not run, {why}")
         elif options.on in (None, place):
             proofs.append(proof)

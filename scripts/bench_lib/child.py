@@ -116,9 +116,9 @@ def perform(op: Op, task: Task, cache: Cache, settings: measure.Settings) -> dic
     if task.impl == BOUNDS:
         return cache.bounds.at(task.point)
     impl = op.impl(task.impl)
-    obstacle = impl.obstacle(task.point, cache.device)
-    if obstacle is not None:
-        return {"skipped": obstacle}
+    why_not = impl.why_not(task.point, cache.device)
+    if why_not is not None:
+        return {"skipped": why_not}
     try:
         if op.measure is not None:
             return op.measure(impl, task.point, cache.device, settings)
@@ -143,7 +143,7 @@ def warm(op: Op, tasks: tuple[Task, ...], cache: Cache) -> None:
     """Run every task once. Skip a task if other processes leave it too little memory."""
     for task in tasks:
         impl = op.impl(task.impl)
-        if impl.obstacle(task.point, cache.device) is not None:
+        if impl.why_not(task.point, cache.device) is not None:
             continue
         with contextlib.suppress(torch.OutOfMemoryError):
             if op.warm is not None:

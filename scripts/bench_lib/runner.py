@@ -95,7 +95,7 @@ def grid(
     )
 
 
-def known_obstacle(plan: Plan, impl: Impl) -> str | None:
+def why_not_started(plan: Plan, impl: Impl) -> str | None:
     """Say why an implementation is not even started, or return None."""
     if impl.needs_cuda and plan.device != "cuda":
         return f"needs a CUDA device, this run is on {plan.device}"
@@ -108,7 +108,7 @@ def groups(plan: Plan) -> Iterator[Group]:
     The plain process comes before: its times belong into the rows of the next group. Both passes of
     an implementation at a size are neighbours, since they share what they are built from.
     """
-    runnable = [impl for impl in plan.impls if known_obstacle(plan, impl) is None]
+    runnable = [impl for impl in plan.impls if why_not_started(plan, impl) is None]
     home = [impl for impl in runnable if not impl.peer]
     shared: list[Task] = []
     for size in dict.fromkeys(dataclasses.replace(point, passes="") for point in plan.points):
@@ -270,7 +270,7 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
 def obstructed(plan: Plan) -> Iterator[tuple[Task, str]]:
     """Yield the tasks that are not even started, and why."""
     for impl in plan.impls:
-        reason = known_obstacle(plan, impl)
+        reason = why_not_started(plan, impl)
         for point in plan.points if reason else ():
             if impl.covers(point):
                 yield Task(impl.name, point), reason or ""

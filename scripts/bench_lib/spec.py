@@ -48,7 +48,7 @@ class Impl:
         compiles: kernels to compile ahead: none (""), one set for all sizes ("once"), one per shape
             ("shapes"), or one per shape and number of tokens ("sizes").
         modules: modules that its process imports before its turn on the device.
-        obstacle: says before a try why it cannot run a point on a device, or returns None.
+        why_not: says before a try why it cannot run a point on a device, or returns None.
         covers: whether a row for this point makes sense at all.
     """
 
@@ -59,7 +59,7 @@ class Impl:
     needs_cuda: bool = False
     compiles: str = ""
     modules: tuple[str, ...] = ()
-    obstacle: Callable[[Point, torch.device], str | None] = lambda point, device: None
+    why_not: Callable[[Point, torch.device], str | None] = lambda point, device: None
     covers: Callable[[Point], bool] = lambda point: True
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from bench_lib.child import Task
 from bench_lib.process import Child, cache_of
-from bench_lib.runner import Group, Plan, known_obstacle
+from bench_lib.runner import Group, Plan, why_not_started
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl
 
 
 def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
     """Return the points to compile at, by process; the smallest T is enough if kernels ignore T."""
-    if not impl.compiles or known_obstacle(plan, impl) is not None:
+    if not impl.compiles or why_not_started(plan, impl) is not None:
         return []
     by_shape: dict[str, list[Point]] = {}
     for point in plan.points:

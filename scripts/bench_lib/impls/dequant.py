@@ -104,7 +104,7 @@ def build(inputs: QuantInputs, point: Point) -> Program:
     return Program(partial(layer, inputs, up, down), inputs.leaves())
 
 
-def obstacle(point: Point, device: torch.device) -> str | None:
+def why_not(point: Point, device: torch.device) -> str | None:
     """Return bitsandbytes' own limit, if it applies."""
     if point.dtype == "nf4" and device.type != "cuda":
         return f"bitsandbytes decodes into a given buffer on CUDA devices only, this is {device}"
@@ -112,6 +112,6 @@ def obstacle(point: Point, device: torch.device) -> str | None:
 
 
 DEQUANT = Impl(
-    "dequant_grouped_mm", build, peer=True, obstacle=obstacle,
+    "dequant_grouped_mm", build, peer=True, why_not=why_not,
     covers=lambda point: point.dtype in ("nf4", "fp8"),
 )  # fmt: skip

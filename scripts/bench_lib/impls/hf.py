@@ -45,7 +45,7 @@ def build(inputs: LayerInputs, point: Point, *, implementation: str) -> Program:
     return Program(forward, {name: leaves[name] for name in inputs.trained})
 
 
-def batched_mm_obstacle(point: Point, device: torch.device) -> str | None:
+def why_not_batched_mm(point: Point, device: torch.device) -> str | None:
     """Say before a try whether batched_mm lacks memory: it copies the weights for every row."""
     s = point.sizes
     gathered = 3 * point.rows * s.D * s.F * point.torch_dtype.itemsize
@@ -68,7 +68,7 @@ HF_GROUPED_MM = Impl("hf_grouped_mm", partial(build, implementation="grouped_mm"
 HF_BATCHED_MM = Impl(
     "hf_batched_mm",
     partial(build, implementation="batched_mm"),
-    obstacle=batched_mm_obstacle,
+    why_not=why_not_batched_mm,
     modules=MODULES,
 )
 HF_IMPLS = (HF_EAGER, HF_GROUPED_MM, HF_BATCHED_MM)

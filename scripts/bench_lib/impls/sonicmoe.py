@@ -45,7 +45,7 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     )
 
 
-def obstacle(point: Point, device: torch.device) -> str | None:
+def why_not(point: Point, device: torch.device) -> str | None:
     """Return a reason below compute capability 9.0, whose instructions its kernels need."""
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 9 else f"needs compute capability 9.0, the device has {major}.{minor}"
@@ -53,5 +53,5 @@ def obstacle(point: Point, device: torch.device) -> str | None:
 
 SONICMOE = Impl(
     "sonicmoe", build, peer=True, needs_cuda=True, compiles="shapes", modules=("sonicmoe",),
-    obstacle=obstacle,
+    why_not=why_not,
 )  # fmt: skip
