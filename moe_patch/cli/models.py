@@ -116,7 +116,7 @@ def has_weights(name: str) -> bool:
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
-# A config of several towers is also listed under its text tower, which is not the whole model.
+# Causal-LM classes list a config of several towers with its text tower, not the whole model.
 AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
 AUTO_OF_TOWERS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", *AUTO)
 

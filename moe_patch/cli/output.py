@@ -108,7 +108,7 @@ def progress(steps: int, what: str) -> Iterator[Progress]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence other libraries except for errors, and hide their progress off a terminal."""
+    """Show only errors of other libraries, and their progress only on a terminal."""
     # The first import of this module sets its logger's level.
     from transformers.utils import logging as library
 

@@ -133,7 +133,7 @@ def read(file: str | Path) -> NanCall:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by the names of an unpatched module.
+    """Return parameters and buffers by their names in a freshly built module.
 
     Parametrized ones are evaluated, quantised ones dequantised. state_dict is no alternative: its
     FSDP hooks would shard the weights again in the middle of this call.

@@ -86,7 +86,7 @@ DBRX = FamilySpec(
     block_forward=softmax_topk_norm,
     block_slot="route_tokens_to_experts",
     block_choice=choice,
-    since="5.16",  # the classes of 5.9 and 5.13 multiply other matrices
+    since="5.16",  # the classes of 5.9 and 5.13 multiply by other matrices
 )
 
 FAMILIES = (DBRX,)

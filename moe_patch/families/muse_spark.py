@@ -1,6 +1,6 @@
 """Muse Spark: sigmoid scores of scaled fp32 logits; every expert's output is normalised.
 
-The experts have an input width of their own, between two projections of the block. The norm after
+The experts have a hidden width of their own, between two projections of the block. The norm after
 each expert keeps them on separate grouped products.
 """
 

@@ -29,7 +29,7 @@ MAX_GRAPH_MS = 20.0
 SETTLE_S = 2.0
 SETTLE_CALLS = 5
 PLAIN_WARMUP = 10
-# Calls of a few ms for one full swing of the clock within the power limit.
+# Enough calls of a few ms for the clock to swing once around what the power limit allows.
 PLAIN_CALLS = 60
 PLAIN_FLUSH_BYTES = 64 << 20
 
