@@ -1,4 +1,4 @@
-"""Run Hugging Face mixture-of-experts models on shared kernels, exactly as they meant it.
+"""Run Hugging Face mixture-of-experts models on shared kernels, exactly as they are defined.
 
 from moe_patch import patch_model
 model = patch_model(model)

@@ -30,7 +30,7 @@ START, END = "<!-- generated: scripts/docs.py -->", "<!-- end of generated -->"
 
 
 def described(cls: type) -> dict[str, str]:
-    """Return field -> its text in the class's "Attributes:" section, as one line of Markdown."""
+    """Map each field to its text in the class's "Attributes:" section, as a line of Markdown."""
     text = inspect.getdoc(cls) or ""
     section = text.split("Attributes:\n", 1)[1]
     entries = re.findall(

@@ -64,7 +64,7 @@ SUBSET = "versions and not gpu and not slow"
 
 
 def combinations() -> dict[str, list[str]]:
-    """Return name of each combination of transformers and PEFT -> requirements for pip."""
+    """Map each combination of transformers and PEFT to its requirements for pip."""
 
     def wanted(package: str, release: str) -> str:
         return package if release == NEWEST else f"{package}=={release}.*"

@@ -1,4 +1,4 @@
-"""Cohere2-MoE: the best logits first, then softmax over them or a sigmoid of each, by config."""
+"""Cohere2-MoE: choose the best logits; weights are their softmax or sigmoids, as the config says."""
 
 from __future__ import annotations
 

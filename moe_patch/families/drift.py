@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def current(specs: tuple[FamilySpec, ...]) -> Hashes:
-    """Return folder -> class -> hash of its source, for the entries that the release has."""
+    """Map folder and class to the hash of its source, for entries that the release has."""
     found: Hashes = {}
     for spec in specs:
         path = modeling_file(spec.module) if spec.module is not None else None
@@ -49,7 +49,7 @@ def current(specs: tuple[FamilySpec, ...]) -> Hashes:
 
 
 def stored() -> dict[str, dict[str, dict[str, str]]]:
-    """Return folder -> class -> hash -> the transformers release first checked with it."""
+    """Map folder, class and hash to the transformers release first checked with it."""
     return json.loads(STORE.read_text(encoding="utf-8"))
 
 

@@ -51,7 +51,7 @@ def _row(spec: FamilySpec, wrappers: dict[str, list[str]]) -> tuple[str, ...]:
 
 
 def _wrappers() -> dict[str, list[str]]:
-    """Return tower model type -> the model types that hold it."""
+    """Map each tower's model type to the model types that hold it."""
     found: dict[str, list[str]] = {}
     for model_type in moe_model_types().values():
         for tower in model_type.towers:

@@ -1,6 +1,6 @@
 """Scores and losses made from recorded norms.
 
-With M_A = ||y_tk|| (act_norm) and the surprise M_G, by the word ``gradient``:
+With M_A = ||y_tk|| (act_norm) and the surprise M_G, which the option ``gradient`` selects:
 
     params         grad_norm_params, the default
     output         grad_norm_output: w_tk times a constant of the token, nothing about the expert

@@ -91,7 +91,7 @@ def _swaps(release: str) -> bool:
 
 
 def _untransposed_experts(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
-    """Return the path of each experts module -> shapes of its 3-D weights."""
+    """Map the path of each experts module to the shapes of its 3-D weights."""
     found = {}
     for block in discover(model):
         for path, experts in block.experts:
