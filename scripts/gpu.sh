@@ -16,7 +16,7 @@ commit=()
 export PYTHONPATH=.:scripts HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
 
-# Use a session of its own, so that no worker outlives a limit and runs beside a later timing.
+# A session of its own lets the kill below end workers that outlive a limit, before any timing.
 limited() { # SECONDS LOG COMMAND...
   local seconds="$1" log="$2" leader status=0
   shift 2

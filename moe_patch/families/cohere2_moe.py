@@ -1,4 +1,4 @@
-"""Cohere2-MoE: choose the best logits; weights are their softmax or sigmoids, as the config says."""
+"""Cohere2-MoE: choose the best logits; the config says if softmax or sigmoid weights them."""
 
 from __future__ import annotations
 
