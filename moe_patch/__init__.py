@@ -1,4 +1,4 @@
-"""Run Hugging Face mixture-of-experts models on shared kernels, exactly as they meant it.
+"""Run Hugging Face mixture-of-experts models on shared kernels, exactly as they are defined.
 
 from moe_patch import patch_model
 model = patch_model(model)
@@ -63,8 +63,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The axolotl plugin by a short name: ``plugins: [moe_patch.MoePatchPlugin]``."""
+    """Return the axolotl plugin under a short name: ``plugins: [moe_patch.MoePatchPlugin]``."""
     if name == "MoePatchPlugin":
-        # By name, because the plugin needs axolotl and the package does not.
+        # Import on access, because the plugin needs axolotl and the package does not.
         return importlib.import_module("moe_patch.integrations.axolotl").MoePatchPlugin
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""``python -m moe_patch``."""
+"""Run the command line: ``python -m moe_patch``."""
 
 import sys
 

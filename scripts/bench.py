@@ -9,7 +9,7 @@
     python scripts/bench.py docs                         # all tables and charts of README and docs
     python scripts/bench.py chart --out DIR              # the charts alone
 
-docs/performance.md says what is measured and how; benchmarks/README.md what a row means.
+docs/performance.md says what is measured and how; benchmarks/README.md explains the rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# The checkout comes before an installed moe_patch.
+# Prefer the checkout to an installed moe_patch.
 sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
@@ -47,7 +47,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
 class StaleError(Exception):
-    """A document is older than the rows it shows."""
+    """A document is older than the rows that it shows."""
 
 
 def _rank(text: str) -> int | None:
@@ -86,7 +86,7 @@ def _add_op(commands: Any, op: Op) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: one sub-command per op, ``all``, ``table``, ``chart`` and ``docs``."""
+    """Return the command line: a sub-command per op, ``all``, ``table``, ``chart`` and ``docs``."""
     top = Parser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = top.add_subparsers(dest="command", required=True, metavar="OP | all | table")
     for op in OPS.values():
@@ -131,7 +131,7 @@ def _device(args: argparse.Namespace) -> str:
 
 
 def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
-    """The plan of one op; ``part`` has the grid's fields (a Segment, or the command line)."""
+    """Return the plan of one op; ``part`` (a Segment or the command line) has the grid's fields."""
     settings = DRY_SETTINGS if args.dry_run else Settings()
     if args.rep is not None:
         settings = dataclasses.replace(settings, rep_ms=args.rep)
@@ -155,11 +155,11 @@ def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
 def _run(
     args: argparse.Namespace, plans: list[runner.Plan], out: dict[str, Path], total_s: float | None
 ) -> None:
-    """Warm up, then measure as often as wanted, each time as a run of its own.
+    """Warm up, then measure as often as requested, each time as a run of its own.
 
     Raises:
         RowError: the commit is unknown or a row is not valid.
-        Timeout: the time was over before the grid was.
+        Timeout: time ran out before the grid was finished.
     """
     started, device = time.monotonic(), plans[0].device
     deadline = None if total_s is None else started + total_s
@@ -186,11 +186,13 @@ def _run(
         files = [str(path) for path in dict.fromkeys(out.values())]
         where_to = f"rows in {', '.join(files)}" if files else "nothing written (dry run)"
         text = f"run {', '.join(runs)}: {where_to}"
-        _tell(args, text, run=runs[-1] if runs else None, runs=runs, rows=found, files=files)
+        _print_result(
+            args, text, run=runs[-1] if runs else None, runs=runs, rows=found, files=files
+        )
 
 
 def _logging(plan: runner.Plan, log: Path) -> runner.Plan:
-    """The plan with clocks and power read from a file."""
+    """Return the plan with clocks and power read from a file."""
     settings = dataclasses.replace(plan.settings, clocks=str(log))
     return dataclasses.replace(plan, settings=settings)
 
@@ -222,21 +224,21 @@ def bench_all(args: argparse.Namespace) -> None:
     _run(args, plans, {name: args.out_dir / f"{name}.jsonl" for name in out}, args.total)
 
 
-def _tell(args: argparse.Namespace, text: str, **found: Any) -> None:
-    """What was found, as text or as one JSON document."""
+def _print_result(args: argparse.Namespace, text: str, **found: Any) -> None:
+    """Print a result as text or as one JSON document."""
     if args.json:
         print_json(found)
     elif text:
         print(text)
 
 
-def _tell_files(args: argparse.Namespace, done: str, paths: Iterable[Path]) -> None:
+def _print_files(args: argparse.Namespace, done: str, paths: Iterable[Path]) -> None:
     files = [str(path) for path in paths]
-    _tell(args, "\n".join(f"{done} {file}" for file in files), files=files)
+    _print_result(args, "\n".join(f"{done} {file}" for file in files), files=files)
 
 
 def write_docs(check: bool) -> list[Path]:
-    """Make the marked tables anew; the documents that changed.
+    """Rewrite the marked tables; return the documents that changed.
 
     Raises:
         StaleError: with ``check``, a document differs from its rows.
@@ -256,19 +258,19 @@ def write_docs(check: bool) -> list[Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status as of the command line, and one line on stderr where it is not 0."""
+    """Run a command; return its exit status, after one line on stderr if that is not 0."""
     args = parser().parse_args(argv)
     try:
         if args.command == "child":
             child.main(args.job)
         elif args.command == "table":
             chosen = table.of_run(rows.read_rows(args.file), args.run)
-            _tell(args, table.markdown(chosen, args.over, args.show), rows=chosen)
+            _print_result(args, table.markdown(chosen, args.over, args.show), rows=chosen)
         elif args.command == "chart":
-            _tell_files(args, "drew", charts.draw(RESULTS, args.out))
+            _print_files(args, "drew", charts.draw(RESULTS, args.out))
         elif args.command == "docs":
             drawn = [] if args.check else charts.draw(RESULTS, CHARTS)
-            _tell_files(args, "made", [*write_docs(args.check), *drawn])
+            _print_files(args, "made", [*write_docs(args.check), *drawn])
         elif args.command == "all":
             bench_all(args)
         else:

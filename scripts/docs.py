@@ -1,10 +1,10 @@
-"""The generated parts of the pages in docs/: options from PatchConfig, targets from lora_targets.
+"""Generate parts of the pages in docs/: options from PatchConfig, targets from lora_targets.
 
-    python scripts/docs.py            print the names of the pages that are not current; status 1
+    python scripts/docs.py            print the names of outdated pages; status 1 if there are any
     python scripts/docs.py --write    write them
 
-The table of docs/families.md is scripts/families.py --table; docs/compatibility.md is
-scripts/compat/compat.py --table.
+scripts/families.py --table writes docs/families.md; scripts/compat/compat.py --table writes
+docs/compatibility.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ START, END = "<!-- generated: scripts/docs.py -->", "<!-- end of generated -->"
 
 
 def described(cls: type) -> dict[str, str]:
-    """Field -> its text in the class's "Attributes:" section, as one line of Markdown."""
+    """Map each field to its text in the class's "Attributes:" section, as a line of Markdown."""
     text = inspect.getdoc(cls) or ""
     section = text.split("Attributes:\n", 1)[1]
     entries = re.findall(
@@ -46,14 +46,14 @@ def described(cls: type) -> dict[str, str]:
 
 
 def yaml_value(value: object) -> str:
-    """A default as it is written in a YAML file."""
+    """Return a default as it is written in a YAML file."""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f"`{list(value)}`" if isinstance(value, tuple) else f"`{value}`"
 
 
 def options() -> str:
-    """Every option of PatchConfig: name, default, meaning."""
+    """Return every option of PatchConfig: name, default, meaning."""
     words = described(PatchConfig)
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(PatchConfig):
@@ -62,7 +62,7 @@ def options() -> str:
 
 
 def training_file() -> str:
-    """The keys of a training file, as the module that reads it lists them, and of its mappings."""
+    """Return a training file's keys, as its module lists them, and the keys of its mappings."""
     head = inspect.getdoc(train_config) or ""
     keys = "\n".join(line[4:] for line in head.splitlines() if line.startswith("    "))
     parts = ["```text", keys, "```"]
@@ -83,7 +83,7 @@ def training_file() -> str:
 
 
 def targets() -> str:
-    """What lora_targets gives for each family, parts apart; equal families share a row."""
+    """Return the targets of lora_targets by family and part; equal families share a row."""
     kinds: dict[tuple[str, ...], set[str]] = {}
     for name in tiny_models.patchable():
         model = tiny_models.build(name)
@@ -105,7 +105,7 @@ def _part(model: object, part: str) -> str:
     return ", ".join([*(f"`{name}`" for name in found["target_parameters"]), *modules])
 
 
-# Page -> what makes its generated parts, in their order on the page.
+# Page -> functions that make its generated parts, in their order on the page.
 PARTS: dict[str, tuple[Callable[[], str], ...]] = {
     "yaml.md": (options, training_file),
     "lora.md": (targets,),
@@ -113,7 +113,7 @@ PARTS: dict[str, tuple[Callable[[], str], ...]] = {
 
 
 def generated(text: str, parts: tuple[Callable[[], str], ...]) -> str:
-    """A page's text with its generated parts made anew."""
+    """Return a page's text with its generated parts replaced."""
     before, *pieces = text.split(START)
     if len(pieces) != len(parts):
         raise SystemExit(f"{len(pieces)} generated parts on a page, expected {len(parts)}")
@@ -123,7 +123,7 @@ def generated(text: str, parts: tuple[Callable[[], str], ...]) -> str:
 
 
 def main() -> int:
-    """Compare or write."""
+    """Compare or write the pages."""
     parser = argparse.ArgumentParser(description="The generated parts of docs/.")
     parser.add_argument("--write", action="store_true", help="write what is not current")
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Families of the installed transformers against the registry: what is new, what has changed.
+"""Compare the families of the installed transformers with the registry: new and changed ones.
 
     python scripts/families.py             print the differences; exit status 1 if there are any
     python scripts/families.py --accept    store the installed sources as checked
     python scripts/families.py --table     write the table into docs/families.md
 
-On a new release: read what is printed, correct the entries, run scripts/parity.py, then --accept.
+On a new release: read the differences, correct the entries, run scripts/parity.py, then --accept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# GPU tests and benchmarks in one go, for a card that is lent for minutes: the tests first, while
-# compilers fill the caches beside them, then the benchmarks alone on the machine.
+# Run GPU tests and benchmarks in one go, on a card that is available for minutes. The tests come
+# first, while compilers fill the caches beside them; then the benchmarks run alone on the machine.
 # Usage: bash scripts/gpu.sh OUT_DIR [TEST_SECONDS [BENCH_SECONDS [pytest targets...]]]
-# OUT_DIR gets tests.txt (each outcome as it happens; failures in full at the end, also where a limit
-# interrupts pytest), tests.xml, warm.txt, bench.txt and the rows, one file per op. COMMIT names the
-# commit where the tree was copied without its .git; PYTHON the interpreter (python3).
+# OUT_DIR gets tests.txt, tests.xml, warm.txt, bench.txt and the rows, one file per op. tests.txt has
+# each outcome as it happens and all failures at the end, even if a limit interrupts pytest. COMMIT
+# names the commit if the tree was copied without its .git; PYTHON names the interpreter (python3).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ commit=()
 export PYTHONPATH=.:scripts:benchmarks HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 mkdir -p "$out"
 
-# In a session of its own, so that no worker that outlives a limit is there when something is timed.
+# A session of its own lets the kill below end workers that outlive a limit, before any timing.
 limited() { # SECONDS LOG COMMAND...
   local seconds="$1" log="$2" leader status=0
   shift 2

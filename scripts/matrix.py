@@ -1,4 +1,4 @@
-"""The suite on the oldest and the newest supported versions, each in an environment of its own.
+"""Run the suite on the oldest and the newest supported versions, each in its own environment.
 
     python scripts/matrix.py                     oldest and newest
     python scripts/matrix.py oldest              one of them
@@ -7,12 +7,11 @@
     python scripts/matrix.py window              tests marked "versions", in every combination
     python scripts/matrix.py 5.9x0.18            in one: transformers 5.9 with PEFT 0.18
 
-The oldest versions are the lower bounds in pyproject.toml, so that a bound which does not hold
-fails here; the newest are what pip finds, and a Triton among them that nobody looked at fails, too.
-Environments go to .venv-matrix-NAME (gigabytes where pip has no CPU build of torch); combinations
-take turns in one. Each run of the whole suite, and each combination, appends a row "versions" to
-benchmarks/results/compat.jsonl; scripts/compat/compat.py makes the table from it. Needs no package
-itself.
+The oldest versions are the lower bounds in pyproject.toml, so a wrong bound fails here. The newest
+are what pip finds; an unknown Triton among them fails, too. Environments go to .venv-matrix-NAME
+(gigabytes where pip has no CPU build of torch); combinations share one, in turn. Each run of the
+whole suite, and each combination, appends a row "versions" to benchmarks/results/compat.jsonl.
+scripts/compat/compat.py makes the table from it. This script needs no package itself.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ROW = "versions"
 
 @dataclass(frozen=True)
 class Environment:
-    """One environment: a Python and which versions of the dependencies go into it."""
+    """One environment: a Python version and the versions of the dependencies in it."""
 
     name: str
     python: str
@@ -44,12 +43,12 @@ class Environment:
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Return the environment's folder."""
         return ROOT / f".venv-matrix-{self.name}"
 
     @property
     def interpreter(self) -> Path:
-        """Its Python."""
+        """Return the environment's Python."""
         return self.folder / "bin" / "python"
 
 
@@ -65,7 +64,7 @@ SUBSET = "versions and not gpu and not slow"
 
 
 def combinations() -> dict[str, list[str]]:
-    """Name of each combination of transformers and PEFT -> what pip is asked for."""
+    """Map each combination of transformers and PEFT to its requirements for pip."""
 
     def wanted(package: str, release: str) -> str:
         return package if release == NEWEST else f"{package}=={release}.*"
@@ -78,7 +77,7 @@ def combinations() -> dict[str, list[str]]:
 
 
 def lower_bounds() -> list[str]:
-    """The dependencies at their lower bounds, as constraints for pip."""
+    """Return the dependencies at their lower bounds, as constraints for pip."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     pins = []
     for requirement in project["dependencies"]:
@@ -88,7 +87,7 @@ def lower_bounds() -> list[str]:
 
 
 def find_python(version: str) -> str:
-    """An interpreter of that version: on the path, or one that pyenv or uv keeps.
+    """Find an interpreter of that version: on the path, or from pyenv or uv.
 
     Raises:
         SystemExit: there is none.
@@ -111,7 +110,7 @@ def find_python(version: str) -> str:
 
 
 def build(environment: Environment) -> None:
-    """Make the environment and install this checkout into it, with what the tests need."""
+    """Make the environment and install this checkout into it, with the tests' requirements."""
     if environment.folder.exists():
         shutil.rmtree(environment.folder)
     python = find_python(environment.python)
@@ -131,13 +130,13 @@ INSTALLED = "from importlib.metadata import version; print(version('triton'))"
 
 
 def unseen_triton(interpreter: Path) -> str:
-    """Say which Triton, the newest on the index or the installed one, has no row in the table.
+    """Say which Triton has no row in the table: the newest on the index or the installed one.
 
     Args:
         interpreter: Python of an environment with this checkout in it.
 
     Returns:
-        What to do about it, or "" where the table has both, or Triton is not for this platform.
+        What to do about it, or "" if the table has both or Triton is not for this platform.
     """
     index = _printed(interpreter, "-m", "pip", "index", "versions", "triton")
     newest = re.search(r"^triton \(([\w.+]+)\)", index, re.MULTILINE)
@@ -155,13 +154,13 @@ def unseen_triton(interpreter: Path) -> str:
 
 
 def _printed(interpreter: Path, *arguments: str) -> str:
-    """What a command prints; nothing where it fails, as without a network."""
+    """Return a command's output; empty if it fails, for example without a network."""
     command = [str(interpreter), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 
 
 def build_combination(requirements: list[str]) -> None:
-    """Put one combination into the environment that all of them share; made where it is missing."""
+    """Install a combination into the environment that all of them share; make it if missing."""
     if not WINDOW.interpreter.exists():
         build(WINDOW)
     pip = [str(WINDOW.interpreter), "-m", "pip", "install", "--quiet", "--upgrade"]
@@ -169,10 +168,10 @@ def build_combination(requirements: list[str]) -> None:
 
 
 def run_suite(name: str, arguments: list[str]) -> int:
-    """Run the suite in this interpreter, and write the row unless only a part was asked for.
+    """Run the suite in this interpreter; write the row if the whole suite runs.
 
     Args:
-        name: of an environment, or of a combination, which runs the subset of the window.
+        name: name of an environment, or of a combination, which runs the tests of the window.
         arguments: for pytest.
     """
     sys.path[:0] = [str(ROOT / "scripts" / "compat"), str(ROOT / "benchmarks")]
@@ -210,7 +209,7 @@ def run_suite(name: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Build and run; status 1 if a suite fails."""
+    """Build and run; return status 1 if a suite fails."""
     parser = argparse.ArgumentParser(description="The suite on the oldest and newest versions.")
     names = [environment.name for environment in ENVIRONMENTS]
     known = [*names, WINDOW.name, *combinations()]
@@ -244,7 +243,7 @@ def main() -> int:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after "--"."""
+    """Split the arguments at "--"."""
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
 

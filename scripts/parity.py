@@ -1,8 +1,8 @@
-"""Parity of every family with transformers: one line per recipe, then the counts.
+"""Check parity of every family with transformers: one line per recipe, then the counts.
 
     python scripts/parity.py [--jobs N] [RECIPE ...]
 
-Exit status 1 when a recipe is wrong.
+The exit status is 1 if a recipe is wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.support.tiny_recipes import FAMILIES
 
 
 def quiet() -> None:
-    """Silence from libraries about configs that are tiny on purpose."""
+    """Silence libraries that warn about configs which are tiny on purpose."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
 
 def line(result: Result) -> str:
-    """One recipe's line."""
+    """Return one recipe's line."""
     if result.problem:
         return f"{result.name:24s} {result.tier:8s} WRONG  {result.problem}"
     lora = f"  lora: {result.lora}" if result.lora else ""

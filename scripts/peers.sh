@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Third-party peers of the benchmark, prepared for a machine that may be offline.
+# Prepare the benchmark's third-party peers for a machine that may be offline.
 #
 #   bash scripts/peers.sh download [DIR]   fetch and pack, on a machine with a package index
 #   bash scripts/peers.sh unpack [DIR]     lay out DIR/site, on the machine with the GPU
 #   bash scripts/peers.sh                  both
 #
-# DIR is .peers (ignored by git). What travels between the two machines is DIR/packed, under 64 MB.
-# The packages are for CPython 3.12 on x86-64 Linux with CUDA 13; they are run beside this library,
-# never part of it. PYTHON names the interpreter (python3), which needs pip and, to download,
+# DIR is .peers (ignored by git). Copy DIR/packed, under 64 MB, between the two machines.
+# The packages are for CPython 3.12 on x86-64 Linux with CUDA 13. They run beside this library and
+# are never part of it. PYTHON names the interpreter (python3), which needs pip and, to download,
 # setuptools and wheel.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,14 +21,14 @@ readonly WHEELS=(
   nvidia-cutlass-dsl==4.4.2
   liger-kernel==0.8.5
 )
-# Its wheel alone is 78 MB. xz with the x86 filter and a dictionary as large as the files makes it 44.
+# Its wheel alone is 78 MB; xz with the x86 filter and a dictionary as large as the files makes it 44.
 readonly CUTLASS_LIBS=nvidia-cutlass-dsl-libs-cu13==4.4.2
-# Its wheel carries a library per CUDA version, 43 MB in all.
+# Its wheel has a library per CUDA version, 43 MB in all.
 readonly BITSANDBYTES=bitsandbytes==0.50.2
 readonly BITSANDBYTES_LIBS=cuda130
 readonly AXOLOTL=axolotl==0.19.0
-# The files of axolotl that hold scattermoe and its LoRA kernels, all marked Apache-2.0. Without the
-# packages' own __init__ files, so that importing them does not import axolotl.
+# The files of axolotl that hold scattermoe and its LoRA kernels, all marked Apache-2.0. The packages'
+# own __init__ files are left out, so that importing the kernels does not import axolotl.
 readonly KERNELS=axolotl/integrations/kernels/libs/scattermoe_lora
 readonly KERNEL_FILES=(
   parallel_experts.py parallel_linear_lora.py mx_weights.py

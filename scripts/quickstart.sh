@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on a bare machine: own environment, then LoRA on a tiny MoE model, patched.
+# Run the main job on a bare machine: make an environment, then train LoRA on a tiny patched model.
 # Usage: bash scripts/quickstart.sh [options of `python -m moe_patch train`]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

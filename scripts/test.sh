@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Linters, type checker, the pages as a site, and the CPU tests on a bare machine, in their own environment. Tests marked
-# `slow` are left out; scripts/matrix.py runs them too, and so does this with -m "not gpu".
+# Run linters, type checker, the site of the pages and the CPU tests on a bare machine, in their own
+# environment. This leaves out tests marked `slow`; scripts/matrix.py runs them too, and so does this with -m "not gpu".
 # Usage: bash scripts/test.sh [arguments for pytest]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -10,7 +10,7 @@ install_moe_patch train,dev
 failed=()
 "$venv_python" -m ruff check . || failed+=("ruff check")
 "$venv_python" -m ruff format --check . || failed+=("ruff format")
-# Cyclomatic complexity, `and` and `or` included.
+# Check cyclomatic complexity, including `and` and `or`.
 "$venv_python" -m lizard moe_patch -l python -C 14 -w -W scripts/env/complexity_allowed.txt ||
     failed+=("complexity")
 "$venv_python" -m mypy || failed+=("mypy")

@@ -1,6 +1,5 @@
 """The benchmark behind ``scripts/bench.py``: ops and peers as data, one row format, one runner.
 
-Read in this order: ``rows`` (what is recorded), ``spec`` (what an op and an implementation are),
-``ops/`` (the ops), ``impls/`` (who takes part), ``measure`` (how), ``child`` and ``runner``
-(where).
+Read first ``rows`` (the records), ``spec`` (the types of an op and an implementation), ``ops/`` and
+``impls/``. Then read ``measure`` (how to measure), ``child`` and ``runner`` (where to run).
 """

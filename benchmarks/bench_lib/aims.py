@@ -1,6 +1,6 @@
-"""What this library set out to reach, beside what the newest rows say: met, missed or not measured.
+"""Aims of this library beside the newest rows: met, missed or not measured.
 
-Aims are on one H100; where another card of its kind was measured too, it has lines of its own. Each
+Aims are for one H100; another card of its kind that was measured too has lines of its own. Each
 ratio is taken within one run.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from bench_lib.newest import OURS, Line, lines_of, median
 from bench_lib.ops import OPS
 
-# Of a line, among all lines of its op.
+# The measure of a line, given all lines of its op.
 Measure = Callable[[Line, Sequence[Line]], float | None]
 
 
@@ -23,8 +23,8 @@ class Aim:
 
     Attributes:
         what: the quantity.
-        op: whose rows it is read from.
-        at: which lines it is about.
+        op: the op whose rows have it.
+        at: selects the lines it is about.
         measure: the quantity at a line, or None.
         wanted: the bound.
         at_least: whether more is better.
@@ -42,7 +42,7 @@ class Aim:
 
 
 def over(*impls: str) -> Measure:
-    """How many times faster ours is than the fastest of some implementations."""
+    """Return a measure: our speedup over the fastest of some implementations."""
 
     def measure(line: Line, lines: Sequence[Line]) -> float | None:
         found = [ratio for impl in impls if (ratio := line.faster(impl)) is not None]
@@ -52,17 +52,17 @@ def over(*impls: str) -> Measure:
 
 
 def share(line: Line, lines: Sequence[Line]) -> float | None:
-    """Of the rate of dense batched products."""
+    """Return our share of the rate of dense batched products."""
     return line.quotient((OURS, "tflops"), (OURS, "ceiling_tflops"))
 
 
 def floors(line: Line, lines: Sequence[Line]) -> float | None:
-    """In copies of the same bytes."""
+    """Return our time in copies of the same bytes."""
     return line.quotient((OURS, "median_ms"), (OURS, "floor_ms"))
 
 
 def peak(line: Line, lines: Sequence[Line]) -> float | None:
-    """Peak memory over that of the leanest peer."""
+    """Return our peak memory over that of the leanest peer."""
     peers = [impl for impl in line.by_impl if not impl.startswith(OURS)]
     peaks = [line.number(impl, "peak_bytes") for impl in peers]
     known = [value for value in peaks if value is not None]
@@ -71,7 +71,7 @@ def peak(line: Line, lines: Sequence[Line]) -> float | None:
 
 
 def slower(impl: str) -> Measure:
-    """Our time over that of an implementation."""
+    """Return a measure: our time over that of an implementation."""
 
     def measure(line: Line, lines: Sequence[Line]) -> float | None:
         ratio = line.faster(impl)
@@ -81,12 +81,12 @@ def slower(impl: str) -> Measure:
 
 
 def times_frozen_base(line: Line, lines: Sequence[Line]) -> float | None:
-    """A LoRA pass over the same pass of the frozen base alone, in the same run."""
+    """Return the time of a LoRA pass over that of the frozen base alone, in the same run."""
     return _of_twin(line, lines, R=None, dtype=line.dtype)
 
 
 def times_bf16(line: Line, lines: Sequence[Line]) -> float | None:
-    """A pass over quantised experts over the same pass over bf16 ones, in the same run."""
+    """Return the time of a pass over quantised experts over one over bf16, in the same run."""
     return _of_twin(line, lines, R=line.R, dtype="bf16")
 
 
@@ -110,13 +110,13 @@ def _over_twin(line: Line, twin: Line) -> Iterator[float]:
 
 
 def plan_us(line: Line, lines: Sequence[Line]) -> float | None:
-    """Microseconds."""
+    """Return our time in microseconds."""
     own = line.time(OURS)
     return None if own is None else 1e3 * own
 
 
 def moe_time_saved(line: Line, lines: Sequence[Line]) -> float | None:
-    """The share of the time in MoE blocks that is gone."""
+    """Return the share of the time in MoE blocks that the patch saves."""
     left = line.quotient((OURS, "moe_ms"), ("peft", "moe_ms"))
     return None if left is None else 1 - left
 
@@ -207,12 +207,12 @@ def _small() -> Iterator[Aim]:
 
 
 def all_aims() -> list[Aim]:
-    """Every aim, by op."""
+    """Return every aim, by op."""
     return [*_experts(), *_lora(), *_models(), *_quantised(), *_small()]
 
 
 def table(results: Path, aims: Sequence[Aim]) -> Iterator[list[str]]:
-    """Rows of op, quantity, where, card, bound, measured and verdict, where there is a row."""
+    """Yield op, quantity, place, card, bound, value and verdict for aims that have rows."""
     ops = dict.fromkeys(aim.op for aim in aims)
     lines = {op: lines_of(op, results, each_card=True) for op in ops}
     for aim in aims:
@@ -227,7 +227,7 @@ def table(results: Path, aims: Sequence[Aim]) -> Iterator[list[str]]:
 
 
 def _shown(aim: Aim, value: float) -> str:
-    """Two decimals, or as many as tell a value from the bound that it misses."""
+    """Format with two decimals, or as many as distinguish a value from the bound that it misses."""
     digits = 2
     while not aim.met(value) and float(f"{value:.{digits}f}") == aim.wanted:
         digits += 1

@@ -1,7 +1,7 @@
-"""The blocks of numbers in README and docs: each a function of the result files, no hand between.
+"""Make the blocks of numbers in README and docs: each is a function of the result files alone.
 
 A document holds ``<!-- bench: NAME -->`` and ``<!-- end of bench -->``; ``bench.py docs`` rewrites
-what is between them.
+the text between them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOTHING = "No row from a GPU yet.\n"
 
 
 def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = False) -> Callable:
-    """A table of one op's times: ours, its rate, every peer and how many times faster ours is."""
+    """Return a block: a table of one op's times and rate, every peer and our speedup over it."""
     scale = {"ms": 1.0, "µs": 1e3}[unit]
 
     def block(results: Path) -> str:
@@ -75,7 +75,7 @@ def times(op_name: str, point: Sequence[str], unit: str = "ms", floors: bool = F
 
 
 def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
-    """What is held from forward to backward, and the peak of both, in GiB."""
+    """Return a block: memory held from forward to backward, and the peak of both, in GiB."""
 
     def block(results: Path) -> str:
         lines = [line for line in lines_of(op_name, results) if line.passes == "fwd+bwd"]
@@ -98,7 +98,7 @@ def memory(op_name: str, point: Sequence[str]) -> Callable[[Path], str]:
 
 
 def model(results: Path) -> str:
-    """Step time, tokens per second, time in MoE blocks and peak, unpatched and patched."""
+    """Return step time, tokens per second, time in MoE blocks and peak, unpatched and patched."""
     lines = lines_of("model", results, each_card=True)
     if not lines:
         return NOTHING
@@ -118,7 +118,7 @@ def model(results: Path) -> str:
 
 
 def _step(line: Line, impl: str) -> list[str]:
-    """A training step's time, ratio, rate, time in MoE blocks and peak."""
+    """Return a training step's time, ratio, rate, time in MoE blocks and peak."""
     fields = ("median_ms", "tokens_per_s", "moe_ms", "peak_bytes")
     step_ms, rate, moe_ms, peak = (line.number(impl, field) for field in fields)
     share = line.quotient((impl, "moe_ms"), (impl, "median_ms"))
@@ -134,7 +134,7 @@ def _step(line: Line, impl: str) -> list[str]:
 
 
 def block(results: Path) -> str:
-    """Wall, host and kernel time of whole blocks, and their peak."""
+    """Return wall, host and kernel time of whole blocks, and their peak."""
     lines = lines_of("block", results, each_card=True)
     if not lines:
         return NOTHING
@@ -165,7 +165,7 @@ PORTABLE = f"{OURS}:portable"
 
 
 def portable(results: Path) -> str:
-    """The kernels that cards without Hopper's instructions run, beside what torch gives there."""
+    """Return times of the kernels for cards without Hopper's instructions, beside torch's."""
     body, used = [], []
     for op_name, peers in (("experts", ("hf_grouped_mm",)), ("lora", ("peft", "split_lora"))):
         path = results / f"{op_name}.jsonl"
@@ -189,7 +189,7 @@ def portable(results: Path) -> str:
 
 
 def headline(results: Path) -> str:
-    """The README's table: forward and backward of each shape that enough runs stand behind."""
+    """Return the README's table: forward and backward of each shape with enough runs."""
     body, used = [], []
     parts = {
         "experts": "experts, every weight trained",
@@ -220,7 +220,7 @@ def headline(results: Path) -> str:
 
 
 def aims_table(results: Path) -> str:
-    """Every aim that there is a row for."""
+    """Return a table of every aim that has a row."""
     body = list(aims.table(results, aims.all_aims()))
     header = ["op", "quantity", "at", "card", "aim", "measured", ""]
     return markdown(header, body) if body else NOTHING
@@ -234,7 +234,7 @@ PICTURES = {
 
 
 def pictures(results: Path) -> str:
-    """The charts that ``bench.py chart`` has drawn, for a page in docs/."""
+    """Return the charts that ``bench.py chart`` has drawn, for a page in docs/."""
     folder = results.parent.parent / "docs" / "img"
     drawn = [name for name in PICTURES if (folder / f"bench_{name}.svg").exists()]
     return "".join(f"![{PICTURES[name]}](img/bench_{name}.svg)\n" for name in drawn) or NOTHING
@@ -264,7 +264,7 @@ BLOCKS: dict[str, Callable[[Path], str]] = {
 
 
 def rewrite(text: str, results: Path) -> str:
-    """A document with every marked block made anew.
+    """Return a document with every marked block rewritten.
 
     Raises:
         RowError: a marker names no block.

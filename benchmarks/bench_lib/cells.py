@@ -14,7 +14,7 @@ def number(value: float) -> str:
 
 
 def spread(values: Sequence[float], shown: Callable[[float], str]) -> str:
-    """The least and the most of several runs; nothing of one."""
+    """Return the least and the most of several runs; nothing for one run."""
     return f" [{shown(values[0])}, {shown(values[-1])}]" if len(values) > 1 else ""
 
 
@@ -48,12 +48,12 @@ def floors_cell(line: Line) -> str:
 
 
 def runs_cell(line: Line) -> str:
-    """How many runs stand behind a line, and in brackets on how many machines."""
+    """Return the number of runs behind a line, with the number of machines in brackets."""
     return f"{len(line.runs)} ({line.machines})" + ("" if line.enough else " \\*")
 
 
 def about_runs(lines: Sequence[Line]) -> str:
-    """What brackets and stars mean, where there are any."""
+    """Explain brackets and stars, if there are any."""
     said = []
     if any(len(line.runs) > 1 for line in lines):
         said.append("Of several runs the median [least, most], of ratios too, each within its run.")

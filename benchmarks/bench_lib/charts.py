@@ -1,4 +1,4 @@
-"""Charts of the newest rows, as SVG. They need matplotlib (the extra ``plots``)."""
+"""Draw charts of the newest rows as SVG. They need matplotlib (the extra ``plots``)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _caption(lines: Sequence[Line]) -> str:
 
 
 def _bars(axes: Any, lines: Sequence[Line], impls: Sequence[str], field: str) -> None:
-    """A group of bars per line, one per implementation; a dash where there is no value."""
+    """Draw a group of bars per line, one per implementation; a dash marks a missing value."""
     width = WIDTH / len(impls)
     for i, impl in enumerate(impls):
         for x, line in enumerate(lines):
@@ -58,7 +58,7 @@ def _bars(axes: Any, lines: Sequence[Line], impls: Sequence[str], field: str) ->
 
 
 def _rates(op_name: str, title: str, lines: list[Line], path: Path) -> None:
-    """TFLOP/s per shape, with the ceiling of dense batched products above each group."""
+    """Draw TFLOP/s per shape, with the ceiling of dense batched products above each group."""
     figure, axes = _figure(title, lines)
     names = OPS[op_name].names()
     impls = [n for n in names if any(line.time(n) for line in lines) and ":" not in n]
@@ -89,7 +89,7 @@ def lora(results: Path, path: Path) -> bool:
 
 
 def model(results: Path, path: Path) -> bool:
-    """Step time unpatched and patched, the MoE blocks' part of it in front."""
+    """Draw step time unpatched and patched, with the part in MoE blocks in front."""
     lines = lines_of("model", results)
     if not lines:
         return False
@@ -128,7 +128,7 @@ CHARTS: dict[str, Callable[[Path, Path], bool]] = {
 
 
 def draw(results: Path, folder: Path) -> list[Path]:
-    """Every chart that there are rows for, as NAME.svg in a folder.
+    """Draw every chart that has rows, as NAME.svg in a folder.
 
     Raises:
         RowError: matplotlib is not installed.

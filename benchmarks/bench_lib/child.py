@@ -1,10 +1,10 @@
-"""The process that measures: reads a job, appends one JSON line per result, flushed at once.
+"""The measuring process: read a job and append one JSON line per result, flushed at once.
 
-It imports what its job needs, then waits for its turn (a line on stdin) before it touches the
-device, so that the parent can start it while another process still measures.
+It imports what its job needs, then waits for its turn (a line on stdin) before it uses the device.
+The parent can therefore start it while another process still measures.
 
-It stops at the first error that it does not expect (a crash of one implementation can leave the
-device unusable); the parent records it and starts another process with what is left.
+It stops at the first unexpected error, because a crash of one implementation can leave the device
+unusable. The parent records the error and starts another process for the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BOUNDS = "bounds"
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One line of work: an implementation's name, or :data:`BOUNDS`, at a point."""
+    """One unit of work: an implementation's name, or :data:`BOUNDS`, at a point."""
 
     impl: str
     point: Point
@@ -41,13 +41,13 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a child is told.
+    """The instructions for a child process.
 
     Attributes:
         run: the id of the whole invocation, for messages and caches.
         op, device, tasks, settings: what to measure, where and how.
-        results: the file that takes a line per task.
-        imported: the file that is there once all is imported.
+        results: the file that gets a line per task.
+        imported: the file that exists once all imports are done.
         warm: only run every task once, so that kernels are compiled and cached on disk.
     """
 
@@ -71,7 +71,7 @@ class Job:
 
 
 class Cache:
-    """What neighbouring tasks share: inputs and reference of a size, the built program of both."""
+    """State that neighbouring tasks share: inputs and reference of a size, the built program."""
 
     def __init__(self, op: Op, device: torch.device, settings: measure.Settings) -> None:
         self.op, self.device = op, device
@@ -80,11 +80,11 @@ class Cache:
         self.inputs: Any = None
         self.expected: Any = None
         self.built: tuple[str, Program] | None = None
-        # Of the built program: a backward pass that repeats has repeated its forward pass.
+        # Result for the built program: if backward repeats, so does its forward.
         self.repeats: bool | None = None
 
     def load(self, point: Point, with_reference: bool = True) -> tuple[Any, Any]:
-        """(inputs, expected) of the point's size."""
+        """Return (inputs, expected) of the point's size."""
         size = (point.shape, point.T, point.dtype, point.R)
         if size != self.size:
             self.built = self.inputs = self.expected = None
@@ -96,7 +96,7 @@ class Cache:
         return self.inputs, self.expected
 
     def program(self, impl: Impl, point: Point) -> Program:
-        """The implementation on the inputs that are loaded."""
+        """Return the implementation, built on the loaded inputs."""
         if self.built is None or self.built[0] != impl.name:
             self.built = self.repeats = None
             release(self.device)
@@ -105,20 +105,20 @@ class Cache:
 
 
 def release(device: torch.device) -> None:
-    """Memory that nothing refers to goes back to the device."""
+    """Return unreferenced memory to the device."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def perform(op: Op, task: Task, cache: Cache, settings: measure.Settings) -> dict[str, Any]:
-    """The fields that one task yields; ``skipped`` where a reason is known."""
+    """Return the fields that one task yields; ``skipped`` gives a known reason."""
     if task.impl == BOUNDS:
         return cache.bounds.at(task.point)
     impl = op.impl(task.impl)
-    obstacle = impl.obstacle(task.point, cache.device)
-    if obstacle is not None:
-        return {"skipped": obstacle}
+    why_not = impl.why_not(task.point, cache.device)
+    if why_not is not None:
+        return {"skipped": why_not}
     try:
         if op.measure is not None:
             return op.measure(impl, task.point, cache.device, settings)
@@ -140,10 +140,10 @@ def perform(op: Op, task: Task, cache: Cache, settings: measure.Settings) -> dic
 
 
 def warm(op: Op, tasks: tuple[Task, ...], cache: Cache) -> None:
-    """Every task once. Where other processes leave too little memory, that task is not warmed."""
+    """Run every task once. Skip a task if other processes leave it too little memory."""
     for task in tasks:
         impl = op.impl(task.impl)
-        if impl.obstacle(task.point, cache.device) is not None:
+        if impl.why_not(task.point, cache.device) is not None:
             continue
         with contextlib.suppress(torch.OutOfMemoryError):
             if op.warm is not None:
@@ -157,7 +157,7 @@ def warm(op: Op, tasks: tuple[Task, ...], cache: Cache) -> None:
 
 
 def preload(op: Op, tasks: tuple[Task, ...]) -> None:
-    """Import ahead of the turn; what is absent is said when its task comes."""
+    """Import ahead of the turn; missing modules are reported when their task runs."""
     for name in {task.impl for task in tasks} - {BOUNDS}:
         for module in op.impl(name).modules:
             with contextlib.suppress(ImportError):
@@ -165,13 +165,13 @@ def preload(op: Op, tasks: tuple[Task, ...]) -> None:
 
 
 def _end_with_the_parent() -> None:
-    """End this process and all that it started once the parent's end of the pipe is gone."""
+    """End this process and its children when the parent's end of the pipe closes."""
     sys.stdin.read()
     os.killpg(0, signal.SIGKILL)
 
 
 def main(job_file: Path) -> None:
-    """Do every task of a job in order."""
+    """Run every task of a job in order."""
     job = Job.from_json(job_file.read_text(encoding="utf-8"))
     op, device = OPS[job.op], torch.device(job.device)
     preload(op, job.tasks)
@@ -179,14 +179,14 @@ def main(job_file: Path) -> None:
     if not sys.stdin.readline():
         return
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
-    # What is imported stays: collections between implementations need not look at it.
+    # Imports stay alive, so exclude them from collections between implementations.
     gc.freeze()
     cache = Cache(op, device, job.settings)
     if job.warm:
         warm(op, job.tasks, cache)
     else:
         _measure_all(op, job, cache)
-    # Tearing down a device context takes seconds, and some peers crash in it.
+    # Exit directly: tearing down a device context takes seconds, and some peers crash in it.
     sys.stdout.flush()
     os._exit(0)
 

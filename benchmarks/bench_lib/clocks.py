@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Clocks, power and throttle reasons of a card while something is timed.
+"""Sample clocks, power and throttle reasons of a card while something is timed.
 
-A process of its own reads them from the driver's library (NVML) and writes a line for each sample;
-who times something reads the lines afterwards. So the process that issues work is never held up,
-and nothing but the driver has to be installed. This file imports the standard library alone.
+A separate process reads them from the driver's library (NVML) and writes a line per sample; whoever
+timed something reads the lines afterwards. The process that issues work is therefore never delayed,
+and only the driver has to be installed. This file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 
 PERIOD_S = 0.02
 LIBRARY = "libnvidia-ml.so.1"
-# Of nvml.h: kinds of clock, and the sensor.
+# Constants of nvml.h: kinds of clock, and the sensor.
 SM_CLOCK, MEMORY_CLOCK, GPU_SENSOR = 1, 2, 0
-# Bits of the clocks' event reasons, by name; that of an idle card is left out.
+# Bits of the clocks' event reasons, by name; the bit of an idle card is left out.
 REASONS = {
     0x2: "application_clocks",
     0x4: "power_cap",
@@ -44,10 +44,10 @@ class NvmlError(RuntimeError):
 
 
 class Card:
-    """One card, as the driver's library names it.
+    """One card, by its name in the driver's library.
 
     Raises:
-        OSError: the library is not there.
+        OSError: the library is not installed.
         NvmlError: there is no such card.
     """
 
@@ -71,7 +71,7 @@ class Card:
         return value.value
 
     def sample(self) -> dict[str, int | float | None]:
-        """The readings of now; None for what this card or driver does not tell."""
+        """Return the current readings; None for readings that card or driver do not offer."""
         return {
             "at": time.monotonic(),
             "sm": self._get("nvmlDeviceGetClockInfo", SM_CLOCK),
@@ -88,7 +88,7 @@ class Card:
 
 
 def read_samples(path: Path, since: float, until: float, skip: int = 0) -> list[dict[str, Any]]:
-    """The samples of an interval of ``time.monotonic()``, none of them in the first bytes."""
+    """Return the samples of an interval of ``time.monotonic()``, skipping the first bytes."""
     if not path.exists():
         return []
     with path.open("rb") as file:
@@ -103,7 +103,7 @@ def _known(samples: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def _power_w(samples: list[dict[str, Any]]) -> float | None:
-    """Mean power: the energy used between the counter's first and last step, else the readings."""
+    """Return mean power from the energy counter's first to last step, else from the readings."""
     counted = [s for s in samples if s["millijoules"] is not None]
     steps = [
         b for a, b in zip(counted, counted[1:], strict=False) if b["millijoules"] > a["millijoules"]
@@ -116,7 +116,7 @@ def _power_w(samples: list[dict[str, Any]]) -> float | None:
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a row (:data:`FIELDS`) from the samples of its timing; None where unknown."""
+    """Return a row's fields (:data:`FIELDS`) from samples of its timing; None if unknown."""
     if not samples:
         return dict(UNKNOWN)
     sm, memory = _known(samples, "sm"), _known(samples, "memory")
@@ -134,7 +134,7 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched(log: str | None) -> Iterator[dict[str, Any]]:
-    """The fields of a row for what the block does; they are there once it has ended.
+    """Yield a row's fields for the time of the block; they are filled when it ends.
 
     Args:
         log: the file that a :func:`sampler` writes, or None.
@@ -149,7 +149,7 @@ def watched(log: str | None) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def sampler(uuid: str | None, path: Path) -> Iterator[None]:
-    """Sample a card into a file while the block runs; nothing without a uuid."""
+    """Sample a card into a file while the block runs; do nothing without a uuid."""
     if uuid is None:
         yield
         return
@@ -165,7 +165,7 @@ def sampler(uuid: str | None, path: Path) -> Iterator[None]:
 
 
 def main(uuid: str, path: Path, period_s: float) -> int:
-    """Write samples until the process that started this one is gone."""
+    """Write samples until the process that started this one has ended."""
     parent = os.getppid()
     try:
         card = Card(uuid)

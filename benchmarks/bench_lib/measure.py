@@ -1,4 +1,4 @@
-"""One implementation at one point: is it right, is it repeatable, what does it hold, how long."""
+"""Measure one implementation at one point: correctness, repeatability, memory and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench_lib.spec import Grads, Impl, Op, Program
 
 @dataclass(frozen=True)
 class Settings:
-    """How thorough a run is.
+    """The thoroughness of a run.
 
     Attributes:
         repeats: passes in the bitwise check of our own implementations.
@@ -39,7 +39,7 @@ class WrongResultError(RuntimeError):
 def run_pass(
     op: Op, point: Point, program: Program, dout_TD: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """One pass: the output and, with backward, the gradients in the order of the leaves."""
+    """Run one pass; return the output and, with backward, the gradients in leaf order."""
     if not op.grad:
         with torch.no_grad():
             return program.forward(), ()
@@ -51,7 +51,7 @@ def run_pass(
 
 
 def canonical_grads(program: Program, grads: tuple[Tensor, ...]) -> Grads:
-    """Gradients by leaf name, in the op's layout."""
+    """Return gradients by leaf name, in the op's layout."""
     named = dict(zip(program.leaves, grads, strict=False))
     return {
         name: program.canonical[name](grad) if name in program.canonical else grad
@@ -60,7 +60,7 @@ def canonical_grads(program: Program, grads: tuple[Tensor, ...]) -> Grads:
 
 
 def repeatable(op: Op, point: Point, program: Program, dout_TD: Tensor, repeats: int) -> bool:
-    """Whether every one of ``repeats`` passes gives the same bits, output and gradients."""
+    """Return whether ``repeats`` passes all give the same bits, output and gradients."""
     out, grads = run_pass(op, point, program, dout_TD)
     first = (out.detach().clone(), *(grad.clone() for grad in grads))
     for _ in range(repeats - 1):
@@ -71,7 +71,7 @@ def repeatable(op: Op, point: Point, program: Program, dout_TD: Tensor, repeats:
 
 
 def check(op: Op, point: Point, program: Program, inputs: Any, expected: Any) -> float:
-    """The relative error of one pass.
+    """Return the relative error of one pass.
 
     Raises:
         WrongResultError: it is above the op's limit for the dtype, or NaN.
@@ -95,14 +95,14 @@ def measure(
     settings: Settings,
     bitwise: bool | None = None,
 ) -> dict[str, Any]:
-    """The measured fields of one row; nothing is timed before the result is right.
+    """Return the measured fields of one row; check the result before timing anything.
 
     Args:
-        op, impl, point: what and where.
-        program: the implementation, made ready for the point.
-        inputs, expected: of the point's size.
+        op, impl, point: what to measure, and where.
+        program: the implementation, built for the point.
+        inputs, expected: for the point's size.
         settings: how thorough.
-        bitwise: whether passes repeat, where that is known already.
+        bitwise: whether passes repeat, if that is already known.
 
     Raises:
         WrongResultError: see :func:`check`.
@@ -129,7 +129,7 @@ def measure(
 
 
 def measure_plain(op: Op, point: Point, program: Program, inputs: Any) -> dict[str, Any]:
-    """The time that a process finds which does nothing but these calls."""
+    """Return the time in a process that does nothing but these calls."""
     return {
         "median_ms": timers.plain_ms(
             lambda: run_pass(op, point, program, inputs.dout_TD), inputs.x_TD.device
@@ -145,7 +145,7 @@ class Bounds:
         self.known_ms: dict[tuple, float] = {}
 
     def at(self, point: Point) -> dict[str, float | None]:
-        """The copy floor and the matmul ceiling of a point, in milliseconds."""
+        """Return the copy floor and the matmul ceiling of a point, in milliseconds."""
         work, timer = self.op.work(point), self.op.timer
         if self.device.type == "cpu":
             return {"floor_ms": None, "ceiling_ms": None}

@@ -1,8 +1,8 @@
-"""How much of a training step is spent in some modules: their forwards, recomputes and backwards.
+"""Measure the time of a training step inside some modules: forwards, recomputes and backwards.
 
-Events at the borders of the modules cut the device's time line into pieces; a stack says whose each
-piece is. A recompute of a whole layer starts inside the backward of the module that first needs it,
-so a layer takes the time back until one of the modules begins in it.
+Events at the borders of the modules cut the device's time line into pieces; a stack assigns each
+piece. A recompute of a whole layer starts inside the backward of the module that first needs it.
+The layer therefore takes the time back until one of the modules begins in it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Meter:
-    """Counts the time inside ``modules``, and outside of them in ``layers`` around them."""
+    """Measures the time inside ``modules``, and outside of them in ``layers`` around them."""
 
     def __init__(
         self, modules: Iterable[nn.Module], layers: Iterable[nn.Module], device: torch.device
@@ -38,7 +38,7 @@ class Meter:
             self._mark()
             self._stack.pop()
 
-        # A recompute ends by an exception once everything needed is there: leave is always called.
+        # A recompute stops by an exception once it has all it needs: always call leave.
         self._handles += [
             module.register_forward_pre_hook(enter),
             module.register_forward_hook(leave, always_call=True),
@@ -58,7 +58,7 @@ class Meter:
         self._marks.append((self._stack[-1], now))
 
     def take_ms(self) -> float:
-        """Milliseconds inside since the last call."""
+        """Return milliseconds inside since the last call."""
         marks, self._marks = self._marks, []
         if self._stack != [False]:
             raise RuntimeError(f"{len(self._stack) - 1} modules were entered and never left")
@@ -75,6 +75,6 @@ class Meter:
         return 1e3 * (after - before)
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

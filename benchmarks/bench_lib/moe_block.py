@@ -22,8 +22,8 @@ class BlockInputs:
     """One block's tensors.
 
     Attributes:
-        layer: what the experts take; its ids and weights are not used.
-        router_ED: the router's weight, trained where the experts are.
+        layer: the experts' inputs; its ids and weights are not used.
+        router_ED: the router's weight, trained if the experts are.
     """
 
     layer: LayerInputs
@@ -31,7 +31,7 @@ class BlockInputs:
 
 
 def make_inputs(point: Point, device: torch.device) -> BlockInputs:
-    """Random inputs for a point, the same on every call."""
+    """Return random inputs for a point, the same on every call."""
     layer = make_layer(point, device, train_base=point.R is None)
     E, D = point.sizes.E, point.sizes.D
     generator = torch.Generator(device).manual_seed(1)
@@ -41,7 +41,7 @@ def make_inputs(point: Point, device: torch.device) -> BlockInputs:
 
 
 def qwen_block(inputs: BlockInputs, point: Point) -> nn.Module:
-    """A Qwen3MoeSparseMoeBlock over the tensors, on transformers' grouped_mm."""
+    """Return a Qwen3MoeSparseMoeBlock over the tensors, on transformers' grouped_mm."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
@@ -65,7 +65,7 @@ def qwen_block(inputs: BlockInputs, point: Point) -> nn.Module:
 
 
 class _Model(nn.Module):
-    """The smallest module that PEFT and ``patch_model`` can find a block in."""
+    """The smallest module in which PEFT and ``patch_model`` can find a block."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class _Model(nn.Module):
 
 
 def adapted(model: nn.Module, point: Point) -> Any:
-    """PEFT's model around the block, with adapters on both projections of the experts."""
+    """Return PEFT's model around the block, with adapters on both projections of the experts."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
@@ -89,7 +89,7 @@ def adapted(model: nn.Module, point: Point) -> Any:
 def build_module(
     inputs: BlockInputs, point: Point, *, patched: bool, compiled: bool = False
 ) -> Program:
-    """transformers' own block, with PEFT's adapters where there is a rank; patched or not."""
+    """Build transformers' own block, with PEFT's adapters if there is a rank; patched or not."""
     from moe_patch import patch_model
 
     block = qwen_block(inputs, point)
@@ -115,7 +115,7 @@ def build_module(
 
 
 def _routed(inputs: BlockInputs, K: int) -> LayerInputs:
-    """The layer's inputs with what the router decides, by torch."""
+    """Return the layer's inputs with the router's decisions, computed by torch."""
     layer = inputs.layer
     logits_TE = functional.linear(layer.x_TD, inputs.router_ED)
     probs_TE = torch.softmax(logits_TE, -1, dtype=torch.float32)
@@ -128,14 +128,14 @@ def _routed(inputs: BlockInputs, K: int) -> LayerInputs:
 
 
 def build_split(inputs: BlockInputs, point: Point) -> Program:
-    """The router in torch, the adapters as separate grouped products."""
+    """Build the router in torch and the adapters as separate grouped products."""
     leaves = {"x": inputs.layer.x_TD} | {n: inputs.layer.factors[n] for n in inputs.layer.factors}
     return Program(lambda: split_lora.layer(_routed(inputs, point.sizes.K)), leaves)
 
 
 @contextmanager
 def kernels_timed(device: torch.device) -> Iterator[list[float]]:
-    """Sum of the kernels' times inside, in milliseconds, appended at the end; nothing on a CPU."""
+    """Append the sum of the kernels' times inside, in milliseconds, at the end; not on a CPU."""
     found: list[float] = []
     if device.type == "cpu":
         yield found

@@ -1,8 +1,8 @@
 """Inputs and the fp64 check of the ops that run one layer's experts (experts, lora, decode).
 
-The check covers the whole size without an fp64 copy of the whole problem: what belongs to a token
-(output, dx, dweights) is checked on a sample of tokens with all experts, what belongs to an expert
-(dW and the factors' gradients) on a sample of experts with all tokens.
+The check covers the whole size without an fp64 copy of the whole problem. Results per token
+(output, dx, dweights) are checked on a sample of tokens with all experts. Results per expert (dW
+and the factors' gradients) are checked on a sample of experts with all tokens.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class LayerInputs:
         return Lora(self.factors["a2"], self.factors["b2"], LORA_SCALING) if self.factors else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every floating input by its leaf name."""
+        """Return every floating-point input by its leaf name."""
         named = {"x": self.x_TD, "weights": self.weights_TK, "w13": self.w13_EHD, "w2": self.w2_EDF}
         return named | self.factors
 
     def leaves(self) -> dict[str, Tensor]:
-        """The inputs that need a gradient."""
+        """Return the inputs that need a gradient."""
         return {name: t for name, t in self.tensors().items() if name in self.trained}
 
 
 def make_layer(point: Point, device: torch.device, *, train_base: bool) -> LayerInputs:
-    """Random inputs for a point, the same on every call.
+    """Return random inputs for a point, the same on every call.
 
     Args:
         point: sizes, dtype and rank.
-        device: where they live.
+        device: device of the tensors.
         train_base: whether w13 and w2 need gradients.
     """
     s, R = point.sizes, point.R
@@ -119,7 +119,7 @@ class Expected:
 def _evaluate(
     inputs: LayerInputs, ids_TK: Tensor, tokens: Tensor, experts: Tensor, names: tuple[str, ...]
 ) -> tuple[Tensor, Grads]:
-    """Output and gradients of ``names`` in fp64 on some tokens and some experts."""
+    """Return output and gradients of ``names`` in fp64 on some tokens and some experts."""
     named = inputs.tensors()
     rows = {name: tokens if name in ("x", "weights") else experts for name in named}
     wide = {n: t.detach()[rows[n]].double().requires_grad_(n in names) for n, t in named.items()}
@@ -137,7 +137,7 @@ def _evaluate(
 
 
 def layer_reference(point: Point, inputs: LayerInputs) -> Expected:
-    """What a correct implementation returns, on the sampled tokens and experts."""
+    """Return correct results, on the sampled tokens and experts."""
     T, E = point.T, point.sizes.E
     device = inputs.x_TD.device
     generator = torch.Generator().manual_seed(SEED)
@@ -158,12 +158,12 @@ def layer_reference(point: Point, inputs: LayerInputs) -> Expected:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """norm(found - expected) / norm(expected), in fp64."""
+    """Return norm(found - expected) / norm(expected), in fp64."""
     return float((found.double() - expected).norm() / expected.norm())
 
 
 def compare_layer(point: Point, expected: Expected, out: Tensor, grads: Grads) -> float:
-    """The largest relative error of the output and of each gradient there is."""
+    """Return the largest relative error of the output and of each existing gradient."""
     found = {"out": out, **grads}
     names = ("out", *grads)
     errors = []
@@ -175,17 +175,17 @@ def compare_layer(point: Point, expected: Expected, out: Tensor, grads: Grads) -
     return max(errors, key=lambda error: float("inf") if error != error else error)
 
 
-# bf16 and fp16: the limit below which the measured peers all lie; fp32: tf32 would already fail it.
+# bf16 and fp16: all measured peers lie below these limits; fp32: even tf32 would fail this one.
 LIMITS = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5}
 
 
 def itemsize(point: Point) -> int:
-    """Bytes of one element of the point's dtype."""
+    """Return the bytes of one element of the point's dtype."""
     return point.torch_dtype.itemsize
 
 
 def layer_input_bytes(point: Point) -> int:
-    """x, ids, weights, dout, the experts and the adapters."""
+    """Return the bytes of x, ids, weights, dout, the experts and the adapters."""
     s, R = point.sizes, point.R or 0
     floats = 2 * point.T * s.D + point.rows + 3 * s.E * s.D * s.F
     factors = s.E * R * (2 * s.D + 3 * s.F)

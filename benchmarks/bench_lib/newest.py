@@ -1,6 +1,6 @@
-"""The rows that a document shows: at every point the newest runs with this library and its peers.
+"""Choose the rows that a document shows: at every point the newest runs with us and our peers.
 
-Runs of one commit on one kind of card, with the same versions, count together: a document shows
+Runs of one commit on one kind of card, with the same versions, count together. A document shows
 their median, with the least and the most. Ratios are taken within each run before that.
 """
 
@@ -15,11 +15,11 @@ from bench_lib.ops import OPS
 from bench_lib.rows import OURS, Row, read_rows
 from bench_lib.spec import Op
 
-# The tokens at which every op and peer is measured.
+# Number of tokens at which every op and peer is measured.
 SHOWN_TOKENS = 16384
 
 
-# A median of fewer runs, or machines, is marked as such.
+# A median of fewer runs, or machines, is marked.
 ENOUGH_RUNS = 3
 ENOUGH_MACHINES = 2
 
@@ -45,67 +45,67 @@ class Line:
 
     @property
     def ours(self) -> Row:
-        """Our row of the newest run."""
+        """Return our row of the newest run."""
         return self.runs[0][OURS]
 
     @property
     def by_impl(self) -> Rows:
-        """The newest row of each implementation."""
+        """Return the newest row of each implementation."""
         return {impl: row for run in reversed(self.runs) for impl, row in run.items()}
 
     @property
     def machines(self) -> int:
-        """On how many machines it was measured."""
+        """Return the number of machines that measured it."""
         return _machines(self.runs)
 
     @property
     def enough(self) -> bool:
-        """Whether chance and one machine's mood are averaged out."""
+        """Return whether enough runs and machines average out chance."""
         return _enough(self.runs)
 
     @property
     def card(self) -> str:
-        """As tables name it."""
+        """Return the card's name in tables."""
         return self.ours["card"].removeprefix("NVIDIA ").partition(" ")[0]
 
     def values(self, value: Callable[[Rows], float | None]) -> list[float]:
-        """A quantity in every run that has it, in ascending order."""
+        """Return a quantity in every run that has it, in ascending order."""
         found = [value(run) for run in self.runs]
         return sorted(one for one in found if one is not None)
 
     def numbers(self, impl: str, field: str) -> list[float]:
-        """A field of an implementation's rows, in ascending order."""
+        """Return a field of an implementation's rows, in ascending order."""
         return self.values(lambda run: run[impl].get(field) if impl in run else None)
 
     def number(self, impl: str, field: str) -> float | None:
-        """The median of a field over all runs, or None where there is none."""
+        """Return the median of a field over all runs, or None without values."""
         return median(self.numbers(impl, field))
 
     def time(self, impl: str) -> float | None:
-        """Median milliseconds, or None where there is none."""
+        """Return median milliseconds, or None without values."""
         return self.number(impl, "median_ms")
 
     def quotient(self, above: tuple[str, str], below: tuple[str, str]) -> float | None:
-        """The median over all runs of the ratio of two fields, each taken within its run."""
+        """Return the median over all runs of the ratio of two fields, each taken within its run."""
         return median(self.values(lambda run: quotient(run, above, below)))
 
     def ratios(self, impl: str) -> list[float]:
-        """How many times faster ours is than ``impl``, in every run that has both."""
+        """Return our speedup over ``impl`` in every run that has both, in ascending order."""
         return self.values(lambda run: quotient(run, (impl, "median_ms"), (OURS, "median_ms")))
 
     def faster(self, impl: str) -> float | None:
-        """The median of :meth:`ratios`, or None where no run has both."""
+        """Return the median of :meth:`ratios`, or None if no run has both."""
         return median(self.ratios(impl))
 
 
 def median(values: Iterable[float]) -> float | None:
-    """None of no values."""
+    """Return the median, or None without values."""
     known = list(values)
     return statistics.median(known) if known else None
 
 
 def quotient(run: Rows, above: tuple[str, str], below: tuple[str, str]) -> float | None:
-    """The ratio of two fields, each named by implementation and field, within one run."""
+    """Return the ratio of two fields, each named by implementation and field, within one run."""
     top, bottom = (run[impl].get(name) if impl in run else None for impl, name in (above, below))
     return None if top is None or bottom is None else top / bottom
 
@@ -119,7 +119,7 @@ def _enough(runs: Sequence[Rows]) -> bool:
 
 
 def _together(row: Row) -> tuple:
-    """Equal for rows whose runs count together: a run of unknown machine or tree stands alone."""
+    """Return an equal key for rows whose runs count together; unknown machines stand alone."""
     if row.get("machine") is None or row["commit"].endswith("+dirty"):
         return (row["run"],)
     return tuple(row[name] for name in ("commit", "card", "torch", "triton", "transformers"))
@@ -132,15 +132,15 @@ def _order(op: Op, line: Line) -> tuple:
 
 
 def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[Line]:
-    """A line per point that ours was measured at on a GPU, in the order of the op's grid.
+    """Return a line per point that ours was measured at on a GPU, in the order of the op's grid.
 
-    Runs without a row of every required peer that covers the point count only where there are no
-    others, and after that fewer runs or machines than enough.
+    Runs are preferred that have a row of every required peer that covers the point, and then sets
+    with enough runs and machines.
 
     Args:
         rows: of the op.
         op: the op.
-        each_card: a line per kind of card that the point was measured on, not one of the newest.
+        each_card: return a line per kind of card, not only one of the newest.
     """
     found: dict[tuple, dict[tuple, dict[str, Rows]]] = {}
     for row in rows:
@@ -159,7 +159,7 @@ def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[L
 
 
 def _best(sets: Sequence[dict[str, Rows]], required: Sequence[str]) -> tuple[Rows, ...]:
-    """Of sets of runs that count together, the one to show, the newest run first."""
+    """Return the set to show of sets of runs that count together, the newest run first."""
     candidates = []
     for runs in sets:
         ours = [run for run in runs.values() if OURS in run]
@@ -178,13 +178,13 @@ def _impls(runs: Sequence[Rows]) -> set[str]:
 
 
 def lines_of(op_name: str, results: Path, each_card: bool = False) -> list[Line]:
-    """The lines of an op's file; none without the file. Arguments as of :func:`newest_lines`."""
+    """Return the lines of an op's file; none without it. Arguments as :func:`newest_lines`."""
     path = results / f"{op_name}.jsonl"
     return newest_lines(read_rows(path), OPS[op_name], each_card) if path.exists() else []
 
 
 def one_per_shape(lines: Sequence[Line]) -> list[Line]:
-    """The line of each shape at :data:`SHOWN_TOKENS`, else at the largest T there is."""
+    """Return the line of each shape at :data:`SHOWN_TOKENS`, else at the largest T."""
     chosen: dict[str, Line] = {}
     for line in sorted(lines, key=lambda line: (line.T == SHOWN_TOKENS, line.T)):
         chosen[line.shape] = line
@@ -192,14 +192,14 @@ def one_per_shape(lines: Sequence[Line]) -> list[Line]:
 
 
 def holds_for(lines: Sequence[Line]) -> str:
-    """The torch and the Triton of the runs behind some lines."""
+    """Return torch and Triton of the runs behind some lines."""
     rows = [run[OURS] for line in lines for run in line.runs]
     pairs = dict.fromkeys(f"torch {row['torch']} with Triton {row['triton']}" for row in rows)
     return " and ".join(pairs)
 
 
 def provenance(lines: Sequence[Line]) -> str:
-    """Card, versions and runs behind some lines, in one sentence."""
+    """Return card, versions and runs behind some lines, in one sentence."""
     firsts = {run[OURS]["run"]: run[OURS] for line in lines for run in line.runs}
     cards = ", ".join(dict.fromkeys(row["card"] for row in firsts.values()))
     versions = ", ".join(

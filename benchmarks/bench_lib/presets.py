@@ -1,4 +1,4 @@
-"""Grids by name: what ``bench.py all --preset NAME`` runs, the most important first."""
+"""Grids by name: ``bench.py all --preset NAME`` runs them, the most important part first."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class Segment:
     """A part of an op's grid; None takes the op's own. Rows of one segment stand side by side.
 
     Attributes:
-        name: what ``--segments`` calls it.
+        name: its name for ``--segments``.
         op: the op.
         impls, shapes, tokens, passes, ranks: the part of the grid.
-        left_out: of the implementations, those that are not run here, and why; they get rows.
+        left_out: implementations that do not run here, with the reason; they get rows.
     """
 
     name: str
@@ -33,7 +33,7 @@ _PORTABLE = ("moe_patch:portable", "hf_grouped_mm")
 _PORTABLE_LORA = ("moe_patch:portable", "peft", "split_lora")
 _ROUTING = ("moe_patch", "torch", "torch_compile")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
-# Its rows are segments of their own.
+# Its rows are in segments of their own.
 _SLOW_TO_TUNE = {"axolotl_lora": "not run: it compiles and times hundreds of tiles at each size"}
 _CHECKPOINTED = ("qwen3_30b_12L_4x4096_ckpt", "qwen3_30b_12L_1x16384_ckpt")
 _PLAIN = ("qwen3_30b_12L_4x4096", "qwen3_30b_12L_1x16384")
@@ -47,7 +47,7 @@ PRESETS = {
         ),
         Segment("decode", "decode", shapes=("qwen3_30b",), tokens=(1, 8, 64)),
     ),
-    # What README and the tables show at T = 16384: short enough to run several times on a machine.
+    # The contents of README and tables at T = 16384: short enough to run several times per machine.
     "repeat": (
         Segment(
             "experts",
@@ -62,14 +62,14 @@ PRESETS = {
         Segment("model", "model", shapes=_CHECKPOINTED),
         Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384,)),
     ),
-    # What cards without Hopper's instructions run, timed on one that has them.
+    # The kernels of cards without Hopper's instructions, timed on a card that has them.
     "portable": (
         Segment("experts", "experts", _PORTABLE[:2], ("qwen3_30b", "olmoe", "glm45_air")),
         Segment("experts_large", "experts", _PORTABLE[:2], ("mixtral", "dsv3_e64"), (16384,)),
         Segment("lora", "lora", _PORTABLE_LORA, ("qwen3_30b", "olmoe", "glm45_air"), ranks=(16,)),
         Segment("lora_large", "lora", _PORTABLE_LORA, ("mixtral",), (16384,), ranks=(16,)),
     ),
-    # The same on two releases of Triton, in turn on one card.
+    # The same points on two releases of Triton, in turn on one card.
     "releases": (
         Segment("experts", "experts", ("moe_patch",), ("qwen3_30b", "glm45_air"), (1024, 16384)),
         Segment(
@@ -81,7 +81,7 @@ PRESETS = {
     "block": (Segment("block", "block"),),
     "h100": (
         Segment("experts", "experts", _EXPERTS, _SMALL),
-        # SonicMoE times some 80 tiles at each new size, hence segments of its own.
+        # SonicMoE times some 80 tiles at each new size, so it has segments of its own.
         Segment("sonicmoe", "experts", ("sonicmoe",), ("qwen3_30b",), (16384, 32768)),
         Segment("lora", "lora", _LORA, _SMALL, left_out=_SLOW_TO_TUNE),
         Segment("experts_large", "experts", _EXPERTS, _LARGE, (16384,)),

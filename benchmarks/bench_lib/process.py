@@ -1,4 +1,4 @@
-"""One child process: start, hand it the device, read what it finds, stop it with all it started."""
+"""Run one child process: start it, hand it the device, read its results, stop its whole tree."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bench_lib.measure import Settings
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench.py"
 POLL_S = 0.1
-# What hangs in an import is left to the budget of its first result.
+# A longer hang in an import counts against the budget of the first result.
 IMPORTS_S = 120.0
-# In a result: how much a lost process weighs against its implementation.
+# Key in a result: how much a lost process counts against its implementation.
 LOST = "lost"
 
 
@@ -31,7 +31,7 @@ class Timeout(RuntimeError):
 
 
 def cache_of(peers: Path) -> Path:
-    """What peers compile and tune stays beside them, for the next run on a card of this kind."""
+    """Return the folder beside the peers that keeps their compiled and tuned kernels."""
     return peers.parent / "cache"
 
 
@@ -43,16 +43,16 @@ def _environment(peers: Path | None, warm: bool) -> dict[str, str]:
         env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
         cache = cache_of(peers)
         env |= {"TRITON_CACHE_DIR": str(cache / "triton"), "QUACK_CACHE_DIR": str(cache / "quack")}
-        # Tuning among other processes would keep a bad choice (see warmup.forget_tuning).
+        # A choice tuned beside other processes may be bad: do not keep it (warmup.forget_tuning).
         if not warm:
             env |= {"TRITON_CACHE_AUTOTUNING": "1", "QUACK_CACHE_AUTOTUNING": "1"}
     return env
 
 
 def _why(text: str) -> str:
-    """The last line that names an error, else the last line."""
+    """Return the last line that names an error, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # A CUDA error's own line is followed by advice.
+    # Advice follows a CUDA error's own line.
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["no message"])[-1][:300]
 
@@ -85,13 +85,13 @@ class Child:
             )  # fmt: skip
 
     def go(self) -> None:
-        """Hand over the device. The pipe stays open: its end tells the child to end too."""
+        """Hand over the device. The pipe stays open: closing it tells the child to end too."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
 
     def wait_for_imports(self, deadline: float | None) -> None:
-        """Until it only waits for the device or has ended; no longer than to the deadline."""
+        """Wait until the child has imported everything or has ended, at most until the deadline."""
         last = time.monotonic() + IMPORTS_S
         last = last if deadline is None else min(last, deadline)
         while self.alive() and not self._imported.exists() and time.monotonic() < last:
@@ -107,11 +107,11 @@ class Child:
         return [json.loads(line)["fields"] for line in lines[done:] if line.endswith("\n")]
 
     def results(self, budget_s: float, deadline: float | None) -> Iterator[dict[str, Any]]:
-        """Results as they come; after a crash or a hang the last one says why.
+        """Yield results as they come; after a crash or a hang the last one gives the reason.
 
         Args:
             budget_s: seconds that one result may take.
-            deadline: ``time.monotonic()`` at which results just end, or None.
+            deadline: ``time.monotonic()`` at which results end, or None.
         """
         self.go()
         done, since, alive = 0, time.monotonic(), True
@@ -134,11 +134,11 @@ class Child:
             self.stop()
 
     def why(self) -> str:
-        """What it printed last about an error."""
+        """Return the last error that it printed."""
         return _why(self._log.read_text(encoding="utf-8", errors="replace"))
 
     def stop(self) -> str:
-        """End it, with the processes that it started (some peers compile in their own).
+        """Stop it and the processes that it started (some peers compile in their own).
 
         Returns:
             "done", or how it ended.

@@ -14,10 +14,10 @@ from moe_patch.formats.packed import PackedWeight, pack
 
 @dataclass(frozen=True)
 class QuantInputs(moe_layer.LayerInputs):
-    """A layer with packed experts; ``w13_EHD`` and ``w2_EDF`` are what they stand for, in bf16.
+    """A layer with packed experts; ``w13_EHD`` and ``w2_EDF`` are their dequantised bf16 values.
 
     Attributes:
-        packed13, packed2: the storage, or None where the point's dtype is a plain one.
+        packed13, packed2: the packed weights, or None if the point's dtype is a plain one.
     """
 
     packed13: PackedWeight | None = None
@@ -25,7 +25,7 @@ class QuantInputs(moe_layer.LayerInputs):
 
 
 def make_inputs(point: Point, device: torch.device) -> QuantInputs:
-    """The layer of op lora, its experts quantised and taken back."""
+    """Return the layer of op lora with its experts quantised and dequantised again."""
     layer = moe_layer.make_layer(point, device, train_base=False)
     values = {f.name: getattr(layer, f.name) for f in dataclasses.fields(layer)}
     if point.dtype not in ("nf4", "fp8"):
@@ -39,11 +39,11 @@ def make_inputs(point: Point, device: torch.device) -> QuantInputs:
 
 
 def weight_bytes(point: Point) -> int:
-    """What the experts' storage takes, scales included."""
+    """Return the bytes of the experts' storage, scales included."""
     s = point.sizes
     count = 3 * s.E * s.D * s.F
     if point.dtype == "nf4":
-        # Half a byte a value, a byte per 64, four per 64 * 256; the code and the offset are small.
+        # Half a byte per value, a byte per 64, four bytes per 64 * 256; code and offset are small.
         return count // 2 + count // 64 + count // 4096
     if point.dtype == "fp8":
         return count + 4 * (count // 128**2)

@@ -1,4 +1,4 @@
-"""A table of the same points on two releases of Triton, from runs in turn on one machine."""
+"""Make a table of equal points on two releases of Triton, from runs in turn on one machine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bench_lib.rows import Row, read_rows
 
 OP_NAMES = ("experts", "lora", "decode", "quantised")
 POINT = ("op", "shape", "T", "R", "dtype", "pass")
-# From here on the kernels decide, and below it the host.
+# From this size on the kernels determine the time, below it the host.
 LARGE_TOKENS = 16384
 
 
 def _place(row: Row) -> tuple:
-    """Equal for rows that may be compared: one machine and commit, everything else the same."""
+    """Return an equal key for comparable rows: one machine and commit, all else the same."""
     return tuple(row[name] for name in ("machine", "commit", "torch", "transformers"))
 
 
 def _newest_place(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the newest machine and commit that has more than one release."""
+    """Return the rows of the newest machine and commit that has more than one release."""
     places: dict[tuple, list[Row]] = {}
     for row in rows:
         if row["impl"] == OURS and row.get("machine") and row["median_ms"] is not None:
@@ -37,7 +37,7 @@ def _cell(rows: Sequence[Row], field: str) -> str:
 
 
 def releases(results: Path) -> str:
-    """Median [least, most] of each release, and how far the newest is from the oldest."""
+    """Return median [least, most] of each release, and the newest's distance from the oldest."""
     rows: list[Row] = []
     for name in OP_NAMES:
         path = results / f"{name}.jsonl"

@@ -1,7 +1,7 @@
 """Inputs too small to leave the L2 cache between calls: equal copies, taken in turn.
 
-A graph of many calls over one 8 MB tensor would read it from L2. With copies of more than the cache
-in all, every call finds its input in memory, and still computes the same.
+A graph of many calls over one 8 MB tensor would read it from L2. With copies that together exceed
+the cache, every call reads its input from memory, and still computes the same.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from bench_lib.spec import Program
 
 ROTATED_BYTES = 200_000_000
-# Of what is so small that this many copies stay in the cache, memory is not what takes time.
+# For inputs so small that this many copies fit in the cache, memory does not determine the time.
 MAX_COPIES = 1024
 
 
 def copies_of(nbytes: int) -> int:
-    """How many copies of so many bytes take turns."""
+    """Return how many copies of ``nbytes`` take turns."""
     return min(MAX_COPIES, max(2, -(-ROTATED_BYTES // max(1, nbytes))))
 
 
 @dataclass
 class RotatingInputs:
-    """Copies of an op's floating inputs, and the gradient that backward starts from.
+    """Copies of an op's floating-point inputs, and the gradient that backward starts from.
 
     Attributes:
         copies: one dict of leaves per copy, equal in value.
-        dout_TD: gradient to the routing weights.
+        dout_TD: gradient of the routing weights.
         fixed: inputs that are not differentiated and stay the same.
         turn: the copy that the next call reads.
     """
@@ -46,7 +46,7 @@ class RotatingInputs:
 
     @property
     def ids_TK(self) -> Tensor:
-        """No op here takes ids."""
+        """No op here has ids."""
         return torch.empty(0, device=self.x_TD.device)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ class RotatingInputs:
         return named | self.fixed
 
     def program(self, run: Callable[[dict[str, Tensor]], Tensor]) -> Program:
-        """A program that runs on the next copy at every call."""
+        """Return a program that runs on the next copy at every call."""
 
         def forward() -> Tensor:
             self.turn = (self.turn + 1) % len(self.copies)
@@ -80,7 +80,7 @@ class CurrentLeaves(Mapping[str, Tensor]):
 
 
 def rotate(leaves: dict[str, Tensor], dout_TD: Tensor, **fixed: Tensor) -> RotatingInputs:
-    """Enough copies of ``leaves`` to fill the cache several times; one on a CPU."""
+    """Make enough copies of ``leaves`` to fill the cache several times; one on a CPU."""
     total = sum(t.nbytes for t in leaves.values())
     count = 1 if dout_TD.device.type == "cpu" else copies_of(total)
     copies = tuple({n: t.clone().requires_grad_() for n, t in leaves.items()} for _ in range(count))

@@ -45,7 +45,7 @@ _NUMBER_OR_NULL = (
     "median_ms", "host_us", "tflops", "ceiling_tflops", "floor_ms", "saved_bytes", "peak_bytes",
     "rel_err",
 )  # fmt: skip
-# Older rows have none of these.
+# Older rows lack all of these.
 _LOGGED_TEXT = ("machine", "throttle")
 _LOGGED_NUMBER = ("sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c", "plain_ms")
 LOGGED = (*_LOGGED_TEXT, *_LOGGED_NUMBER)
@@ -118,13 +118,13 @@ def _meaning_faults(row: Row) -> Iterable[str]:
 
 
 def check_row(row: Row) -> Row:
-    """The row itself, if it may be written.
+    """Return the row itself, if it may be written.
 
     Raises:
         RowError: names every field that is missing, unknown or wrong.
     """
     expected = {*FIELDS, *OF_OP.get(row.get("op", ""), ())}
-    # All of what newer rows log, or nothing.
+    # A row has all of the newer fields, or none.
     expected |= {*LOGGED} if row.keys() & {*LOGGED} else set()
     faults = [f"{name} is missing" for name in sorted(expected - row.keys())]
     faults += [f"{name} is unknown" for name in sorted(row.keys() - expected - {"skipped"})]
@@ -138,7 +138,7 @@ def check_row(row: Row) -> Row:
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Check every row, then append all of them, one JSON object a line."""
+    """Check every row, then append all of them, one JSON object per line."""
     lines = [json.dumps(check_row(row)) + "\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -146,18 +146,18 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file, checked."""
+    """Return all rows of a file, checked."""
     with path.open(encoding="utf-8") as file:
         return [check_row(json.loads(line)) for line in file if line.strip()]
 
 
 def new_run() -> tuple[str, str]:
-    """(run id, date): one pair per invocation, shared by every row of it."""
+    """Return (run id, date), one pair per invocation, shared by every row of it."""
     return uuid.uuid4().hex[:12], datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def commit_of(root: Path) -> str | None:
-    """HEAD, "+dirty" if a tracked file other than a result differs; None without git."""
+    """Return HEAD, "+dirty" if a tracked file other than a result differs; None without git."""
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]
@@ -188,7 +188,7 @@ def _cpu_name() -> str:
 
 
 def card_uuid(device: str) -> str | None:
-    """The name by which the driver knows the card; None on a CPU."""
+    """Return the driver's name of the card; None on a CPU."""
     if device != "cuda":
         return None
     return f"GPU-{torch.cuda.get_device_properties(0).uuid}"
@@ -199,7 +199,7 @@ def _hashed(text: str) -> str:
 
 
 def machine(device: str) -> Row:
-    """Where a run took place; a CPU's "card" says how many threads it used."""
+    """Return where a run took place; a CPU's "card" includes the number of threads."""
     if device == "cuda":
         card = torch.cuda.get_device_name()
     else:

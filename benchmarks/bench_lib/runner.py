@@ -1,10 +1,10 @@
-"""The parent: plans the grid, hands it to child processes, turns what they found into rows.
+"""The parent: plan the grid, distribute it to child processes, turn their results into rows.
 
-It measures nothing itself. Everything that needs no third-party code shares one child, so that its
-rows are taken side by side; each peer gets a child of its own. One child measures at a time; the
-next ones have imported before that, many at once, and do nothing meanwhile. Every implementation
-has a time budget per point. A child that dies or hangs costs the point it was at, which is recorded
-with the reason, and no other.
+It measures nothing itself. Implementations without third-party code share one child, so that their
+rows are taken side by side; each peer has a child of its own. One child measures at a time. The
+next ones have imported before that, many at once, and are idle meanwhile. Every implementation has
+a time budget per point. A child that dies or hangs loses only its current point, which is recorded
+with the reason.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bench_lib.rows import OF_OP, OURS, Row, check_row
 from bench_lib.shapes import SHAPES, Point
 from bench_lib.spec import Impl, Op
 
-# Processes that import at once, as many as there are cores for: a small op takes less time than its
-# imports. None imports while another one measures, whose host time would be another.
+# Processes that import at once, as many as cores allow: a small op takes less time than its
+# imports. None imports while another one measures, because that would change its host time.
 TOGETHER = max(1, min(12, (os.cpu_count() or 1) // 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one invocation runs of one op.
+    """The part of one op that one invocation runs.
 
     Attributes:
         op: the op.
@@ -39,9 +39,9 @@ class Plan:
         points: the grid.
         device: "cuda" or "cpu".
         peers: the folder of third-party packages, or None.
-        budget_s: seconds an implementation may take for one point, its compilation included.
+        budget_s: seconds that an implementation may take for one point, compilation included.
         settings: how thorough.
-        left_out: implementations whose rows only say why they were not run.
+        left_out: implementations whose rows only say why they did not run.
         plain: time ours in a plain process too, for the field ``plain_ms``.
     """
 
@@ -58,14 +58,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Tasks that share a process: of one peer, or (None) of everyone who is not a peer."""
+    """Tasks that share a process: those of one peer, or (None) of everyone who is not a peer."""
 
     plan: Plan
     peer: Impl | None
     tasks: tuple[Task, ...]
 
     def start(self, run: str, tasks: Sequence[Task], *, warm: bool = False) -> Child:
-        """A process for some of the tasks."""
+        """Start a process for some of the tasks."""
         plan = self.plan
         peers = plan.peers if self.peer else None
         return Child(run, plan.op.name, plan.device, tuple(tasks), plan.settings, peers, warm)
@@ -80,9 +80,9 @@ def grid(
     dtype: str | None,
     ranks: Sequence[int | None] | None,
 ) -> tuple[Point, ...]:
-    """The points of a run; None takes the op's or the shape's own default.
+    """Return the points of a run; None takes the op's or the shape's own default.
 
-    At a size backward comes first: its repeats are those of forward too.
+    At each size backward comes first, because its repeats include those of forward.
     """
     names = shapes or (("cpu_e64",) if device == "cpu" else op.shapes)
     return tuple(
@@ -95,21 +95,20 @@ def grid(
     )
 
 
-def known_obstacle(plan: Plan, impl: Impl) -> str | None:
-    """Why an implementation is not even started, or None."""
+def why_not_started(plan: Plan, impl: Impl) -> str | None:
+    """Say why an implementation is not even started, or return None."""
     if impl.needs_cuda and plan.device != "cuda":
         return f"needs a CUDA device, this run is on {plan.device}"
     return plan.left_out.get(impl.name)
 
 
 def groups(plan: Plan) -> Iterator[Group]:
-    """First all that is not a peer (with the bounds), then one group per peer.
+    """Yield first a group of all that is not a peer (with the bounds), then one group per peer.
 
-    What a plain process does comes before: its times belong into the rows of the next group.
-    Both passes of an implementation at a size come one after the other, since they share what they
-    are built from.
+    The plain process comes before: its times belong into the rows of the next group. Both passes of
+    an implementation at a size are neighbours, since they share what they are built from.
     """
-    runnable = [impl for impl in plan.impls if known_obstacle(plan, impl) is None]
+    runnable = [impl for impl in plan.impls if why_not_started(plan, impl) is None]
     home = [impl for impl in runnable if not impl.peer]
     shared: list[Task] = []
     for size in dict.fromkeys(dataclasses.replace(point, passes="") for point in plan.points):
@@ -125,9 +124,9 @@ def groups(plan: Plan) -> Iterator[Group]:
 
 
 def plain_group(plan: Plan) -> Iterator[Group]:
-    """A process that times ours and does nothing else, where that is wanted and makes sense.
+    """Yield a process that only times ours, if that is requested and makes sense.
 
-    Small ops are timed as graphs: between events they would show what a launch costs.
+    Small ops are timed as graphs: between events they would show the cost of a launch.
     """
     ours = [impl for impl in plan.impls if impl.name == OURS]
     if plan.plain and ours and plan.op.timer == "do_bench" and plan.op.measure is None:
@@ -137,7 +136,7 @@ def plain_group(plan: Plan) -> Iterator[Group]:
 
 
 def all_groups(plans: Sequence[Plan]) -> list[Group]:
-    """The groups of all plans, without those that would only find known bounds again."""
+    """Return the groups of all plans, without those that would only repeat known bounds."""
     found: list[Group] = []
     known: set[tuple[str, Point]] = set()
     for plan in plans:
@@ -152,15 +151,15 @@ def all_groups(plans: Sequence[Plan]) -> list[Group]:
 def run_group(
     run: str, group: Group, child: Child | None = None, deadline: float | None = None
 ) -> Iterator[tuple[Task, dict[str, Any]]]:
-    """Every task with what it yields, however many processes that takes.
+    """Yield every task with its result, however many processes that takes.
 
-    An implementation that hangs, or crashes twice, is not tried at its later points: each try costs
-    a process.
+    An implementation that hangs once or crashes twice is not tried at its later points, because
+    each try costs a process.
 
     Args:
         run: the id of the invocation.
-        group: what to run.
-        child: a process started for the whole group already.
+        group: the tasks to run.
+        child: a process that was already started for the whole group.
         deadline: ``time.monotonic()`` at which it ends, finished or not.
     """
     pending, given_up = list(group.tasks), []
@@ -176,7 +175,7 @@ def run_group(
         pending = [task for task in pending if task not in given_up]
         if deadline is not None and time.monotonic() > deadline:
             return
-    # Last, since the bounds of their points have to be known.
+    # These come last, because the bounds of their points must be known.
     for task in given_up:
         yield task, {"skipped": "not tried: it hung or crashed at an earlier point"}
 
@@ -190,7 +189,7 @@ def make_row(
     bounds: dict,
     plain_ms: float | None = None,
 ) -> Row:
-    """One checked row from what was found for an implementation and for the point's bounds."""
+    """Make one checked row from the results of an implementation and the point's bounds."""
     s, work = point.sizes, plan.op.work(point)
     skipped = found.get("skipped")
     ceiling_ms = bounds.get("ceiling_ms")
@@ -225,7 +224,7 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
         Every row as soon as it is known, skipped ones included.
 
     Raises:
-        Timeout: the deadline passed; what was left is named, and has no rows.
+        Timeout: the deadline passed; names the rest, which has no rows.
     """
     run = where["run"]
     todo = all_groups(plans)
@@ -269,9 +268,9 @@ def execute(plans: Sequence[Plan], where: Row, deadline: float | None = None) ->
 
 
 def obstructed(plan: Plan) -> Iterator[tuple[Task, str]]:
-    """What is not even started, and why."""
+    """Yield the tasks that are not even started, and why."""
     for impl in plan.impls:
-        reason = known_obstacle(plan, impl)
+        reason = why_not_started(plan, impl)
         for point in plan.points if reason else ():
             if impl.covers(point):
                 yield Task(impl.name, point), reason or ""

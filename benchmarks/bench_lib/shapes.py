@@ -10,7 +10,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
-    # How weights are stored; everything else is in bf16.
+    # Storage of the weights; everything else is in bf16.
     "nf4": torch.bfloat16,
     "fp8": torch.bfloat16,
 }
@@ -21,9 +21,9 @@ class Shape:
     """The sizes of one model's MoE layer.
 
     Attributes:
-        name: as it appears in rows.
-        D, F, E, K: hidden size, expert width (both None where an op has none), experts, top-k.
-        tokens, dtype: override the op's defaults where the shape is meant for one machine only.
+        name: its name in rows.
+        D, F, E, K: hidden size, expert width (both None if an op has none), experts, top-k.
+        tokens, dtype: override the op's defaults if the shape is meant for one machine only.
     """
 
     name: str
@@ -60,9 +60,9 @@ _SHAPES = (
     Shape("mixtral", 4096, 14336, 8, 2),
     Shape("glm45_air", 4096, 1408, 128, 8),
     Shape("dsv3_e64", 7168, 2048, 64, 8),
-    # Small enough for a laptop: the shape on which the torch backend is held against HF's default.
+    # Small enough for a laptop: on this shape the torch backend is compared with HF's default.
     Shape("cpu_e64", 256, 128, 64, 8, tokens=(2048,), dtype="fp32"),
-    # What --dry-run runs: the second where weights are stored in blocks.
+    # Shapes of --dry-run: the second for weights that are stored in blocks.
     Shape("tiny", 32, 16, 4, 2, tokens=(16,), dtype="fp32"),
     Shape("tiny128", 128, 128, 4, 2, tokens=(16,), dtype="fp32"),
 )
@@ -93,7 +93,7 @@ class Point:
 
     @property
     def rows(self) -> int:
-        """N = T * K."""
+        """Return N = T * K."""
         return self.T * self.sizes.K
 
     @property

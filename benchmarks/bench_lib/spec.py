@@ -1,4 +1,4 @@
-"""What an op and an implementation are. A new op or peer is one more value of these types."""
+"""Types of an op and an implementation. A new op or peer is one more value of these types."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Grads = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Program:
-    """An implementation, made ready for one point.
+    """An implementation, built for one point.
 
     Attributes:
         forward: runs the op once and returns its output; no arguments, no state between calls.
-        leaves: what backward differentiates, by the op's own names ("x", "w13", ...). They share
+        leaves: the tensors to differentiate, by the op's own names ("x", "w13", ...). They share
             storage with the op's inputs, or hold the same values in the implementation's layout.
-        canonical: turns one leaf's gradient into the op's layout; the others are in it already.
-        dout: the gradient that backward starts from, where the output's layout is not the op's.
+        canonical: turns one leaf's gradient into the op's layout; other leaves already have it.
+        dout: the gradient that backward starts from, if the output's layout is not the op's.
         result: turns the output into the op's layout, for the check; not timed.
     """
 
@@ -39,16 +39,16 @@ class Impl:
     """One contestant.
 
     Attributes:
-        name: as it appears in rows.
-        build: makes a Program from the op's inputs; imports what it needs itself, and an
-            ImportError there marks the implementation as absent.
+        name: its name in rows.
+        build: makes a Program from the op's inputs; imports what it needs itself. An ImportError
+            there marks the implementation as absent.
         ours: repeated more often in the bitwise check.
         peer: third-party code from the peers folder, run in a process of its own.
         needs_cuda: not even tried elsewhere.
-        compiles: what a warm-up compiles ahead: nothing (""), kernels for all sizes ("once"), for
-            each shape ("shapes"), or for each shape and number of tokens ("sizes").
-        modules: what its process imports before its turn on the device.
-        obstacle: why it cannot run a point on a device, or None; known before it is tried.
+        compiles: kernels to compile ahead: none (""), one set for all sizes ("once"), one per shape
+            ("shapes"), or one per shape and number of tokens ("sizes").
+        modules: modules that its process imports before its turn on the device.
+        why_not: says before a try why it cannot run a point on a device, or returns None.
         covers: whether a row for this point makes sense at all.
     """
 
@@ -59,13 +59,13 @@ class Impl:
     needs_cuda: bool = False
     compiles: str = ""
     modules: tuple[str, ...] = ()
-    obstacle: Callable[[Point, torch.device], str | None] = lambda point, device: None
+    why_not: Callable[[Point, torch.device], str | None] = lambda point, device: None
     covers: Callable[[Point], bool] = lambda point: True
 
 
 @dataclass(frozen=True)
 class Work:
-    """The least an op must do at a point: what floors, ceilings and rates are computed from.
+    """The least an op must do at a point, from which floors, ceilings and rates are computed.
 
     Attributes:
         flops: floating-point operations that count, or None.
@@ -90,19 +90,19 @@ class Op:
         name: the sub-command and the file of the rows.
         shapes, tokens, ranks, passes, dtypes: the default grid.
         timer: "do_bench" (L2 flushed before each call) or "cudagraph" (small ops).
-        grad: whether the forward pass records for backward. Training ops do, inference ops do not.
+        grad: whether forward records for backward. Training ops do, inference ops do not.
         impls: every contestant, in the order of the rows.
         required: names that must have a row for a claim to count, even if only a skipped one.
-        make_inputs: the same tensors for every implementation, from a seed.
+        make_inputs: makes the same tensors for every implementation, from a seed.
         reference: expected values in fp64, computed once per set of inputs.
         compare: largest relative error of an output and its gradients against the reference.
         limits: highest relative error accepted, by dtype name.
         work: the least the op must do.
         input_bytes: bytes of the inputs, which every implementation holds.
         measure: measures a whole row in the op's own way; the fields from make_inputs to limits
-            and input_bytes are unused then.
+            and input_bytes are then unused.
         dry_shape: the shape of a dry run.
-        warm: compiles ahead what such a measure needs.
+        warm: compiles ahead the kernels of such a measure.
     """
 
     name: str
@@ -126,14 +126,14 @@ class Op:
     dry_shape: str = "tiny"
 
     def dtypes_of(self, shape: Shape) -> tuple[str, ...]:
-        """The dtypes of a shape: its own, unless the dtype is what the op compares."""
+        """Return the dtypes of a shape: its own, unless the op compares dtypes."""
         return (shape.dtype,) if shape.dtype and len(self.dtypes) == 1 else self.dtypes
 
     def impl(self, name: str) -> Impl:
-        """The contestant of that name.
+        """Return the contestant of that name.
 
         Raises:
-            KeyError: there is none; the message lists those there are.
+            KeyError: there is none; the message lists the existing ones.
         """
         for impl in self.impls:
             if impl.name == name:

@@ -1,4 +1,4 @@
-"""Rows of one run as a markdown table. Ratios between runs are refused: cards and days differ."""
+"""Show rows of one run as a markdown table. Ratios between runs are refused: conditions differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def ratio(slow: Row, fast: Row) -> float:
-    """How many times faster ``fast`` is than ``slow``, at the same point of the same run.
+    """Return how many times faster ``fast`` is than ``slow``, at the same point of the same run.
 
     Raises:
         RowError: the rows are of different runs or points, or one was skipped.
@@ -25,7 +25,7 @@ def ratio(slow: Row, fast: Row) -> float:
 
 
 def of_run(rows: Sequence[Row], run: str | None) -> list[Row]:
-    """The rows of one run; without a name, of the newest.
+    """Return the rows of one run; without a name, of the newest.
 
     Raises:
         RowError: there are no such rows.
@@ -67,11 +67,11 @@ CELLS: dict[str, Callable[[Row, Row | None], str]] = {
 
 
 def markdown(rows: Sequence[Row], over: str | None = None, show: str = "time") -> str:
-    """One line per point, one column per implementation.
+    """Return one line per point, one column per implementation.
 
     Args:
         rows: of one run.
-        over: the implementation that ratios are taken over; none without it.
+        over: the implementation that ratios are taken over; no ratios without it.
         show: "time" (milliseconds, rate, ratio), "saved" or "peak" (memory).
 
     Raises:
@@ -111,7 +111,7 @@ def markdown(rows: Sequence[Row], over: str | None = None, show: str = "time") -
 
 
 def describe(row: Row) -> str:
-    """One line for whoever watches a run."""
+    """Return one line about a row, for people who watch a run."""
     where = f"{row['impl']:24} {row['shape']} T={row['T']} {row['dtype']} {row['pass']}"
     where += "" if row["R"] is None else f" R={row['R']}"
     if "skipped" in row:

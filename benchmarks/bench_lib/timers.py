@@ -1,4 +1,4 @@
-"""Clocks and memory meters. Every number in a row comes from one of these."""
+"""Timers and memory meters. Every number in a row comes from one of these."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from bench_lib.rotating import copies_of
 
 Run = Callable[[], object]
 
-# Calls behind a median, whatever one costs.
+# Minimum number of calls behind a median, whatever one costs.
 MIN_SAMPLES = 5
 HOST_REPEATS = 30
 HOST_LIMIT_S = 0.1
 CPU_WARMUP_S = 0.3
 CPU_MIN_RUNS = 5
-# The timer unrolls every call of the measured time into one graph.
+# The timer unrolls all calls of the measured time into one graph.
 MAX_GRAPH_MS = 20.0
-# Everything runs so long before it is timed, at the clock that it keeps in training. About 0.7 s
+# Everything runs this long before it is timed, at the clock that it keeps in training. About 0.7 s
 # after a load begins, the mean power reaches the card's limit. The clock then falls to 1110 MHz for
-# 0.2 s before it settles at 1500 (H200), and a shorter wait puts that into the measured calls.
+# 0.2 s before it settles at 1500 (H200); a shorter wait would measure that fall as well.
 SETTLE_S = 2.0
 SETTLE_CALLS = 5
 PLAIN_WARMUP = 10
-# As long as the clock takes to swing once around what the power limit allows, at some ms a call.
+# Enough calls of a few ms for the clock to swing once around what the power limit allows.
 PLAIN_CALLS = 60
 PLAIN_FLUSH_BYTES = 64 << 20
 
 
 def _cpu_median_ms(run: Run, rep_ms: float) -> float:
-    """Median wall time; runs until ``rep_ms`` of measured time has passed, at least a few times."""
+    """Return median wall time, from ``rep_ms`` of measured time and at least a few runs."""
     started = time.perf_counter()
     run()
     while time.perf_counter() - started < min(CPU_WARMUP_S, rep_ms / 1e3):
@@ -57,7 +57,7 @@ def _one_ms(run: Run, device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until a CUDA device has done what it was given."""
+    """Wait until a CUDA device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -72,13 +72,13 @@ def settle(run: Run, device: torch.device) -> None:
 
 
 def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> float:
-    """Median time of one call in milliseconds.
+    """Return the median time of one call in milliseconds.
 
     Args:
-        run: the call; what it returns is dropped.
+        run: the call; its result is dropped.
         timer: "do_bench" (device time between events, L2 flushed before each call) or "cudagraph"
-            (device time of replays, launch gaps excluded). On a CPU both mean wall time.
-        device: where it runs.
+            (device time of replays, without launch gaps). On a CPU both mean wall time.
+        device: the device it runs on.
         rep_ms: how long to measure (a graph: at most 20 ms).
     """
     if device.type == "cpu":
@@ -96,7 +96,7 @@ def median_ms(run: Run, timer: str, device: torch.device, rep_ms: float) -> floa
 
 
 def plain_ms(run: Run, device: torch.device) -> float:
-    """Median time of sixty calls by the shortest loop that is right, to hold :func:`median_ms` to.
+    """Return the median of sixty calls in the shortest correct loop, to check :func:`median_ms`.
 
     On CUDA the clock settles before, as for :func:`median_ms`.
     """
@@ -109,10 +109,10 @@ def plain_ms(run: Run, device: torch.device) -> float:
 
 
 def plain_times(run: Run, device: torch.device, synced: bool = False) -> list[float]:
-    """Milliseconds of each of sixty calls on CUDA, after ten others.
+    """Return milliseconds of each of sixty calls on CUDA, after ten others.
 
     Each call lies between two events, and a buffer a little larger than the L2 is written before
-    it. ``synced`` lets the device fall idle before each call.
+    it. ``synced`` lets the device become idle before each call.
     """
     for _ in range(PLAIN_WARMUP):
         run()
@@ -134,10 +134,10 @@ def plain_times(run: Run, device: torch.device, synced: bool = False) -> list[fl
 def host_us_and_peak(
     run: Run, input_bytes: int, device: torch.device
 ) -> tuple[float | None, int | None]:
-    """(microseconds until one eager call returns, highest allocation during a call).
+    """Return (microseconds until one eager call returns, highest allocation during a call).
 
-    The time is the median of a few calls on an idle device. The allocation is counted as if only
-    the inputs had been there before. Both are None on a CPU, where the time is the call's own.
+    The time is the median of a few calls on an idle device. The allocation counts as if only the
+    inputs had existed before. Both are None on a CPU, where a call returns when it is done.
     """
     if device.type == "cpu":
         return None, None
@@ -158,10 +158,11 @@ def host_us_and_peak(
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: torch.device) -> int:
-    """Bytes held from forward to backward beyond the inputs.
+    """Return the bytes held from forward to backward beyond the inputs.
 
-    Distinct storages that autograd saved, inputs excluded. A function may also keep tensors outside
-    autograd's sight: on CUDA the growth of allocated memory, less the output, is taken if larger.
+    Counts distinct storages that autograd saved, without the inputs. A function may also keep
+    tensors that autograd does not see. On CUDA, therefore, the growth of allocated memory without
+    the output replaces the sum if it is larger.
     """
     known = {t.untyped_storage().data_ptr() for t in inputs}
     held: dict[int, int] = {}
@@ -170,8 +171,8 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: tor
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in known:
             held[storage.data_ptr()] = storage.nbytes()
-        # A node that saves its own output would keep itself alive, and with it the leaf's end of
-        # the graph, on the stream of now: capturing a backward through that leaf would fail.
+        # A node that saves its own output would keep itself alive, and the leaf's end of the graph
+        # with it, on the current stream. Capturing a backward through that leaf would then fail.
         return tensor.detach()
 
     on_cuda = device.type == "cuda"
@@ -186,9 +187,9 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor], device: tor
 
 
 def copy_floor_ms(moved_bytes: int, timer: str, device: torch.device, rep_ms: float) -> float:
-    """Time of one device copy that moves ``moved_bytes`` in all (half read, half written).
+    """Return the time of a device copy that moves ``moved_bytes`` in all (half read, half written).
 
-    The timer of small ops does not flush the cache: there several copies take turns.
+    The timer of small ops does not flush the cache, so several copies take turns there.
     """
     half = max(1, moved_bytes // 2)
     count = copies_of(moved_bytes) if timer == "cudagraph" else 1
@@ -210,7 +211,7 @@ def matmul_ms(
     device: torch.device,
     rep_ms: float,
 ) -> float:
-    """Time of one dense batched product (batch, m, k, n) on random data."""
+    """Return the time of one dense batched product (batch, m, k, n) on random data."""
     batch, m, k, n = product
     left = torch.randn(batch, m, k, device=device, dtype=dtype)
     right = torch.randn(batch, k, n, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A slice of Qwen3-30B-A3B with PEFT adapters, trained by HF Trainer: what op ``model`` times."""
+"""Train a slice of Qwen3-30B-A3B with PEFT adapters in HF Trainer: op ``model`` times this."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WARM_STEPS = 1
 STEPS = 3
 SEED = 2026
 INIT_STD = 0.02
-# What the small sizes of a dry run change.
+# Values that a dry run changes to small sizes.
 TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
 
 
 def build_model(shape: Shape, device: torch.device, layers: int, vocab: int | None = None) -> Any:
-    """The model with adapters on attention and experts, random weights, made where it runs."""
+    """Make the model on its device, with random weights and adapters on attention and experts."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
     from transformers.initialization import no_init_weights
@@ -56,7 +56,7 @@ def build_model(shape: Shape, device: torch.device, layers: int, vocab: int | No
 
 
 def reset_adapters(model: nn.Module) -> None:
-    """Both factors random and the same every time: a zero B would hide an adapter that is lost."""
+    """Set both factors to the same random values: a zero B would hide a lost adapter."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             generator = torch.Generator(parameter.device).manual_seed(SEED)
@@ -65,7 +65,7 @@ def reset_adapters(model: nn.Module) -> None:
 
 
 class RandomTokens(torch.utils.data.Dataset):
-    """Sequences of random tokens; the same for everyone."""
+    """Sequences of random tokens, the same for every implementation."""
 
     def __init__(self, count: int, length: int, vocab: int) -> None:
         generator = torch.Generator().manual_seed(SEED)
@@ -80,7 +80,7 @@ class RandomTokens(torch.utils.data.Dataset):
 
 @dataclass
 class Steps:
-    """What a training measured.
+    """The measurements of a training.
 
     Attributes:
         step_ms, moe_ms: per measured step.
@@ -94,7 +94,7 @@ class Steps:
     peak_bytes: int | None = None
 
     def fields(self, tokens: int) -> dict[str, Any]:
-        """As a row has them."""
+        """Return the measurements as fields of a row."""
         step_ms = statistics.median(self.step_ms)
         return {
             "median_ms": step_ms,
@@ -105,7 +105,7 @@ class Steps:
 
 
 def blocks_and_layers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The MoE blocks of the slice and the decoder layers around them."""
+    """Return the MoE blocks of the slice and the decoder layers around them."""
     layers = list(model.get_base_model().model.layers)
     return [layer.mlp for layer in layers], layers
 
@@ -118,7 +118,7 @@ def train(
     device: torch.device,
     liger: bool = False,
 ) -> Steps:
-    """A few Trainer steps: forward, backward, clipping and AdamW, timed from outside."""
+    """Run a few Trainer steps, timed from outside: forward, backward, clipping and AdamW."""
     from transformers import Trainer, TrainerCallback
 
     found = Steps()
@@ -168,14 +168,14 @@ def train(
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, once the device has done what it was given."""
+    """Return the time in seconds, after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _arguments(folder: str, batch: int, checkpointing: bool, on_cuda: bool, liger: bool) -> Any:
-    """A Trainer that does nothing but train."""
+    """Return arguments of a Trainer that only trains."""
     from transformers import TrainingArguments
 
     from moe_patch.train.liger import ARGUMENTS

@@ -1,4 +1,4 @@
-"""Compiling ahead: every kernel of a run, in many processes at once, before any is timed."""
+"""Compile every kernel of a run ahead, in many processes at once, before any is timed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from bench_lib.child import Task
 from bench_lib.process import Child, cache_of
-from bench_lib.runner import Group, Plan, known_obstacle
+from bench_lib.runner import Group, Plan, why_not_started
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl
 
 
 def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
-    """The points to compile at, by process: the smallest T will do where T makes no kernel."""
-    if not impl.compiles or known_obstacle(plan, impl) is not None:
+    """Return the points to compile at, by process; the smallest T is enough if kernels ignore T."""
+    if not impl.compiles or why_not_started(plan, impl) is not None:
         return []
     by_shape: dict[str, list[Point]] = {}
     for point in plan.points:
@@ -31,10 +31,10 @@ def warm_points(plan: Plan, impl: Impl) -> list[list[Point]]:
 
 
 def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Iterator[str]:
-    """Compile ahead, ``jobs`` processes at once: see :attr:`bench_lib.spec.Impl.compiles`.
+    """Compile ahead in ``jobs`` processes at once: see :attr:`bench_lib.spec.Impl.compiles`.
 
-    Kernel caches on disk are shared, so that the processes that measure find everything compiled.
-    Nothing is measured here; a process that fails or takes too long fails again where it is seen.
+    Kernel caches on disk are shared, so the measuring processes find everything compiled. Nothing
+    is measured here. A process that fails or takes too long will fail again when it is measured.
 
     Yields:
         A line of progress as each process ends.
@@ -55,7 +55,7 @@ def warm_up(run: str, plans: Iterable[Plan], jobs: int, limit_s: float) -> Itera
 
 
 def forget_tuning(cache: Path, since: float) -> None:
-    """What SonicMoE chose since then, among other processes, and keeps: it is to choose again."""
+    """Delete what SonicMoE has tuned and cached since then, so that it tunes again undisturbed."""
     for file in (cache / "quack").rglob("*.autotune.json"):
         if file.stat().st_mtime >= since:
             file.unlink()

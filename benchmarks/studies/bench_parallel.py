@@ -1,13 +1,13 @@
-"""Tokens per second of one MoE model on several cards, through transformers' distributed config.
+"""Measure tokens per second of one MoE model on several cards, with transformers' parallelism.
 
     python benchmarks/studies/bench_parallel.py --world 1 2 4
 
 Rows are appended to benchmarks/results/parallel.jsonl.
 
-One training step (forward and backward, bf16, no optimizer) of a few layers of Qwen3-30B-A3B's
-sizes with random weights. ``tp`` and ``ep`` work on one batch together, ``fsdp`` on one batch per
-rank. transformers' own experts run from the same weights in the same processes. ``host_ms`` is how
-long Python took to ask for a step: near ``median_ms`` the cards waited for it.
+A training step is forward and backward in bf16, without an optimizer. The model has a few layers of
+Qwen3-30B-A3B's sizes with random weights. ``tp`` and ``ep`` share one batch; ``fsdp`` has one batch
+per rank. transformers' own experts run from the same weights in the same processes. ``host_ms`` is
+the time until Python has issued a step: if it is near ``median_ms``, the cards waited for the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# The checkout comes before an installed moe_patch.
+# Prefer the checkout to an installed moe_patch.
 sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
@@ -41,7 +41,7 @@ SIZES = {
         "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
         "vocab_size": 16384,
     },
-    # For a trial of this script on a CPU; its numbers mean nothing.
+    # For a trial of this script on a CPU; the numbers mean nothing.
     "tiny": {
         "hidden_size": 32, "moe_intermediate_size": 32, "num_attention_heads": 4,
         "num_key_value_heads": 4, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
@@ -52,7 +52,7 @@ PORT = 29611
 
 
 def layouts(world: int) -> dict[str, dict[str, Any]]:
-    """The options of transformers' config for each way to use ``world`` ranks."""
+    """Return the options of transformers' config for each way to use ``world`` ranks."""
     if world == 1:
         return {"one": {}}
     expert_parallel: dict[str, Any] = {"tp_size": world, "enable_expert_parallel": True}
@@ -62,7 +62,7 @@ def layouts(world: int) -> dict[str, dict[str, Any]]:
 
 
 def random_model(size: str, layers: int, options: dict[str, Any], device: torch.device) -> Any:
-    """The same weights on every rank, placed as the options say; no file is read or written."""
+    """Make a model with equal weights on every rank, placed by ``options``; use no files."""
     config = Qwen3MoeConfig(**SIZES[size], num_hidden_layers=layers, output_router_logits=False)
     with torch.device("meta"):
         shapes = Qwen3MoeForCausalLM(config).state_dict()
@@ -86,7 +86,7 @@ def random_model(size: str, layers: int, options: dict[str, Any], device: torch.
 
 
 def step_ms(model: Any, ids: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Median wall time of a forward and backward, all ranks together, and of its Python alone."""
+    """Return the median wall time of forward and backward on all ranks, and of its Python part."""
     times, host = [], []
     for _ in range(steps + 2):
         model.zero_grad(set_to_none=True)
@@ -100,14 +100,14 @@ def step_ms(model: Any, ids: torch.Tensor, steps: int) -> tuple[float, float]:
 
 
 def wait(device: torch.device) -> None:
-    """Until every rank has done its work."""
+    """Wait until every rank has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def work(rank: int, options: argparse.Namespace, turn: Any, rows: Path) -> None:
-    """One rank: every world that it belongs to, while the ranks beside it wait."""
+    """Run one rank in every world that it belongs to, while ranks outside that world wait."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     torch.set_num_threads(1)
@@ -127,10 +127,10 @@ def work(rank: int, options: argparse.Namespace, turn: Any, rows: Path) -> None:
 def measure(
     rank: int, world: int, options: argparse.Namespace, device: torch.device, rows: Path
 ) -> None:
-    """Every layout of one world, with and without the patch; rank 0 writes the rows."""
+    """Measure every layout of one world, with and without the patch; rank 0 writes the rows."""
     for layout, distributed in layouts(world).items():
         model = random_model(options.size, options.layers, distributed, device)
-        # FSDP ranks work on batches of their own; elsewhere all see the same one.
+        # FSDP ranks have batches of their own; in other layouts all ranks share one.
         batches = world if layout == "fsdp" else 1
         generator = torch.Generator().manual_seed(rank if batches > 1 else 0)
         shape = (options.sequences, options.length)
@@ -156,7 +156,7 @@ def measure(
 
 
 def main() -> int:
-    """Start the ranks, and store what they measured, also when one of them fails."""
+    """Start the ranks, and store what they measured even if one of them fails."""
     parser = argparse.ArgumentParser(description="Tokens per second on several cards.")
     parser.add_argument("--world", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=4)

@@ -3,10 +3,10 @@
 
     python benchmarks/studies/bench_repeat.py --out DIR --limit 330
 
-Every variant is a process of its own (bench_repeat_child.py): it imports ahead, with all others,
-and measures alone. It times our experts with a forward and backward pass at a few points by its own
-timer, and at once after that, with nothing changed in memory, by the plain timer. One JSON row per
-variant and point goes to DIR/bench_repeat.jsonl, with clocks, power and what the allocator did.
+Every variant runs in its own process (bench_repeat_child.py): all import ahead together, and each
+measures alone. It times our experts, forward and backward, at a few points by its own timer. The
+plain timer follows at once, with nothing changed in memory. One JSON row per variant and point goes
+to DIR/bench_repeat.jsonl, with clocks, power and the allocator's activity.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench_repeat_child import CASES, OURS, ROOT, VARIANTS, clocks
 
 CHILD = Path(__file__).with_name("bench_repeat_child.py")
 CHILD_S = 90
-# Variants that are timed with adapters too.
+# Variants that are also timed with adapters.
 WITH_LORA = ("plain_1", "harness_1", "harness_among_peers", "fresh_harness_timer", "plain_3")
 ALL_CASES = "0,1,2,3"
 MODEL_T = 16384
@@ -50,7 +50,7 @@ def _results(process: subprocess.Popen) -> list[dict[str, Any]]:
 
 
 def as_it_is(out: Path) -> list[dict[str, Any]]:
-    """The rows of ``bench.py`` itself at the same points."""
+    """Return the rows of ``bench.py`` itself at the same points."""
     rows = []
     for op, more in (("experts", (OURS, "hf_grouped_mm")), ("lora", (OURS, "--R", "16"))):
         file = out / f"bench_{op}.jsonl"
@@ -78,7 +78,7 @@ def _line(row: dict[str, Any], base: float) -> str:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table, and which variants are within 2% of the plain process."""
+    """Return a table, and the variants that are within 2% of the plain process."""
     lines = []
     for op, shape, _ in CASES:
         point = (op, shape, MODEL_T)
@@ -96,7 +96,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run every variant in turn, as long as there is time."""
+    """Run every variant in turn, as long as time remains."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -109,7 +109,7 @@ def main() -> int:
     until, log, rows = time.monotonic() + args.limit, args.out / "clocks.log", []
     log.unlink(missing_ok=True)
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    # The first process compiles; its times are not kept.
+    # The first process compiles; its times are discarded.
     waiting = [("compile", _start("plain_1", log, ALL_CASES))]
     for name in args.variants:
         waiting.append((name, _start(name, log, ALL_CASES if name in WITH_LORA else "0,1")))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One variant of :file:`bench_repeat.py`: a process that times our experts in one of many ways."""
+"""Run one variant of :file:`bench_repeat.py`: time our experts in one of many ways."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class Variant:
     """One way to time.
 
     Attributes:
-        checked: through the harness (reference, check, repeats, memory), else inputs alone.
-        timer: "harness", "plain" (20 calls in a queue) or "synced" (the device idle before each).
-        bounds: for how long dense products and copies are timed first (the harness: 200 ms).
-        peers, tokens: other implementations and sizes that come before, in the same process.
-        buffer: the timer's: "own" (as it is), "first" (before the inputs), "small", "none", "pool"
-            (outside of the allocator's common pool).
-        settle_s: how long the harness runs before it times, or None for its own.
+        checked: run the harness (reference, check, repeats, memory) or only the inputs.
+        timer: "harness", "plain" (20 calls in a queue) or "synced" (device idle before each).
+        bounds: how long dense products and copies are timed first (the harness: 200 ms).
+        peers, tokens: other implementations and sizes that run before, in the same process.
+        buffer: the timer's buffer: "own" (unchanged), "first" (before the inputs), "small", "none",
+            "pool" (outside the allocator's common pool).
+        settle_s: how long the harness runs before it times; None keeps its own value.
         empty, collect: whether the cache is emptied, and garbage collected, before.
         rest_s, heat_s: idle time, and time under load, before.
-        env: environment of the process.
+        env: environment variables of the process.
     """
 
     checked: bool = True
@@ -74,7 +74,7 @@ def _but(base: Variant, **changed: Any) -> Variant:
     return dataclasses.replace(base, **changed)
 
 
-# The most important first; the plain process comes again in the middle and at the end.
+# The most important come first; the plain process runs again in the middle and at the end.
 VARIANTS = {
     "plain_1": _FRESH,
     "harness_1": _but(_AS_IS, bounds=200.0),
@@ -101,7 +101,7 @@ VARIANTS = {
 
 
 class Probe:
-    """Stands in for the harness's timer: times as a variant says, and keeps what it saw."""
+    """Replaces the harness's timer: times as a variant says, and keeps the results."""
 
     def __init__(self, variant: Variant, log: Path) -> None:
         self.variant, self.log, self.seen = variant, log, {}
@@ -150,7 +150,7 @@ class Probe:
         }  # fmt: skip
 
     def median_ms(self, run: Callable[[], object], timer: str, device: Any, rep_ms: float) -> float:
-        """In place of :func:`timers.median_ms`, for our own calls."""
+        """Replace :func:`timers.median_ms` for our own calls."""
         self._prepare(run)
         found = self._one(run, self.variant.timer, rep_ms)
         issued = time.perf_counter()
@@ -162,7 +162,7 @@ class Probe:
 
 
 def _set_buffer(kind: str) -> None:
-    """Another buffer for Triton's timer, made now."""
+    """Make another buffer for Triton's timer."""
     if kind == "own":
         return
     from triton.runtime import driver
@@ -172,7 +172,7 @@ def _set_buffer(kind: str) -> None:
     pool = torch.cuda.MemPool() if kind == "pool" else None
     with torch.cuda.use_mem_pool(pool) if pool else contextlib.nullcontext():
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
-    # The pool lives as long as the function that refers to it.
+    # The pool lives as long as the function that references it.
     driver.active.get_empty_cache_for_benchmark = lambda _pool=pool: buffer
 
 
@@ -224,7 +224,7 @@ def _ours(
 
 
 def main(name: str, log: Path, cases: str) -> None:
-    """Import, say so, and measure once told to."""
+    """Import, report that, and measure once told to."""
     for op in (OPS["experts"], OPS["lora"]):
         impls = [impl for impl in (OURS, *VARIANTS[name].peers) if impl in op.names()]
         child.preload(op, tuple(child.Task(impl, None) for impl in impls))

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""What one Qwen3-MoE block costs the host, router and experts, forward and backward, by part.
+"""Measure the host time of one Qwen3-MoE block, router and experts, forward and backward, by part.
 
     python benchmarks/studies/host_block.py --device cuda --against ../older --json host.json
     PYTHONPATH=FOLDER_OF_A_TRITON python benchmarks/studies/host_block.py --device stub
 
-On a card the block is one of Qwen3-30B and few tokens are routed, so that the card is never waited
-for: a time ends when the call returns. ``stub`` needs no card: kernels are compiled for Hopper and
-not launched (a Triton that the library knows has to be importable), the block is tiny, and times
-are of the thread's processor. There only patched variants make sense.
+On a card the block is one of Qwen3-30B and few tokens are routed, so that the host never waits for
+the card. A time ends when the call returns. ``stub`` needs no card but an importable, supported
+Triton. Kernels are compiled for Hopper and not launched, the block is tiny, and times are of the
+thread's processor. Only patched variants make sense there.
 
-Each tree has a process of its own (host_block_child.py), which measure in turn, never at once. The
-ladder's parts leave out the parts inside them and add up to more than a pass takes: watching a part
-costs half a microsecond. Calls are those of Python and of C functions, and the same every time.
+Each tree has its own process (host_block_child.py); they measure in turn, never at once. Parts of
+the ladder exclude the parts inside them, and their sum exceeds a pass, because watching a part
+costs half a microsecond. Calls are of Python and C functions, and the same every time.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tree:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
 
     def ask(self, what: str, variant: str, passes: int = 0) -> Any:
-        """Have the process measure, and wait for what it found."""
+        """Make the process measure, and wait for the result."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([what, variant, passes]) + "\n")
@@ -61,7 +61,7 @@ class Tree:
 
 
 def measure(trees: list[Tree], variant: str, rounds: int, passes: int) -> list[dict[str, Any]]:
-    """One row a tree, measured in turn, the order reversed in every other round."""
+    """Return one row per tree, measured in turn, the order reversed in every other round."""
     calls = [tree.ask("count", variant) for tree in trees]
     times: list[list[float]] = [[] for _ in trees]
     steps: list[list[dict[str, float]]] = [[] for _ in trees]
@@ -82,7 +82,7 @@ def measure(trees: list[Tree], variant: str, rounds: int, passes: int) -> list[d
 
 
 def part(steps: list[dict[str, float]], name: str, calls: dict[str, list[int]]) -> dict[str, float]:
-    """A part's time and calls."""
+    """Return a part's time and calls."""
     found = [step.get(name, 0.0) for step in steps]
     python, c = calls.get(name, (0, 0))
     return {
@@ -92,7 +92,7 @@ def part(steps: list[dict[str, float]], name: str, calls: dict[str, list[int]]) 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows of one variant side by side: least and median time, Python and C calls."""
+    """Return the rows of one variant side by side: least and median time, Python and C calls."""
     lines = [f"{rows[0]['variant']}: us least, us median, Python calls, C calls"]
     lines.append(" " * 40 + "".join(f"{row['tree'][:32]:>34}" for row in rows))
     names = dict.fromkeys(name for row in rows for name in row["parts"])
@@ -140,7 +140,7 @@ def main() -> None:
     trees = [Tree(path, options) for path in paths]
     rows = []
     for variant in variants:
-        # Only what is patched differs between two trees.
+        # Two trees differ only in patched variants.
         among = trees if variant.startswith("patched") else trees[:1]
         found = measure(among, variant, args.rounds, args.passes)
         print(table(found), flush=True)

@@ -2,11 +2,12 @@
 
     python host_block_child.py TREE JSON    JSON: the options of host_block.py
 
-Reads one request a line, ``[what, variant, passes]``, and answers each with one line of JSON:
-    count    Python and C calls of one pass, by part, under sys.setprofile
-    time     microseconds of each pass, until the call returns: on a card nothing is waited for
-    ladder   microseconds of each part in each pass, the parts inside it left out
-    profile  the frames that take longest, as text
+Reads one request per line, ``[what, variant, passes]``, and answers each with one line of JSON:
+
+    count      Python and C calls of one pass, by part, under sys.setprofile
+    time       microseconds of each pass, until the call returns, without waiting for the card
+    ladder     microseconds of each part in each pass, without the parts inside it
+    profile    the frames that take longest, as text
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ import torch
 TREE, OPTIONS = Path(sys.argv[1]).resolve(), json.loads(sys.argv[2])
 sys.path[:0] = [str(TREE), str(TREE / "scripts" / "kernels"), str(TREE / "tests" / "support")]
 CARD = OPTIONS["device"] == "cuda"
-# (D, F, E, K) of Qwen3-30B on a card, the smallest that take the same kernels where none runs.
+# (D, F, E, K) of Qwen3-30B on a card; elsewhere the smallest that use the same kernels.
 D, F, E, K = (2048, 768, 128, 8) if CARD else (16, 16, 2, 2)
 # On the CPU backward runs in this thread, and other processes do not count.
 CLOCK = time.perf_counter_ns if CARD else time.thread_time_ns
 WARM_UP = 30
 PROJECTIONS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 _EXPERTS = "moe_patch.kernels.experts.experts"
-# Functions that are parts, where a tree has them: beside modules and autograd's own functions.
+# Functions that count as parts if a tree has them, beside modules and autograd functions.
 FUNCTIONS = {
     "routing: the operator": ("moe_patch.ops.routing_op", "route"),
     "routing: kernel's caller, forward": ("moe_patch.kernels.routing.route", "route_forward"),
@@ -73,7 +74,7 @@ class Case:
         if implementation == "patched":
             import moe_patch
 
-            # Nothing can be compared where no kernel runs.
+            # Without kernels that run, there is nothing to compare.
             backend = "auto" if CARD else "triton"
             moe_patch.patch_model(model, backend=backend, self_check=CARD)
         self.model = model.train()
@@ -85,7 +86,7 @@ class Case:
             self.run()
 
     def prepare(self) -> None:
-        """Leave nothing of an earlier pass: neither gradients nor work on the card."""
+        """Remove gradients and pending work of an earlier pass."""
         self.x.grad = None
         for parameter in self.block.parameters():
             parameter.grad = None
@@ -93,12 +94,12 @@ class Case:
             torch.cuda.synchronize()
 
     def run(self) -> None:
-        """One pass, forward and backward."""
+        """Run one pass, forward and backward."""
         out = self.block(self.x)
         out.backward(self.grad)
 
     def parts(self) -> dict[str, tuple[Any, str]]:
-        """The functions and modules that are parts: name -> owner and attribute."""
+        """Return the functions and modules that are parts: name -> owner and attribute."""
         found: dict[str, tuple[Any, str]] = {
             "block: transformers' own": (self.block, "forward"),
             "router: module": (self.block.gate, "forward"),
@@ -135,7 +136,7 @@ def _with_adapters(model: Any) -> Any:
 
 
 def _of_module(path: str, module: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Autograd's functions and the launchers of one module of the tree."""
+    """Yield autograd functions and launchers of one module of the tree."""
     for name, value in list(vars(module).items()):
         if not isinstance(value, type) or value.__module__ != path:
             continue
@@ -148,7 +149,7 @@ def _of_module(path: str, module: Any) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 
 class Spans:
-    """What each part takes of a pass: what runs inside a part and is one itself is left out."""
+    """The time of each part in a pass, without the parts inside it."""
 
     def __init__(self) -> None:
         self.open: list[str] = []
@@ -193,7 +194,7 @@ class Spans:
 
 
 def count(case: Case, _: int) -> dict[str, list[int]]:
-    """Python and C calls by part."""
+    """Count Python and C calls by part."""
     spans, found = Spans(), defaultdict(lambda: [0, 0])
 
     def seen(frame: Any, event: str, _: Any) -> None:
@@ -212,7 +213,7 @@ def count(case: Case, _: int) -> dict[str, list[int]]:
 
 
 def timed(case: Case, passes: int) -> list[float]:
-    """Microseconds of each pass."""
+    """Return the microseconds of each pass."""
     found = []
     for _ in range(passes):
         case.prepare()
@@ -223,7 +224,7 @@ def timed(case: Case, passes: int) -> list[float]:
 
 
 def ladder(case: Case, passes: int) -> list[dict[str, float]]:
-    """Microseconds of each part, of each pass."""
+    """Return the microseconds of each part, for each pass."""
     spans, found = Spans(), []
     with spans.around(case.parts()):
         for _ in range(passes):
@@ -235,7 +236,7 @@ def ladder(case: Case, passes: int) -> list[dict[str, float]]:
 
 
 def profile(case: Case, passes: int) -> str:
-    """The frames that take longest, by own time and by time with what they call."""
+    """Return the frames that take longest, by own time and by cumulative time."""
     watch = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         for _ in range(passes):
@@ -251,7 +252,7 @@ def profile(case: Case, passes: int) -> str:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of what takes time or refuses; a mock would take some of the time measured."""
+    """Replace a function that takes time or refuses; a mock would add to the measured time."""
 
 
 @contextlib.contextmanager

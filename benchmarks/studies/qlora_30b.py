@@ -1,7 +1,7 @@
 """Train LoRA adapters on a model of Qwen3-30B-A3B's size with 4- or 8-bit experts on one GPU.
 
-The weights are random: what is shown is that it fits and how fast it runs. The 16-bit experts never
-exist; random packed bytes are made on the GPU, layer by layer. Prints one line of JSON.
+The weights are random: this shows that the model fits and how fast it runs. The 16-bit experts
+never exist; random packed bytes are made on the GPU, layer by layer. Prints one line of JSON.
 
     python benchmarks/studies/qlora_30b.py                       48 layers, nf4, 4096 tokens
     python benchmarks/studies/qlora_30b.py --tiny --device cpu   the same in small
@@ -43,7 +43,7 @@ TINY = QWEN3_30B | {
 
 
 def random_packed(shape: tuple[int, int, int], storage: str, device: torch.device) -> PackedWeight:
-    """Random packed experts of a usual size: a few are quantised, the bytes of all are random."""
+    """Make random packed experts of realistic scale: real scales of one, random bytes for all."""
     E, rows, columns = shape
     sample = torch.randn(1, rows, columns, device=device, dtype=torch.bfloat16) * columns**-0.5
     one = pack(sample, storage, device, "sample")
@@ -58,7 +58,7 @@ def random_packed(shape: tuple[int, int, int], storage: str, device: torch.devic
 
 
 def build(sizes: dict[str, Any], layers: int, storage: str, device: torch.device) -> Any:
-    """The model with packed experts, made on the meta device and filled module by module."""
+    """Build the model with packed experts on the meta device and fill it module by module."""
     config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -78,9 +78,9 @@ def build(sizes: dict[str, Any], layers: int, storage: str, device: torch.device
 
 
 def adapt(model: Any, rank: int, checkpointing: bool) -> Any:
-    """The model with adapters on attention, router and experts, patched, in training mode."""
+    """Add adapters to attention, router and experts, patch, and set training mode."""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, **lora_targets(model))
-    with torch.device(next(model.parameters()).device):  # PEFT would draw 0.6 billion on the CPU
+    with torch.device(next(model.parameters()).device):  # else PEFT draws 0.6 billion on the CPU
         adapted = get_peft_model(model, config)
     patch_model(adapted, fuse_lora="require")
     if checkpointing:
@@ -90,7 +90,7 @@ def adapt(model: Any, rank: int, checkpointing: bool) -> Any:
 
 
 def train(model: Any, sequence: int, steps: int, device: torch.device) -> tuple[list, list]:
-    """Losses and seconds of each step, on one random sequence."""
+    """Return losses and seconds of each step, on one random sequence."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
     ids = torch.randint(0, model.config.vocab_size, (1, sequence), device=device)

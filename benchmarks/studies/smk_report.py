@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The table and the picture that docs/signals.md shows of benchmarks/studies/smk_study.py's rows.
+"""Print and draw the table and chart of benchmarks/studies/smk_study.py's rows for docs/signals.md.
 
 python benchmarks/studies/smk_report.py                                   # prints the table
 python benchmarks/studies/smk_report.py --draw docs/img/smk_study.png     # draws the picture too
@@ -45,19 +45,19 @@ PANELS = {
     "loss": "training loss (nats per token)",
 }
 WITH_RANGE = ("held-out loss", "gate accuracy")
-# The end of training, where a single batch would be noise.
+# Average over the end of training, where a single batch would be noise.
 LAST = 10
 
 Row = dict[str, Any]
 
 
 def of_steps(name: str) -> Callable[[Row], float]:
-    """The mean of a logged measure over the end of training."""
+    """Return a function: the mean of a logged measure over the end of training."""
     return lambda row: statistics.fmean(row["steps"][name][-LAST:])
 
 
 def of_held_out(name: str) -> Callable[[Row], float]:
-    """A measure on held-out text."""
+    """Return a function: a measure on held-out text."""
     return lambda row: row["held_out"][name]
 
 
@@ -73,7 +73,7 @@ COLUMNS: dict[str, tuple[Callable[[Row], float], int]] = {
 
 
 def cell(name: str, mine: list[Row]) -> str:
-    """The mean over seeds, and for some columns the range."""
+    """Return the mean over seeds, and for some columns the range."""
     read, digits = COLUMNS[name]
     values = [read(row) for row in mine]
     text = f"{statistics.fmean(values):.{digits}f}"
@@ -83,7 +83,7 @@ def cell(name: str, mine: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """A markdown table, one line per variant."""
+    """Return a markdown table, one line per variant."""
     lines = [
         "| router loss | seeds | " + " | ".join(COLUMNS) + " |",
         "|---" * (2 + len(COLUMNS)) + "|",
@@ -98,7 +98,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write(content: str) -> None:
-    """Put the table between its two marks in docs/signals.md."""
+    """Write the table between its two markers in docs/signals.md."""
     path = ROOT / "docs" / "signals.md"
     first, second = "<!-- smk table -->", "<!-- end of smk table -->"
     before, rest = path.read_text(encoding="utf-8").split(first)
@@ -107,7 +107,7 @@ def write(content: str) -> None:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Curves over training, means over the seeds, and held-out loss by seed."""
+    """Draw curves over training, means over the seeds, and held-out loss by seed."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -130,7 +130,7 @@ def draw(rows: list[Row], path: Path) -> None:
     )
     drawn = io.BytesIO()
     figure.savefig(drawn)
-    # A few flat colours: a palette makes a quarter of the bytes.
+    # Use a few flat colours: a palette needs a quarter of the bytes.
     Image.open(drawn).convert("P", palette=Image.Palette.ADAPTIVE, colors=64).save(
         path, optimize=True
     )
@@ -151,7 +151,7 @@ def _held_out(axes: Any, rows: list[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of this file's head."""
+    """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What smk_loss does to a small MoE, beside the same model with other router losses.
+"""Compare a small MoE trained with smk_loss with the same model under other router losses.
 
     python benchmarks/studies/smk_study.py      # every variant, three seeds, a CPU
     python benchmarks/studies/smk_study.py --variants none delta_sc --seeds 0 --steps 50
     python benchmarks/studies/smk_report.py     # the table and picture of the rows
 
-Each run appends one JSON line to docs/data/smk_tiny.jsonl: the losses and the routers'
-measures by step, and at the end the measures of one held-out batch, for every target and norm.
+Each run appends one JSON line to docs/data/smk_tiny.jsonl. It holds the losses and the routers'
+measures by step, and the final measures of one held-out batch, for every target and norm.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOAD_BALANCE = 0.01
 
 
 class Variant(NamedTuple):
-    """What is added to the language loss: smk_loss's words and factor, the load-balance loss."""
+    """Terms added to the language loss: smk_loss's words and factor, the load-balance loss."""
 
     target: str = "delta_sc"
     gradient: str = "params"
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     load_balance: bool = False
 
 
-# Without smk_loss (weight 0) the default target is measured all the same.
+# Without smk_loss (weight 0) the default target is still measured.
 VARIANTS = {
     "none": Variant(weight=0.0),
     "load_balance": Variant(weight=0.0, load_balance=True),
@@ -71,7 +71,7 @@ VARIANTS = {
 
 
 def run(config: TrainConfig, name: str, seed: int, steps: int | None) -> dict[str, Any]:
-    """Train one variant from one seed; its row."""
+    """Train one variant from one seed; return its row."""
     variant = VARIANTS[name]
     config = dataclasses.replace(config, seed=seed)
     texts = read_texts(config.data)
@@ -107,7 +107,7 @@ def run(config: TrainConfig, name: str, seed: int, steps: int | None) -> dict[st
 
 
 def by_step(trained: Trained) -> dict[str, list[float]]:
-    """Losses and measures as columns."""
+    """Return losses and measures as columns."""
     columns: dict[str, list[float]] = {"step": list(trained.losses)}
     columns["loss"] = [round(loss, 4) for loss in trained.losses.values()]
     for name in next(iter(trained.metrics.values())):
@@ -117,14 +117,14 @@ def by_step(trained: Trained) -> dict[str, list[float]]:
 
 @torch.no_grad()
 def held_out_loss(model: Any, ids: torch.Tensor) -> float:
-    """Mean language loss, nats per token, in evaluation mode."""
+    """Return the mean language loss, nats per token, in evaluation mode."""
     model.eval()
     losses = [model(input_ids=part, labels=part).loss.item() for part in ids.split(8)]
     return statistics.fmean(losses)
 
 
 def measures(model: Any, ids: torch.Tensor) -> dict[str, float]:
-    """Every target and norm on held-out text, means over the layers; no weight is changed."""
+    """Return every target and norm on held-out text, means over the layers; change no weight."""
     with record(model, router_input=True) as recorder:
         model(input_ids=ids[:16], labels=ids[:16]).loss.backward()
     model.zero_grad()
@@ -150,14 +150,14 @@ def measures(model: Any, ids: torch.Tensor) -> dict[str, float]:
 
 
 def _least_weighted(layer: LayerSignals, surprise_TK: torch.Tensor) -> float:
-    """How often the smallest surprise is that of the router's own last choice."""
+    """Return how often the smallest surprise is that of the router's own last choice."""
     kept_T = (surprise_TK > 0).any(-1)
     last_T = surprise_TK.argmin(-1) == layer.weights.argmin(-1)
     return (last_T & kept_T).sum().item() / kept_T.sum().item()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command line of this file's head."""
+    """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

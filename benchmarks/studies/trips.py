@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Count the packages that one call crosses in moe_patch: of the experts, and of ``patch_model``.
+"""Count the packages of moe_patch that a call of the experts, or of ``patch_model``, crosses.
 
-A package at the top of moe_patch is one node, as is a file beside the packages. A move is a call or
-a return from one node into another. The model is a tiny Qwen3-MoE on the CPU.
+A package at the top of moe_patch is one node, and so is a file beside the packages. A move is a
+call or a return from one node into another. The model is a tiny Qwen3-MoE on the CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(moe_patch.__file__).parent
 
 
 def trip(call: Callable[[], object]) -> list[str]:
-    """Nodes in the order in which the call comes through them."""
+    """Return the nodes in the order in which the call passes through them."""
     nodes: list[str] = []
 
     def watch(frame: FrameType, event: str, _: Any) -> None:

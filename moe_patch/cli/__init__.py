@@ -3,11 +3,12 @@
 Exit status:
     0    done
     1    the command finished, but a check failed or a model is refused (its results are kept)
-    2    the command line, the configuration, a file, the data or the model cannot be used;
-         one line on stderr says what, nothing was trained and nothing is left on the disk
+    2    the command line, configuration, a file, the data or the model cannot be used;
+         one line on stderr says why; nothing was trained and nothing is left on disk
     130  interrupted
-A subcommand is one module of this package: ``add`` adds its parser, whose default ``command`` is
-the function that runs it. With ``--json`` stdout holds one JSON document and nothing else.
+
+A subcommand is one module of this package. Its ``add`` adds its parser, whose default ``command``
+is the function that runs it. With ``--json`` stdout holds one JSON document and nothing else.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, r
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser with every subcommand; each sets ``command``, a function of the arguments."""
+    """Return the parser; each subcommand sets ``command``, a function of the arguments."""
     parser = Parser(
         prog=PROGRAM,
         description="Patch the MoE blocks of Hugging Face models in place.",
-        epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 something asked for "
-        "cannot be used (one line on stderr says what to do); 130 interrupted.",
+        epilog="Exit status: 0 done; 1 a check failed or a model is refused; 2 an input cannot be "
+        "used (one line on stderr says what to do); 130 interrupted.",
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
@@ -57,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = make_parser()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] == run.NAME:
@@ -77,12 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNUSABLE
     except torch.OutOfMemoryError as error:
         said = str(error).splitlines()[0]
-        complain(f"{said} Fewer tokens or layers need less; so does another --dtype")
+        complain(f"{said} Use fewer tokens or layers, or another --dtype")
         return UNUSABLE
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has all it wanted; what is left must not fail again at exit.
+        # The reader (head, less) closed the pipe. Redirect stdout, or its flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,4 +1,4 @@
-"""``bench``: one MoE block of a model, patched and unpatched; or the grid of scripts/bench.py."""
+"""``bench``: time one MoE block of a model, patched and unpatched; or run scripts/bench.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.discover import FoundBlock, discover
 
 SCRIPT = Path("scripts") / "bench.py"
-# The first argument of scripts/bench.py; a folder of such a name is given as ./experts.
+# First arguments of scripts/bench.py; give a folder of such a name as ./experts.
 GRID = (
     "routing", "product_key", "plan", "experts", "lora", "block", "decode", "model", "quantised",
     "signals", "all", "table", "chart", "docs",
@@ -32,7 +32,7 @@ MIN_SECONDS = 1.0
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "bench",
         help="time one MoE block of a model on this machine, patched and unpatched",
@@ -56,10 +56,10 @@ def add(subparsers: Any) -> None:
 
 
 def forward_to_script(argv: Sequence[str]) -> int | None:
-    """Run scripts/bench.py where the arguments are meant for it; its exit status, else None.
+    """Run scripts/bench.py if the arguments are meant for it; return its exit status, else None.
 
     Raises:
-        UnsupportedOptionError: they are, but this installation is no checkout.
+        UnsupportedOptionError: they are, but this installation is not a checkout.
     """
     if len(argv) < 2 or argv[0] != "bench" or argv[1] not in GRID:
         return None
@@ -73,7 +73,7 @@ def forward_to_script(argv: Sequence[str]) -> int | None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Time it and print the rows."""
+    """Time the block and print the rows."""
     device = models.device_of(args)
     if args.tokens is not None and args.tokens < 1:
         raise UnsupportedOptionError(f"--tokens {args.tokens}: at least 1")
@@ -93,7 +93,7 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace, device: torch.device) -> int:
-    """Time several token counts and print all that an issue needs; status 1 as the self-test's."""
+    """Time several token counts and print all that an issue needs; status 1 as the self-test."""
     counts = bench_report.TOKENS_ON_CPU if device.type == "cpu" else bench_report.TOKENS
     counts = counts if args.tokens is None else (args.tokens,)
     if args.model is None:
@@ -117,7 +117,7 @@ def _report(args: argparse.Namespace, device: torch.device) -> int:
 def _head(
     args: argparse.Namespace, config: Any, device: torch.device, tokens: int
 ) -> dict[str, Any]:
-    """Return what was timed and where."""
+    """Return the model, block, device, dtype and size that are timed."""
     return {
         "model": args.model,
         "block": type(config).__name__.removesuffix("Config"),
@@ -148,7 +148,7 @@ def _timed(
 
 
 def _one_block(model: nn.Module) -> FoundBlock:
-    """The last MoE block (the first may be a special kind)."""
+    """Return the last MoE block, because the first may be of a special kind."""
     blocks = [b for b in discover(model) if b.block is not None and not b.refused]
     if not blocks:
         raise UnsupportedModelError(
@@ -159,7 +159,7 @@ def _one_block(model: nn.Module) -> FoundBlock:
 
 
 def _fill(found: FoundBlock, device: torch.device) -> nn.Module:
-    """The block with random weights on the device."""
+    """Return the block with random weights on the device."""
     block = found.block
     assert block is not None
     block.to_empty(device=device)
@@ -168,12 +168,12 @@ def _fill(found: FoundBlock, device: torch.device) -> nn.Module:
             tensor.zero_()
             if tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.normal_(std=tensor.shape[-1] ** -0.5)
-    models.stir(block, seed=0)
+    models.perturb(block, seed=0)
     return block.train()
 
 
 def _hidden(found: FoundBlock, model: Any) -> int:
-    """Columns of the block's input: its router's, or the embedding's where that has none."""
+    """Return the width of the block's input, from its router or else from the embedding."""
     for _, router in found.routers:
         if isinstance(weight := getattr(router, "weight", None), Tensor):
             return weight.shape[-1]
@@ -187,7 +187,7 @@ def _measure(
     options: PatchConfig,
     step: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """Times of both passes, unpatched and patched, for an input of (tokens, columns)."""
+    """Return times of both passes, unpatched and patched, for an input of (tokens, columns)."""
     from moe_patch.patching.patch import patch_model
     from moe_patch.patching.report import patch_report
 
@@ -225,7 +225,7 @@ def _both(forward: Callable[[], Tensor], inputs: list[Tensor]) -> None:
 
 
 def _saved_bytes(forward: Callable[[], Tensor], inputs: list[Tensor]) -> int:
-    """Bytes of distinct storages that autograd keeps beyond the inputs and the weights."""
+    """Return the bytes of distinct storages that autograd keeps beyond inputs and weights."""
     known = {t.untyped_storage().data_ptr() for t in inputs}
     kept: dict[int, Tensor] = {}
 
@@ -243,7 +243,7 @@ def _median_ms(function: Callable[[], Any]) -> float:
     from torch.utils.benchmark import Timer
 
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
-    timer.timeit(3)  # compiles what is compiled at first use
+    timer.timeit(3)  # warm up: the first calls compile kernels
     return timer.blocked_autorange(min_run_time=MIN_SECONDS).median * 1e3
 
 

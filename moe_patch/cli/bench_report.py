@@ -1,4 +1,4 @@
-"""``bench --report``: what an issue about speed needs, in one block of text."""
+"""``bench --report``: print what an issue about speed needs, in one block of text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moe_patch._version import __version__
 from moe_patch.cli.output import bytes_text
 from moe_patch.cli.selftest import jobs_for
 
-# Of each token count one line; a card of 8 GB has room for the last.
+# One line is printed per token count; the largest still fits on a card of 8 GB.
 TOKENS, TOKENS_ON_CPU = (256, 4096, 16384), (512,)
 _VERSIONS = ("torch", "triton", "transformers", "peft")
 
 
 def default_config() -> Any:
-    """Return the config of Qwen3-30B-A3B's blocks, one layer of them, without a download."""
+    """Return a one-layer config with Qwen3-30B-A3B's block sizes, without a download."""
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
@@ -33,7 +33,7 @@ def default_config() -> Any:
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """Return the card, the versions, which kernels run on it, and the self-test's outcome."""
+    """Return the card, the versions, the kernels that run on it, and the self-test's outcome."""
     return {"card": _card(device), "versions": _versions(), "kernels": _kernels(device)} | {
         "selftest": _selftest(device)
     }
@@ -53,7 +53,7 @@ def _card(device: torch.device) -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """Return the version of NVIDIA's driver as its own tool prints it, or "unknown"."""
+    """Return the driver version that nvidia-smi prints, or "unknown"."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
@@ -99,10 +99,10 @@ def _selftest(device: torch.device) -> dict[str, Any]:
 
 
 def text_of(found: dict[str, Any], points: list[dict[str, Any]]) -> str:
-    """Return the block of text.
+    """Return the report as text.
 
     Args:
-        found: what :func:`about` returned.
+        found: the result of :func:`about`.
         points: results of the benchmark, one per token count.
     """
     card, checks = found["card"], found["selftest"]
@@ -127,7 +127,7 @@ def text_of(found: dict[str, Any], points: list[dict[str, Any]]) -> str:
 
 
 def _lines_of(point: dict[str, Any]) -> list[str]:
-    """Return the lines of one token count: what was timed, and how often the patch is faster."""
+    """Return the lines of one token count: what was timed, and the patch's speedup."""
     block = point["block"].rpartition(".")[2]
     head = f"{block} of {point['model']}, {point['tokens']} tokens, {point['dtype']}:"
     if "failed" in point:

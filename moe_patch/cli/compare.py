@@ -1,4 +1,4 @@
-"""A patched model beside the unpatched one: outputs, losses, router logits and gradients."""
+"""Compare a patched model with the unpatched one: outputs, losses, router logits, gradients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from moe_patch.patching.discover import discover
 
-# Relative errors. Values: fp32 rounding through dozens of layers; in 16 bits both sides round.
-# Gradients have passed twice as many layers.
+# Limits of relative errors. Values: fp32 rounds through dozens of layers; in 16 bits both paths
+# round. Gradients pass through twice as many layers.
 VALUES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 GRADIENTS = {"float64": 1e-5, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
-# Share of the rows of the first layer that differs at all: near ties that rounding decides.
+# Limits of the share of rows that differ in the first differing layer: rounding flips near ties.
 CHOICES = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}
 
 
@@ -25,7 +25,7 @@ class Check:
     """One comparison.
 
     Attributes:
-        name: what is compared; the worst of its kind.
+        name: the kind of tensor compared; the worst of its kind is reported.
         where: which parameter or layer was the worst.
         error: relative error, norm(a - b) / norm(b); for "expert choice" the share of rows.
         limit: the largest error that passes.
@@ -38,13 +38,13 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """False for NaN too."""
+        """Return whether the error is within the limit; False for NaN."""
         return self.error <= self.limit
 
 
 @dataclass
 class Run:
-    """What one forward and backward gave, by name, and the experts chosen by layer."""
+    """Results of one forward and backward by name, and the chosen experts by layer."""
 
     values: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -59,15 +59,18 @@ def compare(
     backend: str = "auto",
     limit: float | None = None,
 ) -> tuple[list[Check], list[Any]]:
-    """Run patched, and patched on the unpatched model's experts, beside the unpatched run.
+    """Compare a patched run with the unpatched one; expert choices separately from values.
+
+    If rounding flips expert choices, values are compared in a second patched run that replays the
+    unpatched model's experts.
 
     Args:
         model: in eval mode, unpatched; patched by this call.
         batch: keyword arguments of its forward.
-        reference: what :func:`run` returned for the same model and batch.
+        reference: the result of :func:`run` for the same model and batch.
         dtype: a key of the limits.
         backend: as in :class:`moe_patch.PatchConfig`.
-        limit: in place of all limits.
+        limit: replaces all limits.
 
     Returns:
         The checks, and the rows of the report.
@@ -100,7 +103,7 @@ def compare(
 
 
 def run(model: Any, batch: dict[str, Any]) -> Run:
-    """Run forward and backward once; everything they gave, on the CPU."""
+    """Run forward and backward once; return all results on the CPU."""
     model.zero_grad(set_to_none=True)
     with _watch_ids(model) as ids:
         out = model(**batch)
@@ -112,7 +115,7 @@ def run(model: Any, batch: dict[str, Any]) -> Run:
 
 
 def _objective(out: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """What to differentiate, and the outputs to compare by name."""
+    """Return the scalar to differentiate, and the outputs to compare by name."""
     values = {}
     if out.get("logits") is not None:
         values["logits"] = out.logits
@@ -135,7 +138,7 @@ def _objective(out: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 @contextmanager
 def _watch_ids(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Expert ids by experts module, as the block hands them over."""
+    """Collect the expert ids that each experts module receives, by module path."""
     seen: dict[str, Tensor] = {}
 
     def hook(path: str) -> Any:
@@ -156,7 +159,7 @@ def _watch_ids(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def _same_experts(model: nn.Module, ours: Run, reference: Run) -> Iterator[bool]:
-    """Replay the reference's experts where some row chose others; whether that is so."""
+    """Replay the reference's experts if some row chose others; yield whether it did."""
     from moe_patch.signals.replay import replay_routing
     from moe_patch.signals.trace import RoutingTrace
 
@@ -170,24 +173,24 @@ def _same_experts(model: nn.Module, ours: Run, reference: Run) -> Iterator[bool]
 
 
 def _rows_apart(ids_TK: Tensor, others_TK: Tensor) -> Tensor:
-    """Which rows chose other experts, as sets."""
+    """Return which rows chose different experts, compared as sets."""
     return (ids_TK.sort(-1).values != others_TK.sort(-1).values).any(-1)
 
 
 def _choices(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float) -> Check:
-    """The first layer in which a row chose other experts: below it all inputs are the same."""
+    """Check the first layer with a different choice, because its inputs are still the same."""
     for path, ids_TK in theirs.items():
         apart_T = _rows_apart(ours[path], ids_TK)
         if apart_T.any():
             share = apart_T.double().mean().item()
             where = f"{int(apart_T.sum())} of {len(apart_T)} rows of {path}"
-            # One row is what a single near tie costs, however few rows there are.
+            # A single near tie costs one row, however few rows there are.
             return Check("expert choice", where, share, max(limit, 1 / len(apart_T)))
     return Check("expert choice", f"{len(theirs)} layers", 0.0, limit)
 
 
 def _errors(pairs: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, float]:
-    """Relative errors by name; ``noise`` is a share of the largest norm, added to each norm."""
+    """Return relative errors by name; each norm grows by ``noise`` times the largest norm."""
     sizes = {name: theirs.double().norm().item() for name, (_, theirs) in pairs.items()}
     noise *= max(sizes.values())
     return {
@@ -199,14 +202,14 @@ def _errors(pairs: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, 
 def _worst(
     kind: str, ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float
 ) -> Check | None:
-    """The tensor with the largest relative error among those of a kind; None without any."""
+    """Return the largest relative error among tensors of a kind, or None without any."""
     names = [n for n in theirs if kind == "gradient" or n.rstrip(" 0123456789") == kind]
     if not names:
         return None
     if kind == "gradient" and ours.keys() != theirs.keys():
         lost = sorted(ours.keys() ^ theirs.keys())
         return Check("gradients", f"on one side only: {lost[0]}", float("inf"), limit)
-    # A gradient that is zero in exact arithmetic is rounding noise without a size of its own.
+    # A gradient that is zero in exact arithmetic consists of rounding noise only.
     noise = 8 * torch.finfo(theirs[names[0]].dtype).eps if kind == "gradient" else 0.0
     errors = _errors({n: (ours[n], theirs[n]) for n in names}, noise)
     bad = [n for n in names if errors[n] != errors[n]]

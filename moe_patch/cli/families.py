@@ -1,4 +1,4 @@
-"""``families``: every MoE model type of the installed transformers and what a patch does for it."""
+"""``families``: list the MoE model types of the installed transformers and their tiers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from moe_patch.runtime.spec import TIERS
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "families",
         help="list the MoE model types of the installed transformers and their tiers",
-        description="One row per MoE model type. full: routing and experts are moe_patch's; "
-        "experts: the experts are; refused: patch_model raises, with the reason.",
+        description="One row per MoE model type. full: moe_patch runs routing and experts; "
+        "experts: it runs the experts; refused: patch_model raises, with the reason.",
     )
     parser.add_argument("--tier", choices=TIERS, help="only this tier")
     add_json(parser)
@@ -44,10 +44,11 @@ def command(args: argparse.Namespace) -> int:
 
 
 def family_rows() -> list[dict[str, Any]]:
-    """One object per model type, sorted by it.
+    """Return one mapping per model type, sorted by it.
 
-    ``model_type`` and ``tier`` as :func:`moe_patch.supported_model_types` has them; ``routers``
-    that decide; ``towers``, the model types inside that hold the experts; ``reason`` of a refusal.
+    ``model_type`` and ``tier`` are those of :func:`moe_patch.supported_model_types`; ``routers``
+    are the routing functions; ``towers`` are the model types inside that hold the experts;
+    ``reason`` says why it is refused.
     """
     from moe_patch.families import families, supported_model_types
     from moe_patch.families.installed import moe_model_types
@@ -59,7 +60,7 @@ def family_rows() -> list[dict[str, Any]]:
         specs = [s for s in families() if {name, *towers} & set(s.model_types)]
         reasons = [spec.reason for spec in specs if spec.reason]
         if tier == "refused" and not reasons:
-            reasons = ["no entry, and transformers' experts registry does not serve its class"]
+            reasons = ["no entry, and transformers' experts registry does not cover its class"]
         rows.append(
             {
                 "model_type": name,

@@ -1,4 +1,4 @@
-"""``inspect MODEL``: what a patch would do for a model, from its config alone."""
+"""``inspect MODEL``: show what a patch would do for a model, from its config alone."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.spec import read
 
 HF = "transformers"
-# Kept per row beside h: row_of_N and slot_of_TK of the plan, int32 each.
+# Bytes kept per row beside h: the plan's row_of_N and slot_of_TK, int32 each.
 PLAN_BYTES = 8
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "inspect",
         help="what a patch would do for a model, without loading its weights",
@@ -41,7 +41,7 @@ def add(subparsers: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Print the blocks; status 1 if one is refused."""
+    """Print the blocks; return status 1 if one is refused."""
     from moe_patch.quant.stored import stored
 
     device = models.device_of(args)
@@ -61,7 +61,7 @@ def command(args: argparse.Namespace) -> int:
         **found,
     }
     if quantised is not None:
-        result["weight_bytes"] = None  # which weights a method packs is not in every config
+        result["weight_bytes"] = None  # not every config says which weights a method packs
         if not quantised.is_read:
             result.update(_unreadable(found, quantised.method))
     if args.json:
@@ -73,18 +73,18 @@ def command(args: argparse.Namespace) -> int:
 
 
 def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> dict[str, Any]:
-    """What a patch would do for a model that is built on the meta device.
+    """Patch a model on the meta device and describe the result.
 
     Args:
         model: patched by this call.
-        device: where the weights are to be.
+        device: where the weights will be.
         backend: as in :class:`moe_patch.PatchConfig`.
 
     Returns:
-        Numbers of parameters and bytes (of the experts also by storage, as quantize_experts would
-        leave them, or why it would refuse), and one entry per MoE block: the report's row, its
-        sizes, and the bytes that the experts keep per token from forward to backward (absent where
-        a family's experts are not the operator's).
+        Numbers of parameters and bytes, and one entry per MoE block. For the experts also the bytes
+        by storage after quantize_experts, or why it would refuse. A block's entry has the report's
+        row, its sizes, and the bytes that its experts keep per token from forward to backward. The
+        latter are absent if the experts do not run on the operator.
     """
     from moe_patch.formats.packed import STORAGES
     from moe_patch.patching.patch import patch_model
@@ -92,7 +92,7 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     from moe_patch.quant.memory import experts_memory
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say of refused blocks is in the rows
+        warnings.simplefilter("ignore")  # the rows say why blocks are refused
         patch_model(model, PatchConfig(strict=False, backend=backend))
     blocks = {found.path: found for found in discover(model)}
     rows = [_row(row, blocks.get(row.path)) for row in patch_report(model, device)]
@@ -116,26 +116,26 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
 
 
 def _total(rows: list[dict[str, Any]], key: str) -> int:
-    """The sum over the rows that have a value."""
+    """Return the sum over the rows that have a value."""
     return sum(row.get(key) or 0 for row in rows)
 
 
 def _sizes(found: FoundBlock) -> dict[str, Any]:
-    """E, K, D, F of a block and what its experts keep per token, in bytes."""
+    """Return E, K, D, F of a block, and the bytes that its experts keep per token."""
     if found.refused or not found.experts:
         return {}
     experts, spec = found.experts[0][1], found.spec
     layout, weight = layout_of(experts, spec), stored_weight(experts, spec)
     if weight.dim() != 3:
-        return {}  # DBRX folds the experts into the rows
+        return {}  # DBRX stacks the experts along the rows of 2-D weights
     E, H, D = weight.shape
     if layout.is_transposed:
         H, D = D, H
     sizes = {"experts": E, "hidden": D, "width": H // 2 if layout.has_gate else H}
     top_k = _param(found, "top_k")
     if top_k is None or spec.experts_forward is not None or read_glu(experts, spec) is None:
-        return sizes  # other code than the operator keeps what it likes
-    plan = top_k * PLAN_BYTES + top_k * weight.itemsize  # and the routing weights
+        return sizes  # other code than the operator decides what it saves
+    plan = top_k * PLAN_BYTES + top_k * weight.itemsize  # includes the routing weights
     return {
         **sizes,
         "top_k": top_k,
@@ -145,7 +145,7 @@ def _sizes(found: FoundBlock) -> dict[str, Any]:
 
 
 def _param(found: FoundBlock, name: str) -> int | None:
-    """A number that a router of the block reads from its config."""
+    """Return a number that a router of the block reads from its config, or None."""
     for _, router in found.routers:
         source = found.spec_of(router).params.get(name)
         if source is not None and read(router, source) is not None:
@@ -154,20 +154,20 @@ def _param(found: FoundBlock, name: str) -> int | None:
 
 
 def _row(row: BlockReport, found: FoundBlock | None) -> dict[str, Any]:
-    """The report's row with the block's sizes; refused where the config's numbers cannot be routed.
+    """Return the report's row with the block's sizes, refused if the config cannot be routed.
 
-    patch_model compares nothing on the meta device, so such numbers would pass there.
+    patch_model skips the self-check on the meta device, so it would not find such a config.
     """
     sizes = {} if found is None else _sizes(found)
     whole = {**asdict(row), **sizes}
     if found is None or row.tier == "refused" or "experts" not in sizes:
         return whole
     reason = _unroutable(found, sizes["experts"])
-    return whole if reason is None else _refused(whole, f"by config.json {reason}")
+    return whole if reason is None else _refused(whole, f"in config.json {reason}")
 
 
 def _unroutable(found: FoundBlock, experts: int) -> str | None:
-    """Why no router of transformers can choose by the config's numbers; None: it can."""
+    """Say why no router of transformers works with the config's numbers, or return None."""
     top_k, groups, best = (_param(found, name) for name in ("top_k", "groups", "top_groups"))
     if top_k is not None and not 0 < top_k <= experts:
         return f"a token goes to {top_k} of {experts} experts; accepted: 1 to {experts}"
@@ -179,14 +179,14 @@ def _unroutable(found: FoundBlock, experts: int) -> str | None:
 
 
 def _refused(row: dict[str, Any], reason: str) -> dict[str, Any]:
-    """The row of a block that the patch leaves alone; sizes stay, bytes are not known."""
+    """Return the row of a block left to transformers: sizes stay, bytes are unknown."""
     theirs = dict.fromkeys(("router", "router_backend", "experts_backend", "shared"), HF)
     kept = {key: value for key, value in row.items() if not key.startswith("saved_")}
     return {**kept, **theirs, "tier": "refused", "self_check": "", "reason": reason}
 
 
 def _unreadable(found: dict[str, Any], method: str) -> dict[str, Any]:
-    """The entries that change where the experts are packed in a way that is not read."""
+    """Return the entries that change if the experts are packed in an unsupported format."""
     reason = f"quantised with {method}, which moe_patch does not read"
     return {
         "expert_bytes": None,

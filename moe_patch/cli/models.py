@@ -1,4 +1,4 @@
-"""Making a model from what a command line names: a hub id, a folder, or a folder with a config."""
+"""Make a model from a command-line argument: a hub id, a folder, or a folder with a config."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.safetensors.index.json")
 
 @contextmanager
 def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> Iterator[None]:
-    """Errors of other libraries in one line of ours that begins with ``what``.
+    """Turn errors of other libraries into one-line errors of ours that begin with ``what``.
 
     Raises:
-        kind: for what they raise; ours, and a device without enough memory, go through.
+        kind: replaces errors of other libraries; ours, and running out of memory, pass through.
         OutOfMemoryError: the CPU's allocator, which raises a plain RuntimeError, has no memory.
     """
     try:
@@ -42,27 +42,27 @@ def explained(what: str, kind: type[MoePatchError] = UnsupportedOptionError) -> 
             yield
     except (MoePatchError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # theirs are of any kind: SafetensorError, IndexError, pickle's
+    except Exception as error:  # any type is possible: SafetensorError, IndexError, pickle errors
         raise kind(f"{what}: {_one_line(error)}") from error
 
 
 def add_model(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    """The argument MODEL and the options that say how to make it."""
+    """Add the argument MODEL and the options that say how to make it."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?" if optional else None,
         help="hub id, folder, or a folder that holds only config.json",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the weights")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """The device asked for.
+    """Return the device that the options name.
 
     Raises:
-        UnsupportedOptionError: there is no such device here, or nothing runs on it.
+        UnsupportedOptionError: there is no such device here, or nothing can run on it.
     """
     if args.device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,18 +73,18 @@ def device_of(args: argparse.Namespace) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnsupportedOptionError(
-            f"--device {args.device}: {_one_line(error)}; without the option: cuda where there is "
-            "one, else cpu"
+            f"--device {args.device}: {_one_line(error)}; without the option: cuda if available, "
+            "else cpu"
         ) from error
     return device
 
 
 @quiet_libraries()
 def load_config(name: str) -> Any:
-    """The config of a hub id or folder; no weights are touched and no code of a repository runs.
+    """Load the config of a hub id or folder, without weights and without running its code.
 
     Raises:
-        UnsupportedOptionError: no config can be had under that name, or it is of another kind.
+        UnsupportedOptionError: no config is found under that name, or it is of another kind.
     """
     from transformers import AutoConfig
 
@@ -94,38 +94,38 @@ def load_config(name: str) -> Any:
         "that can be reached"
     ):
         try:
-            # Without the argument transformers asks on the terminal, and waits.
+            # Without this argument transformers prompts on the terminal and waits.
             return AutoConfig.from_pretrained(name, trust_remote_code=False)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
             raise UnsupportedModelError(
                 f"MODEL {name!r} needs code of its own repository, which this command does not "
-                "run; accepted: models that the installed transformers has itself"
+                "run; accepted: models that are part of the installed transformers"
             ) from error
 
 
 def dtype_of(config: Any) -> torch.dtype:
-    """The checkpoint's own dtype, bfloat16 where the config names none."""
+    """Return the checkpoint's own dtype, or bfloat16 if the config names none."""
     return config.dtype or config.get_text_config().dtype or torch.bfloat16
 
 
 def has_weights(name: str) -> bool:
-    """Whether there are weights to load: a folder's own files, or those of a hub id."""
+    """Return whether there are weights to load, from a folder or from a hub id."""
     folder = Path(name)
     return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
-# A config of several towers is also listed as that of its text tower, which is not the whole model.
+# Causal-LM classes list a config of several towers with its text tower, not the whole model.
 AUTO = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
 AUTO_OF_TOWERS = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", *AUTO)
 
 
 def model_class(config: Any) -> Any:
-    """The class that the config's architectures name, else the one that takes the config.
+    """Return the class that the config's architectures name, else the class registered for it.
 
     Raises:
-        UnsupportedModelError: transformers has none.
+        UnsupportedModelError: transformers has no such class.
     """
     import transformers
 
@@ -148,7 +148,7 @@ def _is_model(value: Any) -> bool:
 
 
 def _class_beside(config: Any) -> Any:
-    """A model class of the config's own folder: that of a text tower, which no auto class lists."""
+    """Return a model class of the config's folder, for text towers that no auto class lists."""
     import transformers
 
     module_name = type(config).__module__.replace(".configuration_", ".modeling_")
@@ -171,12 +171,12 @@ def _class_beside(config: Any) -> Any:
 
 @quiet_libraries()
 def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options: Any) -> Any:
-    """The config's model with new weights, in eval mode; on "meta" without any.
+    """Build the config's model with new weights in eval mode; on "meta" without weights.
 
-    On "meta" no attention runs: eager takes the place of one that this machine may lack.
+    On "meta" no attention runs, so eager replaces an implementation that this machine may lack.
 
     Raises:
-        UnsupportedOptionError: the config's values do not make a model.
+        UnsupportedOptionError: no model can be built from the config's values.
     """
     cls = model_class(config)
     if str(device) == "meta":
@@ -187,18 +187,18 @@ def build(config: Any, dtype: torch.dtype, device: str | torch.device, **options
 
 @quiet_libraries()
 def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
-    """The model with its weights, in eval mode.
+    """Load the model with its weights, in eval mode.
 
     Raises:
-        UnsupportedOptionError: the weights cannot be loaded, or are not those of the config.
-        UnsupportedModelError: they are quantised in a way that transformers does not know.
+        UnsupportedOptionError: the weights cannot be loaded, or do not match the config.
+        UnsupportedModelError: they are quantised in a way that transformers does not support.
     """
     from moe_patch.quant.stored import refuse_unknown
 
     refuse_unknown(config, f"MODEL {name!r}")
     cls = model_class(config)
     with explained(f"MODEL: cannot load {name!r}"):
-        # Mismatches are asked for: transformers' own error points at a report that is not shown.
+        # Request mismatches: transformers' own error points to a report that is not shown.
         model, info = cls.from_pretrained(
             name, config=config, dtype=dtype, ignore_mismatched_sizes=True,
             output_loading_info=True, **options,
@@ -208,21 +208,21 @@ def load(name: str, config: Any, dtype: torch.dtype, device: torch.device, **opt
 
 
 def _refuse_other_weights(name: str, info: dict[str, Any]) -> None:
-    """Refuse a checkpoint that does not fill the config's model: the rest would be random."""
+    """Refuse a checkpoint that lacks weights of the config's model: they would be random."""
     for key, found, wanted in sorted(info["mismatched_keys"]):
         raise UnsupportedOptionError(
-            f"MODEL: {name!r}: {key} is {tuple(found)} in the file, {tuple(wanted)} by config.json"
+            f"MODEL: {name!r}: {key} is {tuple(found)} in the file, {tuple(wanted)} in config.json"
         )
     if missing := sorted(info["missing_keys"]):
         raise UnsupportedOptionError(
             f"MODEL: {name!r}: {len(missing)} weights of the config's model are not in its files, "
-            f"{missing[0]} first; --random takes none of them"
+            f"{missing[0]} first; --random uses none of them"
         )
 
 
 @quiet_libraries()
 def with_adapters(model: Any, rank: int) -> Any:
-    """The frozen model with adapters on all that lora_targets names.
+    """Freeze the model and add adapters to everything that lora_targets names.
 
     Raises:
         UnsupportedOptionError: PEFT refuses the rank or the model.
@@ -231,14 +231,14 @@ def with_adapters(model: Any, rank: int) -> Any:
 
     from moe_patch.patching.lora_targets import lora_targets
 
-    # The adapters of a model on "meta" are made on the CPU, in fp32.
+    # PEFT makes the adapters of a "meta" model on the CPU, in fp32.
     check_fits(f"--lora {rank}", 4 * rank, "a column of one factor", torch.device("cpu"))
     with explained(f"--lora {rank}"):
         return get_peft_model(model, LoraConfig(r=rank, **lora_targets(model)))
 
 
 def shorten(config: Any, layers: int) -> None:
-    """Keep the first ``layers`` layers, in the config; values listed by layer are cut with it.
+    """Keep the first ``layers`` layers in the config, and cut the values listed per layer.
 
     Raises:
         UnsupportedOptionError: the config has no such number of layers.
@@ -253,11 +253,11 @@ def shorten(config: Any, layers: int) -> None:
     text.num_hidden_layers = layers
 
 
-def stir(model: nn.Module, seed: int) -> None:
-    """Values of size about one for new routers and experts, so that a difference can be seen.
+def perturb(model: nn.Module, seed: int) -> None:
+    """Fill routers and experts with values of about one, so that differences become visible.
 
-    As transformers makes them, experts hardly change the residual stream, routers are near ties,
-    correction biases are zero, and a table of experts by token names expert 0 throughout.
+    In a new model of transformers, experts hardly change the residual stream and routers are near
+    ties. Correction biases are zero, and hash tables map every token to expert 0.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -281,5 +281,5 @@ def stir(model: nn.Module, seed: int) -> None:
 
 def _one_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or [""])[0]
-    # One word, such as a KeyError's, says nothing by itself.
+    # A single word, such as a KeyError's, means nothing without its type.
     return line if " " in line else f"{type(error).__name__} {line}".strip()

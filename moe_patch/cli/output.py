@@ -1,7 +1,7 @@
-"""What every subcommand prints with: JSON, tables, progress, errors.
+"""Print tables, JSON, progress and errors for all subcommands.
 
-rich draws the tables where it is installed and stdout is a terminal, tqdm the progress where it is
-installed and stderr is one; both come along with transformers. Otherwise the text is plain.
+Tables use rich if it is installed and stdout is a terminal; progress uses tqdm if it is installed
+and stderr is a terminal. Both come with transformers. Otherwise the text is plain.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from moe_patch.cli.status import PROGRAM, UNUSABLE
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others of the command; so are subparsers'."""
+    """Print parser errors in one line, like all other errors; subparsers inherit this."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where the help is, and exit."""
+        """Print the error and where to find help, then exit."""
         complain(f"{message}; see {self.prog} --help")
         self.exit(UNUSABLE)
 
 
 def complain(message: str) -> None:
-    """One line on stderr, whatever the message's own lines."""
+    """Print a message as one line on stderr."""
     print(f"{PROGRAM}: error: {' '.join(message.split())}", file=sys.stderr)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """The option that every subcommand has."""
+    """Add the option --json, which every subcommand has."""
     parser.add_argument("--json", action="store_true", help="print one JSON document, nothing else")
 
 
 def print_json(value: Any) -> None:
-    """One document on stdout; null for NaN and Infinity, which JSON does not have."""
+    """Print one JSON document; null replaces NaN and Infinity, which JSON lacks."""
     print(json.dumps(_in_json(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
@@ -53,7 +53,7 @@ def _in_json(value: Any) -> Any:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """A table on stdout; empty cells for None."""
+    """Print a table on stdout; None becomes an empty cell."""
     cells = [["" if value is None else str(value) for value in row] for row in rows]
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         _rich_table(head, cells)
@@ -72,10 +72,10 @@ def _rich_table(head: Sequence[str], cells: list[list[str]]) -> None:
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in head:
-        # A narrow terminal breaks cells, but no word of a head.
+        # A narrow terminal may break cells, but not the words of a heading.
         table.add_column(name, min_width=max(map(len, name.split()), default=0), overflow="fold")
     for row in cells:
-        # Text: a path such as layers[0] is no markup.
+        # Text disables markup: rich would read a path such as layers[0] as markup.
         table.add_row(*(Text(cell) for cell in row))
     Console().print(table)
 
@@ -87,7 +87,7 @@ class Progress:
         self._bar = bar
 
     def step(self, what: str) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         if self._bar is not None:
             self._bar.set_description_str(what)
             self._bar.update()
@@ -95,7 +95,7 @@ class Progress:
 
 @contextmanager
 def progress(steps: int, what: str) -> Iterator[Progress]:
-    """A bar of ``steps`` on stderr where that is a terminal and tqdm is installed, else nothing."""
+    """Show a bar of ``steps`` if stderr is a terminal and tqdm is installed, else nothing."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield Progress(None)
         return
@@ -108,8 +108,8 @@ def progress(steps: int, what: str) -> Iterator[Progress]:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Errors only from other libraries, and their progress where ours is shown: on a terminal."""
-    # Its first import sets the level of its logger.
+    """Show only errors of other libraries, and their progress only on a terminal."""
+    # The first import of this module sets its logger's level.
     from transformers.utils import logging as library
 
     loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
@@ -131,9 +131,9 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def bytes_text(count: float) -> str:
-    """A number of bytes in a unit that leaves one to four digits before the point."""
+    """Format a number of bytes in a unit that leaves one to four digits before the point."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 10_000 or unit == "GiB":
             return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
         count /= 1024
-    raise AssertionError("the last unit takes any number")
+    raise AssertionError("the last unit accepts any number")

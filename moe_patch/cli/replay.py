@@ -1,4 +1,4 @@
-"""``replay FILE``: a call that ``debug_nan`` has written, once more on both paths."""
+"""``replay FILE``: run a call that ``debug_nan`` has written again, on both paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_patch.cli.output import add_json, print_json, progress
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "replay",
         help="run a file of debug_nan on moe_patch and on transformers",
@@ -19,7 +19,7 @@ def add(subparsers: Any) -> None:
         "and parameters are not finite.",
     )
     parser.add_argument("file", metavar="FILE", help="the file")
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
     parser.add_argument(
         "--backend", choices=("auto", "torch", "triton"), help="default: the file's"
     )
@@ -28,7 +28,7 @@ def add(subparsers: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run it and print what was found."""
+    """Run the call and print what was found."""
     from moe_patch.cli.models import device_of
     from moe_patch.tools.replay import replay_file
 

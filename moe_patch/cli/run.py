@@ -1,4 +1,4 @@
-"""``run -- COMMAND ...``: a training command that is built on Trainer, with its model patched."""
+"""``run -- COMMAND ...``: run a training command built on Trainer, with its model patched."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moe_patch.errors import MoePatchError, UnsupportedOptionError
 
 NAME = "run"
 NOTHING = (
-    "nothing was patched: COMMAND built no transformers Trainer in this process; a command that "
-    "starts processes of its own is run in each of them: "
+    "nothing was patched: COMMAND built no transformers Trainer in this process; if it starts "
+    "processes of its own, run moe-patch in each of them: "
     "accelerate launch -m moe_patch run -- SCRIPT ..."
 )
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         NAME,
         help="run another training command with its model patched",
@@ -29,7 +29,7 @@ def add(subparsers: Any) -> None:
         description="Run COMMAND (a Python console command of this environment, -m MODULE, or a "
         "script.py) in this process, with MoePatchCallback among the default callbacks of "
         "transformers' Trainer and nothing else changed. The last line says what was patched.",
-        epilog="Exit status: that of COMMAND; 1 where it succeeds and nothing was patched.",
+        epilog="Exit status: that of COMMAND; 1 if it succeeds and nothing was patched.",
     )
     parser.add_argument(
         "--set",
@@ -41,7 +41,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
-    """Run ``run ...``; what COMMAND raises passes through, apart from SystemExit."""
+    """Run ``run ...``; errors of COMMAND pass through, apart from SystemExit."""
     own, command = _split(argv)
     args = parser.parse_args(own)
     try:
@@ -75,7 +75,7 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments before the first ``--``, and those after it."""
+    """Split the arguments at the first ``--``."""
     argv = list(argv)
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
@@ -94,7 +94,7 @@ def _options(items: Sequence[str]) -> dict[str, Any]:
 
 
 def _say(lines: dict[int, str], handed_over: bool) -> None:
-    """Print the last line; the processes that a launcher started have printed theirs."""
+    """Print the last line, unless a launcher's processes have printed theirs."""
     from moe_patch.integrations.announce import on_first_rank
 
     if on_first_rank() and (lines or not handed_over):

@@ -1,4 +1,4 @@
-"""``selftest``: the operators on this machine's device against fp64."""
+"""``selftest``: check the operators on this machine's device against fp64."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from moe_patch.tools.selftest import Check
     from moe_patch.tools.trust import Trust
 
-# Processes on a GPU: each has imports and a context to pay for before it compiles anything.
+# Number of processes on a GPU: each must import and create a context before it can compile.
 _JOBS = 4
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "selftest",
         help="check the kernels on this machine against fp64",
         description="Plan, routing, experts and adapters, forward and backward, against the plain "
         "reference in fp64, and twice for equal bits. Status 1 if a check fails.",
     )
-    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda where there is one")
+    parser.add_argument("--device", help="cuda, cuda:1, cpu; default: cuda if available")
     parser.add_argument(
         "--jobs", type=int, metavar="N",
         help=f"processes that share the checks; default: {_JOBS} on a GPU, else 1",
@@ -39,15 +39,17 @@ def add(subparsers: Any) -> None:
         "--trust",
         action="store_true",
         help="on a Triton that this library was not tested with: check the Hopper kernels instead, "
-        "and open them for this Triton, torch and library if they hold",
+        "and enable them for this Triton, torch and library if they hold",
     )
-    other.add_argument("--forget", action="store_true", help="take back what --trust opened")
+    other.add_argument(
+        "--forget", action="store_true", help="undo --trust: disable the kernels again"
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run it; status 1 when a check fails."""
+    """Run the checks; return status 1 if one fails."""
     from moe_patch.cli.models import device_of
     from moe_patch.tools.selftest import selftest
 
@@ -77,7 +79,7 @@ def jobs_for(device: torch.device, asked: int | None = None) -> int:
     """Return the number of processes that share the checks.
 
     Raises:
-        UnsupportedOptionError: fewer than one was asked for.
+        UnsupportedOptionError: ``asked`` is below one.
     """
     if asked is not None and asked < 1:
         raise UnsupportedOptionError(f"--jobs {asked}: at least 1")
@@ -87,14 +89,14 @@ def jobs_for(device: torch.device, asked: int | None = None) -> int:
 
 
 def trust_on(device: torch.device, jobs: int) -> Trust:
-    """Run :func:`moe_patch.tools.trust.trust` as a command does."""
+    """Run :func:`moe_patch.tools.trust.trust` with the settings of a command."""
     from moe_patch.tools.trust import trust
 
     return trust(device, progress=sys.stderr.isatty(), jobs=jobs)
 
 
 def print_trust(result: Trust) -> None:
-    """Print what was compared and what is open from now on."""
+    """Print the comparisons, and whether the Hopper kernels run from now on."""
     print(f"{result.device}, triton {result.triton}")
     if result.checks:
         print_checks(result.checks)

@@ -1,4 +1,4 @@
-"""The command's name, and its exit statuses; the head of the package says what they mean."""
+"""The command's name and exit statuses; moe_patch/cli/__init__.py explains them."""
 
 PROGRAM = "moe-patch"
 CHECK_FAILED = 1

@@ -1,4 +1,4 @@
-"""``train CONFIG``: fine-tune as a YAML file says."""
+"""``train CONFIG``: fine-tune a model as a YAML file says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_patch.errors import UnsupportedOptionError
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "train",
         help="fine-tune a model as a YAML file says, patched, and check the result",
@@ -22,7 +22,7 @@ def add(subparsers: Any) -> None:
         "configs/quickstart.yaml), with `moe_patch: true` or a mapping of options in it.",
     )
     parser.add_argument("config", metavar="CONFIG", help="the YAML file")
-    parser.add_argument("--output-dir", metavar="DIR", help="in place of the file's output_dir")
+    parser.add_argument("--output-dir", metavar="DIR", help="replaces the file's output_dir")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the results of an earlier run there"
     )
@@ -31,18 +31,18 @@ def add(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="put a value over the file's, for example training.max_steps=3 (repeatable)",
+        help="override a value of the file, for example training.max_steps=3 (repeatable)",
     )
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Run it; status 1 when a check at the end fails."""
+    """Train; return status 1 if a check at the end fails."""
     from moe_patch.train.config import load_config
 
     config = load_config(args.config, _overrides(args))
-    # After the file was read: a typing error should not wait for transformers to be imported.
+    # Import after reading the file: a typing error should not wait for transformers.
     from accelerate import PartialState
 
     from moe_patch.train.output import MARKER
@@ -51,8 +51,8 @@ def command(args: argparse.Namespace) -> int:
     told = contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext()
     with told:
         result = run(config, overwrite=args.overwrite)
-    # A thread of gloo drops tensors of earlier calls when a barrier is over, and aborts a process
-    # that ends meanwhile; this barrier has no such calls before it.
+    # After a barrier, a thread of gloo frees tensors of earlier calls, and a process that exits
+    # meanwhile aborts. No call comes right before this barrier, so nothing is left to free.
     state = PartialState()
     state.wait_for_everyone()
     state.destroy_process_group()

@@ -1,4 +1,4 @@
-"""``verify MODEL``: patched against unpatched on this machine, number by number."""
+"""``verify MODEL``: compare a patched with an unpatched model, number by number."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Made = TypeVar("Made")
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "verify",
         help="compare a patched model with the unpatched one on this machine",
         description="Logits, loss, router logits and every gradient of a patched model against "
         "transformers' eager experts, on random token ids. A folder without weights gets random "
-        "ones. Where both ways must meet the same experts, the unpatched model's choice is "
-        "replayed. Attention is the model's own, or eager where that does not run here, which the "
-        "output says. Status 1 if a number is above its limit.",
+        "ones. If the two choose different experts, the unpatched model's choice is replayed. "
+        "Attention is the model's own, or eager if that does not run here, which the output "
+        "says. Status 1 if a number is above its limit.",
     )
     models.add_model(parser)
     parser.add_argument("--random", action="store_true", help="random weights, load none")
@@ -37,13 +37,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--batch", type=int, default=2, metavar="B", help="sequences (default 2)")
     parser.add_argument("--length", type=int, default=32, metavar="L", help="tokens each (32)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, help="one limit in place of all")
+    parser.add_argument("--limit", type=float, help="one limit for all numbers")
     add_json(parser)
     parser.set_defaults(command=command)
 
 
 def command(args: argparse.Namespace) -> int:
-    """Compare and print; status 1 when a check fails."""
+    """Compare and print; return status 1 if a check fails."""
     from moe_patch.patching.patch import patch_model, unpatch_model
 
     _check_numbers(args)
@@ -56,7 +56,7 @@ def command(args: argparse.Namespace) -> int:
         random = args.random or not models.has_weights(args.model)
         model, unbuilt = _make(args, config, models.DTYPES[name], device, random)
         with models.explained(f"MODEL: {type(model).__name__} does not run on hidden states"):
-            # A refusal comes before any run of the whole model.
+            # Refuse the model before the whole of it runs.
             unpatch_model(patch_model(model, backend=args.backend))
         steps.step("unpatched, then patched")
         batch, reference, failed = _unpatched(model, args)
@@ -86,24 +86,24 @@ def _check_numbers(args: argparse.Namespace) -> None:
     if args.batch < 1 or args.length < 2:
         raise UnsupportedOptionError("--batch and --length: at least 1 sequence of 2 tokens")
     if args.limit is not None and not args.limit >= 0:
-        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number from 0 on")
+        raise UnsupportedOptionError(f"--limit {args.limit}: accepted: a number of at least 0")
     check_seed(args.seed)
 
 
 def _make(
     args: argparse.Namespace, config: Any, dtype: torch.dtype, device: torch.device, random: bool
 ) -> tuple[Any, str]:
-    """The unpatched model on transformers' eager experts, and why its attention is not its own."""
+    """Return the unpatched model on eager experts, and why attention is not its own, if so."""
 
     def make(**options: str) -> Any:
         if not random:
             return models.load(args.model, config, dtype, device, **options)
         torch.manual_seed(args.seed)
         model = models.build(config, dtype, "cpu", **options)
-        models.stir(model, args.seed)
+        models.perturb(model, args.seed)
         return model.to(device)
 
-    own = config._attn_implementation  # None: transformers chooses one that it can make.
+    own = config._attn_implementation  # None lets transformers choose one that works here.
     model, reason = _or_eager(own, make, lambda: make(attn_implementation="eager"))
     model.set_experts_implementation("eager")
     return model, reason
@@ -112,10 +112,10 @@ def _make(
 def _or_eager(
     own: str | None, make: Callable[[], Made], make_eager: Callable[[], Made]
 ) -> tuple[Made, str]:
-    """The result on the model's own attention and "", or on eager attention and the reason.
+    """Run with the model's attention, or else with eager; return the result and the reason.
 
     Raises:
-        UnsupportedOptionError: the first one's, where neither runs or the model's own is eager.
+        UnsupportedOptionError: of the first run, if neither works or the model's own is eager.
     """
     try:
         return make(), ""
@@ -129,7 +129,7 @@ def _or_eager(
 
 
 def _unpatched(model: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Run, str]:
-    """Inputs that the model takes, what it gives for them, and why it runs on eager attention."""
+    """Return inputs, the results of the unpatched model, and why attention is eager, if so."""
 
     def once() -> tuple[dict[str, Any], Run]:
         batch = _inputs(model, args)
@@ -145,7 +145,7 @@ def _unpatched(model: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Ru
 
 
 def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Random token ids, with labels and router logits where the model takes them."""
+    """Return random token ids, with labels and router logits if the model accepts them."""
     from inspect import signature
 
     generator = torch.Generator().manual_seed(args.seed)
@@ -166,13 +166,13 @@ def _inputs(model: Any, args: argparse.Namespace) -> dict[str, Any]:
         out = model(**batch)
     if routers:
         batch["output_router_logits"] = _has_router_logits(model, batch)
-    if "labels" in takes:  # some heads have fewer rows than the embedding
+    if "labels" in takes:  # some heads have fewer classes than the embedding has rows
         batch["labels"] = batch["input_ids"] % out.logits.shape[-1]
     return batch
 
 
 def _has_router_logits(model: Any, batch: dict[str, Any]) -> bool:
-    """False where its auxiliary loss fails for want of a layer that has any (hash routing)."""
+    """Return False if the auxiliary loss fails for lack of router logits (hash routing)."""
     try:
         with torch.no_grad():
             model(**{**batch, "output_router_logits": True})

@@ -15,12 +15,12 @@ from moe_patch.errors import UnsupportedOptionError
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "warmup",
         help="compile a model's kernels ahead, into Triton's cache on disk",
         description="Run each kind of MoE block of MODEL once per size class, with random weights "
-        "at the model's own sizes; no weights are loaded. Where there is nothing to compile the "
+        "at the model's own sizes; no weights are loaded. If there is nothing to compile, the "
         "rows say why.",
     )
     models.add_model(parser)
@@ -32,7 +32,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="first `selftest --trust`: the Hopper kernels on a Triton that was not tested",
+        help="first run `selftest --trust`, to enable the Hopper kernels on an untested Triton",
     )
     add_json(parser)
     parser.set_defaults(command=command)

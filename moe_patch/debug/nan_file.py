@@ -1,9 +1,10 @@
-"""The call of the first block whose output is not finite, in a safetensors file.
+"""Save the call of the first block with a non-finite output in a safetensors file.
 
     input, ids, weights      the experts' arguments: [T, D], [T, K], [T, K]; or a block's one input
     parameters.NAME          the module's own parameters and buffers
-    lhs.I.NAME, rhs.I.NAME   low-rank factors handed down with the call, by adapter and parameter
-and in the metadata the block's path, the class, its config, the factors' scalings and versions.
+    lhs.I.NAME, rhs.I.NAME   low-rank factors passed with the call, by adapter and parameter
+
+The metadata hold the block's path, its class, its config, the factors' scalings and versions.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ ARGUMENTS = ("input", "ids", "weights")
 
 @dataclass(frozen=True)
 class NanCall:
-    """What such a file holds.
+    """The contents of such a file.
 
     Attributes:
-        path, role: the block, and what of it was called: "experts" or "block" (as a whole).
+        path, role: the block, and what was called: "experts" or "block" (as a whole).
         module, cls: the class's module and name.
         config_module, config_cls, config: the config's class and its values.
-        backend: what the patch was asked for.
+        backend: the patch's ``backend`` option.
         args: the call's arguments.
         parameters: the module's parameters and buffers by name.
         factors: parameter -> low-rank factors.
@@ -61,7 +62,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
 
     Raises:
         OSError, UnsupportedOptionError: the file cannot be written.
-        UnsupportedModelError: the module holds parts of its weights only.
+        UnsupportedModelError: the module holds only parts of its weights.
     """
     import transformers
 
@@ -78,8 +79,8 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
     for name, tensor in tensors.items():
         if is_sharded(tensor):
             raise UnsupportedModelError(
-                f"{name} is sharded (DTensor); accepted: tensors that are whole in the call, as on "
-                "one device, under DDP and under FSDP"
+                f"{name} is sharded (DTensor); accepted: tensors that are whole in "
+                "the call, as on one device, under DDP and under FSDP"
             )
     own = _class_of(module)
     about = {
@@ -132,10 +133,10 @@ def read(file: str | Path) -> NanCall:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by the names of a fresh module.
+    """Return parameters and buffers by their names in a freshly built module.
 
-    Parametrized ones as evaluated, quantised ones dequantised. Not from state_dict: the hooks that
-    FSDP puts there shard the weights again, in the middle of this call.
+    Parametrized ones are evaluated, quantised ones dequantised. state_dict is no alternative: its
+    FSDP hooks would shard the weights again in the middle of this call.
     """
     found: dict[str, Tensor] = {}
     for path, owner in module.named_modules():
@@ -152,13 +153,13 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _class_of(module: nn.Module) -> type:
-    """The class in transformers, below generated ones (FSDP, parametrizations)."""
+    """Return the class in transformers, below generated ones (FSDP, parametrizations)."""
     own = (c for c in type(module).__mro__ if c.__module__.startswith("transformers."))
     return next(own, type(module))
 
 
 def file_of(probe: Any) -> Path:
-    """Where the call of a probed module goes; each rank has a file of its own."""
+    """Return the file for the call of a probed module; each rank has its own."""
     rank = ""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank = f".rank{torch.distributed.get_rank()}"

@@ -1,10 +1,11 @@
-"""What looks at the calls of a patched module, where ``shadow_check`` or ``debug_nan`` ask for it.
+"""Probes: observe the calls of patched modules for ``shadow_check`` and ``debug_nan``.
 
-A probed module has a :class:`Probe` in its patch record (``ModulePatch.probe``); everywhere else it
-is None, and a forward pays that one look. The experts module is probed, or the block where the
-family's experts are not called as transformers' are; with ``shadow_check`` the router as well.
+A probed module has a :class:`Probe` in its patch record (``ModulePatch.probe``). In all other
+modules it is None, and checking for that is the only cost of a forward. The experts module is
+probed, or the whole block if its family calls experts otherwise than transformers; ``shadow_check``
+also probes the router.
 
-Which block is compared in which step follows from the step's number alone: no state is shared
+The step number alone decides which block is compared in which step. No state is therefore shared
 between modules, copies of a model work, and data-parallel ranks compare the same block.
 """
 
@@ -39,17 +40,17 @@ class FirstNan:
 
 @dataclass
 class Probe:
-    """Looks at every call of one module.
+    """Observes every call of one module.
 
     Attributes:
         path: the block's path.
         role: "experts", "block" or "router".
         model_config: the model's config, for modules that keep none.
-        index, blocks: which of how many blocks.
+        index, blocks: position of this block, and the number of blocks.
         every: ``shadow_check``; 0 compares nothing.
-        nan: what ``debug_nan`` shares between modules, or None.
-        folder: where its file goes.
-        calls: training forwards so far, recomputes left out.
+        nan: state that ``debug_nan`` shares between modules, or None.
+        folder: folder of the debug_nan file.
+        calls: training forwards so far, without recomputes.
         results: the comparisons made.
     """
 
@@ -66,18 +67,18 @@ class Probe:
     eagerly: Callable[..., Any] = field(default_factory=eagerly, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the wrapper of the compiler, which does not pickle."""
+        """Return the state without the compiler's wrapper, which cannot be pickled."""
         return {key: value for key, value in self.__dict__.items() if key != "eagerly"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, eagerly=eagerly())
 
     def run(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """``call(*args, **kwargs)``, looked at; outside compiled code (one graph break)."""
+        """Run ``call(*args, **kwargs)`` and observe it, outside compiled code (one graph break)."""
         return self.eagerly(self._run, call, module, args, kwargs)
 
     def _run(self, call: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        # Before the call: some routers write into their input.
+        # Copy before the call, because some routers write to their input.
         due = self._due(module)
         before = _copies(args) if due else args
         out = call(*args, **kwargs)
@@ -90,8 +91,8 @@ class Probe:
         return out
 
     def _due(self, module: nn.Module) -> bool:
-        """Whether this call is the one of its window of steps that is compared."""
-        # No training forward: a recompute, or one whose tensors autograd refuses.
+        """Return whether this call is the one that its window of steps compares."""
+        # Skip recomputes, which are no new steps, and inference mode, where autograd fails.
         if inside_backward() or torch.is_inference_mode_enabled():
             return False
         if not (self.every and module.training):
@@ -111,8 +112,8 @@ class Probe:
         try:
             nan_file.write(self, module, args, file)
         except (OSError, MoePatchError) as error:
-            # The step is the user's; a full disk must not end it.
-            logger.error("moe_patch: %s; its call cannot be kept: %s", found, error)
+            # A full disk must not end the user's training step.
+            logger.error("moe_patch: %s; its call cannot be saved: %s", found, error)
             return
         logger.error(
             "moe_patch: %s; its input, ids and weights are in %s: run `python -m moe_patch replay "
@@ -130,12 +131,12 @@ def _copies(args: tuple) -> tuple:
 def attach(
     model: nn.Module, watched: Mapping[str, Sequence[tuple[str, nn.Module]]], config: PatchConfig
 ) -> None:
-    """Put probes on modules; blocks that cannot be probed are named once in the log.
+    """Attach probes to modules; log once which blocks cannot be probed.
 
     Args:
         model: the patched model.
-        watched: role and module of what is probed, by the block's path; empty where nothing is.
-        config: with ``shadow_check`` or ``debug_nan``.
+        watched: roles and modules to probe, by the block's path; empty if a block cannot be probed.
+        config: has ``shadow_check`` or ``debug_nan``.
     """
     nan = FirstNan() if config.debug_nan else None
     kept = [path for path, modules in watched.items() if modules]
@@ -163,7 +164,7 @@ def attach(
                 homeless.append(path)
     _name(
         "shadow_check and debug_nan", [path for path in watched if path not in kept],
-        "their experts are called in a way of the family's own",
+        "the family calls its experts in its own way",
     )  # fmt: skip
     _name("debug_nan", homeless, "no transformers model around them has the config for its file")
 
@@ -174,7 +175,7 @@ def _name(options: str, paths: list[str], why: str) -> None:
 
 
 def _config_above(model: nn.Module, path: str) -> Any:
-    """The config of the innermost transformers model around a block, or None."""
+    """Return the config of the innermost transformers model around a block, or None."""
     from transformers import PreTrainedModel
 
     while path:

@@ -1,10 +1,10 @@
-"""One call of a patched module once more, on its own path and on transformers', and compared.
+"""Run one call of a patched module again, on our path and on transformers', and compare.
 
 Both run on copies of the live inputs and on detached weights, without hooks, recorders or probes,
-from the same random state, which is restored: the step that is being made is not changed. Compared
-are outputs and, for experts and blocks, the gradients of inputs and trained parameters for a fixed
-direction. Routers are compared apart from the experts, so that a tie cannot blur these: the number
-of tokens that choose other experts, and the weights of the others.
+from the same random state. That state is restored, so the current step does not change. Outputs are
+compared and, for experts and blocks, gradients of inputs and trained parameters for a fixed
+direction. Routers are compared apart from the experts, so that a tie cannot change these. For a
+router the comparison has the number of tokens with other experts, and the weights of the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorat
 from moe_patch.runtime.record import RECORD, handed_down, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
-# A live batch has more rows and less even values than the self-check's, whose limits these extend.
+# Live batches have more rows and less even values than the self-check, so extend its limits.
 SLACK = 5.0
 
 
@@ -35,11 +35,11 @@ class Comparison:
 
     Attributes:
         path: the block.
-        role: what of it was called: "experts", "block" (as a whole) or "router".
-        step: which training forward of the module it was, from 1 on.
-        errors: what was compared -> relative error.
+        role: what was called: "experts", "block" (as a whole) or "router".
+        step: number of the module's training forward, from 1 on.
+        errors: name of the compared tensor -> relative error.
         limit: errors up to here are rounding.
-        other_experts: of a router, how many tokens choose other experts than transformers.
+        other_experts: for a router, how many tokens choose other experts than transformers.
         skipped: why nothing was compared, or empty.
     """
 
@@ -53,7 +53,7 @@ class Comparison:
 
     @property
     def within(self) -> bool:
-        """False also for NaN; True where nothing was compared."""
+        """Return whether all errors are within the limit; False for NaN, True without any."""
         return all(error <= self.limit for error in self.errors.values())
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ class Comparison:
 
 
 def shadow_results(model: nn.Module) -> list[Comparison]:
-    """Every comparison that ``shadow_check`` has made in a patched model, by step."""
+    """Return every comparison that ``shadow_check`` has made in a patched model, by step."""
     records = [record for m in model.modules() if (record := record_of(m)) is not None]
     found = [r for record in records if record.probe is not None for r in record.probe.results]
     return sorted(found, key=lambda result: result.step)
@@ -77,7 +77,7 @@ def shadow_results(model: nn.Module) -> list[Comparison]:
 def compare(
     path: str, role: str, step: int, module: nn.Module, args: tuple, kwargs: dict
 ) -> Comparison:
-    """Run a module's call on both paths; never raises on a difference.
+    """Run a module's call on both paths; never raise on a difference.
 
     Args:
         path, role, step: as in :class:`Comparison`.
@@ -91,7 +91,7 @@ def compare(
     with ExitStack() as stack:
         stack.enter_context(unobserved(modules))
         stack.enter_context(torch.enable_grad())
-        # A checkpoint around the step counts the tensors that are saved; these are not its own.
+        # A checkpoint around the step counts saved tensors and must not see those of these runs.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         ours = _run(module, _ours, args, kwargs, merge=False)
         with paused(modules):
@@ -117,12 +117,12 @@ def _obstacle(module: nn.Module, args: tuple) -> str | None:
     if len(args) == 3 and experts is not None:
         ids = args[1]
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < experts:
-            return "ids of experts that are not here (expert parallelism)"
+            return "ids of experts on other devices (expert parallelism)"
     return None
 
 
 def _limit(module: nn.Module, args: tuple) -> float:
-    """That of the lowest precision that takes part."""
+    """Return the limit of the lowest precision involved."""
     tensors = [*args, *module.parameters()]
     dtypes = {t.dtype for t in tensors if isinstance(t, Tensor)} & LIMITS.keys()
     device_type = next(t.device.type for t in args if isinstance(t, Tensor))
@@ -147,7 +147,7 @@ def _theirs(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _run(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, merge: bool
 ) -> tuple[tuple, dict[str, Tensor]]:
-    """Outputs, and gradients by name; ``merge`` adds handed-down factors to their weights."""
+    """Return outputs, and gradients by name; ``merge`` adds the call's factors to their weights."""
     inputs = [_leaf(a.clone()) if isinstance(a, Tensor) else a for a in args]
     named = {name: _copy(p) for name, p in module.named_parameters()}
     factors = {
@@ -167,7 +167,7 @@ def _run(
 def _leaves(
     inputs: list[Any], named: dict[str, Tensor], factors: dict[str, list[Factors]]
 ) -> dict[str, Any]:
-    """Inputs, parameters and factors by the name of their gradient."""
+    """Return inputs, parameters and factors by the name of their gradient."""
     leaves = {**dict(zip(INPUTS, inputs, strict=False)), **named}
     for parameter, given in factors.items():
         leaves |= {f"{parameter}, A of adapter {i}": f.rhs for i, f in enumerate(given)}
@@ -176,10 +176,10 @@ def _leaves(
 
 
 def _copy(parameter: nn.Parameter) -> Tensor:
-    """The same memory as a parameter of its own.
+    """Return a new parameter on the same memory.
 
-    PEFT's own path writes to the weight and registers it again as what it is: through detach() the
-    step's tensor would count the write, and anything but a parameter would come back as a buffer.
+    PEFT's own path writes to the weight and registers it again with its type. With detach() the
+    write would count on the step's own tensor, and a plain tensor would become a buffer.
     """
     if isinstance(parameter, QuantTensor):
         return _leaf(parameter, trained=False)
@@ -191,7 +191,7 @@ def _leaf(tensor: Tensor, trained: bool = True) -> Tensor:
 
 
 def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
-    """The weight with its adapters added, in storage layout; a quantised one as what it means."""
+    """Return the weight with its adapters added, in storage layout; dequantise a quantised one."""
     weight = plain(weight)
     for lhs, rhs, scaling in factors:
         weight = weight + (scaling * (lhs @ rhs)).to(weight.dtype)
@@ -211,7 +211,7 @@ def _handed_down(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterat
 
 @contextmanager
 def _forked(args: tuple) -> Iterator[None]:
-    """The same random state for both runs, and for what follows them."""
+    """Give both runs the same random state, and restore it afterwards."""
     devices = {a.device for a in args if isinstance(a, Tensor) and a.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         yield
@@ -240,14 +240,14 @@ def _outputs(
 
 
 def relative_error(mine: Tensor, reference: Tensor) -> float:
-    """norm(a - b) / norm(b) in fp64; 0 for equal zeros."""
+    """Return norm(a - b) / norm(b) in fp64; 0 for equal zeros."""
     mine, reference = mine.detach().double(), reference.detach().double()
     distance, size = (mine - reference).norm().item(), reference.norm().item()
     return distance / size if size else (0.0 if distance == 0.0 else float("inf"))
 
 
 def _routers(ours: tuple, theirs: tuple) -> tuple[dict[str, float], int]:
-    """Logits, and the weights by expert of the tokens that choose the same experts."""
+    """Return errors of logits and of weights, the latter where choices agree; count the rest."""
     (logits_TE, weights_TK, ids_TK), (ref_TE, ref_TK, ref_ids_TK) = ours[:3], theirs[:3]
     same_T = (ids_TK.sort(-1).values == ref_ids_TK.sort(-1).values).all(-1)
     zeros = torch.zeros(logits_TE.shape, dtype=torch.float64, device=logits_TE.device)

@@ -1,4 +1,4 @@
-"""Patched modules on transformers' own forward for a while."""
+"""Run patched modules on transformers' own forward for a while."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @contextmanager
 def reference(model: Model) -> Iterator[Model]:
-    """Run every patched block's own forward of transformers inside a ``with`` block.
+    """Run transformers' own forward of every patched block inside a ``with`` block.
 
-    Routers, experts (in the implementation that the model was configured for) and PEFT's wrappers
-    are as if the model had never been patched; nothing is unbound. Under checkpointing backward
-    belongs inside as well, since it runs the forward again. Recorders and replays see nothing of
-    what runs here.
+    Routers, experts and PEFT's wrappers behave as if the model had never been patched; nothing is
+    unbound. Experts use the implementation that the model was configured for. Under checkpointing,
+    call backward inside as well, since it runs the forward again. Recorders and replays have no
+    effect inside.
 
     Args:
         model: a patched model, bare or wrapped.
@@ -32,7 +32,7 @@ def reference(model: Model) -> Iterator[Model]:
         The same model.
 
     Raises:
-        PatchStateError: the model is not patched, or is inside such a ``with`` already.
+        PatchStateError: the model is not patched, or is already inside such a ``with``.
     """
     touched = [m for m in model.modules() if record_of(m) is not None]
     if not touched:
@@ -46,7 +46,7 @@ def reference(model: Model) -> Iterator[Model]:
 
 @contextmanager
 def paused(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """The patches of some modules switched off, and their experts' configs as they were."""
+    """Switch off the patches of some modules and restore their experts' configs; then undo that."""
     touched: list[tuple[Any, ModulePatch, Any]] = []
     try:
         for module in modules:
@@ -71,7 +71,7 @@ def paused(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Some modules without their hooks, recorders and probes: what runs inside leaves no trace."""
+    """Detach hooks, recorders and probes from some modules, so that calls leave no trace."""
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in modules:

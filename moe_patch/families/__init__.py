@@ -1,7 +1,8 @@
-"""The registry: transformers classes -> FamilySpec. Data only; transformers is not imported here.
+"""Registry of families: transformers classes -> FamilySpec.
 
-Every module of this package that defines ``FAMILIES`` is registered, in the order of their names,
-save entries for a later release of transformers than the installed one.
+It holds data only; transformers is not imported here. Every module of this package that defines
+``FAMILIES`` is registered, in alphabetical order of the module names. Entries for a later release
+of transformers than the installed one are left out.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _LATER: list[FamilySpec] = []
 
 
 def register_family(spec: FamilySpec) -> None:
-    """Add a family, or put it in the place of the one that names the same classes.
+    """Add a family, or replace the one that names the same classes.
 
-    Where two entries name one class of one module, the earlier entry serves it: to change a shipped
-    one, register it with its class names and module unchanged. An entry for another release of
-    transformers than the installed one (``since``, ``until``) is inert.
+    If two entries name one class of one module, the earlier entry wins. To change a shipped entry,
+    therefore, register it with its class names and module unchanged. An entry for another release
+    of transformers than the installed one (``since``, ``until``) has no effect.
 
     Args:
-        spec: checked on construction; its class names are matched against live modules by class.
+        spec: checked on construction; its class names are matched against the classes of modules.
     """
     if not _described(spec):
         if spec.since:
@@ -50,27 +51,27 @@ def register_family(spec: FamilySpec) -> None:
 
 
 def families() -> tuple[FamilySpec, ...]:
-    """All registered families."""
+    """Return all registered families."""
     return tuple(_FAMILIES)
 
 
 def later_families() -> tuple[FamilySpec, ...]:
-    """Entries that describe a later release of transformers than the installed one."""
+    """Return entries for a later release of transformers than the installed one."""
     return tuple(_LATER)
 
 
 def later_release(model_types: tuple[str, ...]) -> str:
-    """The release of transformers that an entry for one of these types waits for; else empty."""
+    """Return the release of transformers that one of these types needs, if it is a later one."""
     return next((spec.since for spec in _LATER if {*model_types} & {*spec.model_types}), "")
 
 
 def is_shipped(spec: FamilySpec) -> bool:
-    """Whether an entry is one of this package's own, as it came."""
+    """Return whether an entry is one of this package's own, unchanged."""
     return any(spec in (own, alone) for own, alone in _SHIPPED)
 
 
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
-    """The family and role ("experts", "router" or "block") of a module, by its class.
+    """Return the family and role ("experts", "router" or "block") of a module, by its class.
 
     Base classes count too: FSDP and parametrizations give instances a generated subclass.
     """
@@ -79,7 +80,7 @@ def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
 
 
 def entry_class(module: nn.Module) -> type | None:
-    """The class of a module, or the base of it, that a family's entry names."""
+    """Return the class of a module, or its base class, that a family's entry names."""
     found = _entry(module)
     return None if found is None else found[0]
 
@@ -93,11 +94,11 @@ def _entry(module: nn.Module) -> tuple[type, FamilySpec, str] | None:
 
 
 def supported_model_types() -> dict[str, str]:
-    """Every MoE model type of the installed transformers -> its tier, sorted by name.
+    """Return the tier of every MoE model type of the installed transformers, sorted by name.
 
-    A type that no entry names takes the lowest tier of the towers that its config holds; where it
-    describes experts itself, the tier is "experts" if transformers' own registry of implementations
-    serves them, else "refused". Entries for types that the installed release lacks are left out.
+    A type that no entry names takes the lowest tier of the towers in its config. If its config
+    describes experts itself, the tier is "experts" if transformers' registry of implementations
+    covers them, else "refused". Entries for types that the installed release lacks are left out.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -120,7 +121,7 @@ def supported_model_types() -> dict[str, str]:
 
 
 def lowest_tier(*tiers: str) -> str:
-    """The tier that speaks for several blocks or towers together."""
+    """Return the tier that summarises several blocks or towers: the lowest."""
     return max(tiers, key=TIERS.index)
 
 
@@ -129,7 +130,7 @@ def _identity(spec: FamilySpec) -> tuple:
 
 
 def _described(spec: FamilySpec) -> bool:
-    """Whether an entry describes the installed release of transformers."""
+    """Return whether an entry describes the installed release of transformers."""
     installed, since, until = (
         [int(part) for part in release.split(".")[:2]]
         for release in (

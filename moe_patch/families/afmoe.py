@@ -1,4 +1,4 @@
-"""AFMoE: sigmoid scores; the router wraps a Linear and gets the correction bias from the block."""
+"""AFMoE: sigmoid scores; the router wraps a Linear, the block passes it the correction bias."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from moe_patch.runtime.spec import Arg, Const, FamilySpec
 
 
 def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """The router's own Linear in the weight's dtype, the result in fp32."""
+    """Apply the router's own Linear in the weight's dtype; return logits in fp32."""
     return router.gate(hidden.reshape(-1, hidden.shape[-1])).float()
 
 

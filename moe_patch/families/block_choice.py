@@ -1,7 +1,8 @@
 """Families before transformers 5.13, where the router made logits and the block chose experts.
 
-Only places differ from the entry of 5.13: routing attributes are the block's own, the correction
-bias is still the router's, and the block's ``route_tokens_to_experts`` gives (ids, weights).
+The two entries of a family differ only in where things are. Before 5.13 routing attributes belong
+to the block and the correction bias to the router. The block's ``route_tokens_to_experts`` returns
+(ids, weights).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ METHOD = "route_tokens_to_experts"
 def in_both_forms(
     spec: FamilySpec, experts: str | None = None, **places: str
 ) -> tuple[FamilySpec, FamilySpec]:
-    """The entry of a family from 5.13 on, and the one of the releases before.
+    """Return a family's entry from 5.13 on, and its entry for the releases before.
 
     Args:
         spec: the family as it is from 5.13 on.
-        experts: the experts' class name before.
-        places: routing parameter -> attribute of the block, where its name differs.
+        experts: class name of the experts before 5.13.
+        places: routing parameter -> attribute of the block, if its name differs.
     """
     before: dict[str, Any] = {
         "experts": experts or spec.experts,

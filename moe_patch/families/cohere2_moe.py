@@ -1,4 +1,4 @@
-"""Cohere2-MoE: the best logits first, then softmax over them or a sigmoid of each, by config."""
+"""Cohere2-MoE: choose the best logits; the config says if softmax or sigmoid weights them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_patch.runtime.spec import FamilySpec
 def softmax_or_sigmoid(
     experts: int, *, top_k: int, selection: str, renormalize: bool
 ) -> dict[str, Any]:
-    """The best k logits; softmax over those in fp32, or sigmoids, renormalised on request.
+    """Choose the best k logits; weight them by softmax in fp32, or by sigmoids.
 
     Raises:
         UnsupportedModelError: ``selection`` is neither "softmax" nor "sigmoid".

@@ -1,7 +1,7 @@
-"""DBRX: the block chooses, the router only makes logits; w1, v1 and w2 are stacked 2-D matrices.
+"""DBRX: the router only makes logits, the block chooses; w1, v1 and w2 are stacked 2-D matrices.
 
-Gate and up are two parameters of shape [E * F, D]: they are multiplied one by one, so that no
-concatenated copy of them is made.
+Gate and up are two parameters of shape [E * F, D]. They are multiplied one after the other, so no
+concatenated copy is made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_patch.types import RouteSpec
 
 @bound
 def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
-    """logits_TE; in training the hidden states are first jittered in place."""
+    """Return logits_TE; in training, jitter the hidden states in place first."""
     if router.training and router.moe_jitter_eps is not None:
         eps = router.moe_jitter_eps
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - eps, 1.0 + eps)
@@ -32,7 +32,7 @@ def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> T
 
 
 def choice(block: Any, ties: str) -> RouteSpec:
-    """The best of a softmax in the logits' dtype."""
+    """Return the routing rule: top-k of a softmax in the logits' dtype."""
     return RouteSpec(block.top_k, fp32=False, ties=ties)
 
 
@@ -40,7 +40,7 @@ def choice(block: Any, ties: str) -> RouteSpec:
 def softmax_topk_norm(
     block: Any, record: ModulePatch, router_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """weights_TK and ids_TK: softmax in the logits' dtype, divided by an L_p norm if one is set."""
+    """Return weights_TK (softmax in the logits' dtype, L_p-normalised if configured) and ids_TK."""
     impl = route_impl(record.config.backend, record.config.batch_invariant)
     routing = impl(router_logits, choice(block, record.config.ties), None)
     weights_TK = routing.weights_TK
@@ -55,7 +55,7 @@ def softmax_topk_norm(
 def experts_forward(
     experts: Any, record: ModulePatch, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """sum_k w_tk * w2_e (act(w1_e x_t) * (v1_e x_t)), in the shape of the hidden states."""
+    """Return sum_k w_tk * w2_e (act(w1_e x_t) * (v1_e x_t)), in the shape of the hidden states."""
     mlp, E, F, D = experts.mlp, experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
     stored = {name: projection(mlp, name) for name in ("w1", "v1", "w2")}
     for name, weight in stored.items():

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and its many copies: sigmoid scores, correction bias and groups for the choice."""
+"""DeepSeek-V3 and its many copies: sigmoid scores; a correction bias and groups for the choice."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ PARAMS = {
 
 
 def deepseek_v3_like(prefix: str, module: str, *model_types: str, **more: Any) -> FamilySpec:
-    """A family whose classes are renamed copies of DeepSeek-V3's.
+    """Return the entry of a family whose classes are renamed copies of DeepSeek-V3's.
 
     Args:
-        prefix: of the class names.
+        prefix: prefix of the class names.
         module: transformers model folder.
-        model_types: of the configs that the blocks read; the folder's name by default.
+        model_types: model types of the configs that the blocks read; by default the folder's name.
         more: fields that differ from DeepSeek-V3's.
     """
     fields: dict[str, Any] = {
@@ -41,12 +41,12 @@ def deepseek_v3_like(prefix: str, module: str, *model_types: str, **more: Any) -
 
 
 def since_before_513(prefix: str, *names: str, naive: bool = True, **more: Any) -> Any:
-    """Both entries of a family that is older than 5.13; arguments as :func:`deepseek_v3_like`.
+    """Return both entries of a family older than 5.13; see :func:`deepseek_v3_like`.
 
     Args:
-        prefix: of the class names.
+        prefix: prefix of the class names.
         names: the model folder, and the model types.
-        naive: the experts' class had another name before.
+        naive: the experts' class had another name before 5.13.
         more: fields that differ from DeepSeek-V3's.
     """
     spec = deepseek_v3_like(prefix, *names, **more)
@@ -58,11 +58,11 @@ _CLAMPED_SILU = GluRule("silu", limit="swiglu_limit")
 FAMILIES = (
     *since_before_513("DeepseekV3", "deepseek_v3", "deepseek_v3", "sarvam_mla"),
     *since_before_513("DeepseekV32", "deepseek_v32"),
-    # the block normalises the sum of routed and shared output
+    # The block normalises the sum of routed and shared output.
     deepseek_v3_like("AXK1", "axk1", shared=None, shared_by_block="shared_experts"),
     deepseek_v3_like("AXK2", "axk2", params={**PARAMS, "group_fill": Const(0.0)}),
     deepseek_v3_like("BailingHybrid", "bailing_hybrid"),
-    # the block scales the routed output; its gate in fp32 is what every Glu kind does
+    # The block scales the routed output. Its fp32 gate needs no field: every Glu kind uses fp32.
     deepseek_v3_like(
         "Beam",
         "beam",
@@ -83,7 +83,7 @@ FAMILIES = (
     deepseek_v3_like("HYV4VL", "hy_v4_vl", "hy_v4_vl_text", glu=_CLAMPED_SILU),
     deepseek_v3_like("KimiLinear", "kimi_linear"),
     deepseek_v3_like("MiMoV2Flash", "mimo_v2_flash", shared=None),
-    # projections to and from a latent space stand around the experts, in the block
+    # In the block, projections to and from a latent space surround the experts.
     *since_before_513(
         "NemotronH", "nemotron_h", naive=False, shared=None, shared_by_block="shared_experts"
     ),

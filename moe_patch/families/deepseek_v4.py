@@ -1,6 +1,6 @@
-"""DeepSeek-V4: score by sqrt(softplus), correction bias for the choice; the first layers hash.
+"""DeepSeek-V4: scores by sqrt(softplus), a correction bias for the choice; first layers hash.
 
-On a hash layer the token id names the experts (a frozen table); the gate only weights them.
+On a hash layer a frozen table maps the token id to its experts; the gate only weights them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPS = 1e-20
 def hash_router_forward(
     router: Any, record: ModulePatch, hidden_states: Tensor, input_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits, weights and ids of the experts that the table lists for each token id."""
+    """Return logits, weights and ids of the experts that the table lists for each token id."""
     logits_TE = linear(router, hidden_states)
     ids_TK = router.tid2eid[input_ids.reshape(-1)].long()
     weights_TK = score(logits_TE, score_name(router.score_fn)).gather(1, ids_TK)
@@ -32,7 +32,7 @@ def hash_router_forward(
 
 
 def with_token_ids(block: Any, hidden: Tensor) -> Tensor:
-    """A call of the block by itself: hash layers also take one token id per hidden state."""
+    """Call the block alone; a hash layer also gets one token id per hidden state."""
     if not block.is_hash:
         return block(hidden)
     tokens = hidden.shape[0] * hidden.shape[1]

@@ -1,7 +1,7 @@
 """Doge: product-key routing over very many experts, each one vector in and one vector out.
 
-An expert is a row of two embedding tables, so the expert products are gathered dot products. The
-block is bound as a whole: it has no router class and no experts module.
+An expert is a row of two embedding tables, so expert products are gathered dot products. The whole
+block is bound, because it has no router class and no experts module.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from moe_patch.types import Routing
 def product_key_block(
     block: Any, record: ModulePatch, hidden_states: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
-    """The dense MLP plus the retrieved experts, and the two rows of key logits, [2, T, P].
+    """Return dense MLP plus retrieved experts, and the two rows of key logits, [2, T, P].
 
     out_t = mlp(x_t) + sum_k act(d_k . x_t) * w_tk * u_k over the rows d, u of the chosen experts.
     """
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
-    # Rows of the two axes come from different tokens: transformers keeps this split of the logits.
+    # Rows of the two axes come from different tokens; transformers splits the logits in this way.
     logits_2TP = block.router_gate(hidden_states).view(2, x_TD.shape[0], block.num_keys)
     routing = choose(block, logits_2TP, record.config)
     ids_TK = routing.ids_TK.clamp(min=0)
@@ -40,7 +40,7 @@ def product_key_block(
 
 
 def choose(block: Any, logits_2TP: Tensor, config: PatchConfig) -> Routing:
-    """The best pairs of keys; with ``ties="torch"`` over all pairs, as torch.topk picks them."""
+    """Choose the best pairs of keys; ``ties="torch"`` takes torch.topk's choice among all pairs."""
     if config.ties == "lower":
         return product_key_topk(
             logits_2TP[0],
@@ -61,7 +61,7 @@ def choose(block: Any, logits_2TP: Tensor, config: PatchConfig) -> Routing:
 
 
 def values_where_no_backward(block: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """A call of the block; transformers' own has no backward where it renormalises in place."""
+    """Call the block; transformers' has no backward if it renormalises in place."""
     with torch.set_grad_enabled(not block.norm_topk_prob):
         return block(hidden)
 

@@ -1,4 +1,4 @@
-"""The vision tower of dots3-note: sigmoid scores, the block keeps the correction bias."""
+"""The vision tower of dots3-note: sigmoid scores; the block holds the correction bias."""
 
 from moe_patch.families.logits import linear_fp32
 from moe_patch.ops.routing import sigmoid_topk

@@ -1,8 +1,8 @@
-"""Has transformers changed a class that an entry was checked against? By hashes of source text.
+"""Detect changes in transformers' classes since entries were checked, by hashes of their source.
 
 hashes.json holds, per model folder and class, the hashes of the sources that entries were checked
-with and the transformers release of each. A class or function of a modeling file counts when an
-entry names it, or when the source of a router or experts class mentions it.
+with and the transformers release of each. Hashes cover the classes of a modeling file that entries
+name, and everything in it that the source of a router or experts class mentions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Hashes = dict[str, dict[str, str]]
 
 
 class Difference(NamedTuple):
-    """One thing to look at: ``kind`` is "new", "changed" or "gone"."""
+    """One difference to look at: ``kind`` is "new", "changed" or "gone"."""
 
     kind: str
     family: str
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def current(specs: tuple[FamilySpec, ...]) -> Hashes:
-    """folder -> class -> hash of its source, for the entries that the installed release has."""
+    """Map folder and class to the hash of its source, for entries that the release has."""
     found: Hashes = {}
     for spec in specs:
         path = modeling_file(spec.module) if spec.module is not None else None
@@ -49,7 +49,7 @@ def current(specs: tuple[FamilySpec, ...]) -> Hashes:
 
 
 def stored() -> dict[str, dict[str, dict[str, str]]]:
-    """folder -> class -> hash -> the transformers release that it was checked with first."""
+    """Map folder, class and hash to the transformers release first checked with it."""
     return json.loads(STORE.read_text(encoding="utf-8"))
 
 
@@ -66,11 +66,11 @@ def accept(specs: tuple[FamilySpec, ...], release: str) -> None:
 def differences(
     specs: tuple[FamilySpec, ...], later: tuple[FamilySpec, ...] = ()
 ) -> list[Difference]:
-    """What is not as it was when the entries were checked, families without an entry included.
+    """Return what changed since the entries were checked, and families without an entry.
 
     Args:
         specs: the registered entries.
-        later: entries that describe a later release; their families are not new.
+        later: entries for a later release; their families are not new.
     """
     now = current(specs)
     gone = [difference for spec in specs for difference in _gone(spec, now)]
@@ -85,7 +85,7 @@ def _gone(spec: FamilySpec, now: Hashes) -> Iterator[Difference]:
     for role in ("router", "block", "experts"):
         name = getattr(spec, role)
         if name is not None and name not in now[spec.module]:
-            what = f"{role} class {name} is not there"
+            what = f"{role} class {name} is missing"
             yield Difference("gone", spec.model_types[0], str(path), what)
 
 
@@ -107,7 +107,7 @@ def _new(named: set[str]) -> Iterator[Difference]:
 
 @functools.cache
 def _sources(path: Path) -> dict[str, str]:
-    """Source text of every class and function of a file."""
+    """Return the source text of every class and function of a file, by name."""
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
     return {
@@ -122,7 +122,7 @@ def _first_line(node: ast.ClassDef | ast.FunctionDef) -> int:
 
 
 def _with_parts(spec: FamilySpec, sources: dict[str, str]) -> list[str]:
-    """The classes an entry names, and what of the same file its router or experts mention."""
+    """Return an entry's classes, and names in that file that its router or experts mention."""
     names = [name for name in (spec.router, spec.experts, spec.block) if name is not None]
     queue = [name for name in (spec.router, spec.experts) if name is not None]
     while queue:
@@ -134,7 +134,7 @@ def _with_parts(spec: FamilySpec, sources: dict[str, str]) -> list[str]:
 
 
 def source_hash(source: str) -> str:
-    """Of the code without comments and blank lines, which change nothing."""
+    """Hash the source, ignoring comments and blank lines."""
     lines = [line.rstrip() for line in source.splitlines()]
     kept = [line for line in lines if line and not line.lstrip().startswith("#")]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Gemma-4 and DiffusionGemma: normed router input, softmax, trainable scale per expert.
 
-There is no block: router and experts sit on the decoder layer, and the router returns probabilities
-where others return logits.
+There is no block: router and experts sit on the decoder layer. The router returns probabilities
+where other families return logits.
 """
 
 from typing import Any
@@ -15,20 +15,20 @@ from moe_patch.types import Routing
 
 
 def normed_projection(router: Any, hidden: Tensor) -> Tensor:
-    """proj(norm(x) * scale / sqrt(D)), in the dtype of the weights."""
+    """Return proj(norm(x) * scale / sqrt(D)), in the dtype of the weights."""
     normed = router.norm(hidden) * router.scale * router.scalar_root_size
     return router.proj(normed).reshape(-1, router.per_expert_scale.shape[0])
 
 
 def probabilities_and_scaled(router: Any, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
-    """What the router returns: probabilities, weights times the expert's own scale, ids."""
+    """Return probabilities, weights times the scale of each expert, and ids."""
     probabilities_TE = torch.softmax(routing.logits_TE, dim=-1, dtype=torch.float32)
     weights_TK = routing.weights_TK * router.per_expert_scale[routing.ids_TK]
     return probabilities_TE, weights_TK, routing.ids_TK
 
 
 def gemma4_like(prefix: str, module: str, *model_types: str) -> FamilySpec:
-    """A family whose classes are renamed copies of Gemma-4's."""
+    """Return the entry of a family whose classes are renamed copies of Gemma-4's."""
     return FamilySpec(
         model_types=model_types,
         module=module,

@@ -7,7 +7,7 @@ from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def deepseek_v2_like(prefix: str, module: str, model_type: str) -> FamilySpec:
-    """A family whose classes are renamed copies of DeepSeek-V2's."""
+    """Return the entry of a family whose classes are renamed copies of DeepSeek-V2's."""
     return FamilySpec(
         model_types=(model_type,),
         module=module,

@@ -18,10 +18,10 @@ from moe_patch.runtime.spec import Const, FamilySpec
 def router_forward(
     router: Any, record: ModulePatch, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Routed logits, routing weights, ids, and the shared experts' weights.
+    """Return routed logits, routing weights, ids, and the shared experts' weights.
 
-    The choice is by sigmoid(l) + bias over the routed experts; the weights are sigmoids divided by
-    their sum over the chosen and the shared experts (in logarithms), times both scales.
+    Experts are chosen by sigmoid(l) + bias among the routed ones. The weights are sigmoids divided
+    by their sum over chosen and shared experts, times both scales; computed in log space.
     """
     shared = router.n_shared_experts
     logits = linear_fp32_no_autocast(router, hidden_states)

@@ -1,7 +1,7 @@
 """Inkling-2 and its looped form: fp32 scores by the configured function, soft-capped experts.
 
-Their activation bounds gate and up by tanh, which no fused kernel knows: the experts run their own
-between grouped products.
+Their activation bounds gate and up by tanh, which no fused kernel implements. The experts run their
+own activation between grouped products.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def linear_of_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """W x with the hidden states upcast to fp32; W is kept in fp32 by the family."""
+    """Return W x with the hidden states upcast to fp32; the family keeps W in fp32."""
     return torch.nn.functional.linear(hidden.float().reshape(-1, hidden.shape[-1]), router.weight)
 
 
 def inkling2_like(prefix: str, module: str, *model_types: str) -> FamilySpec:
-    """A family whose classes are renamed copies of Inkling-2's."""
+    """Return the entry of a family whose classes are renamed copies of Inkling-2's."""
     return FamilySpec(
         model_types=model_types,
         module=module,

@@ -1,8 +1,8 @@
-"""Which MoE model types the installed transformers has, read from its source text.
+"""List the MoE model types of the installed transformers by reading its source text.
 
-Nothing is imported but transformers' own table of model types; a release that is newer than this
-library is understood as well. A model type counts as MoE when its config class declares a field
-about experts, or holds a sub-config that does.
+Only transformers' own table of model types is imported, so releases newer than this library work
+too. A model type counts as MoE if its config class declares a field about experts, or holds a
+sub-config that does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ModelType:
     Attributes:
         name: transformers' model_type.
         folder: the model folder whose configuration file defines it.
-        own: the config itself describes experts.
+        own: whether the config itself describes experts.
         towers: model types of the sub-configs that are MoE.
     """
 
@@ -43,20 +43,20 @@ class _Config:
 
 
 def models_folder() -> Path:
-    """transformers' folder of models."""
+    """Return transformers' folder of models."""
     import transformers
 
     return Path(transformers.__file__).parent / "models"
 
 
 def modeling_file(folder: str) -> Path | None:
-    """The modeling file of a model folder, if it has one."""
+    """Return the modeling file of a model folder, or None if it has none."""
     path = models_folder() / folder / f"modeling_{folder}.py"
     return path if path.exists() else None
 
 
 def is_decorated(folder: str) -> bool:
-    """Whether a folder's experts are served by transformers' registry of implementations."""
+    """Return whether transformers' registry of implementations covers a folder's experts."""
     path = modeling_file(folder)
     return path is not None and f"@{DECORATOR}" in _text(path)
 
@@ -68,7 +68,7 @@ def _text(path: Path) -> str:
 
 @functools.cache
 def moe_model_types() -> dict[str, ModelType]:
-    """Every MoE model type of the installed transformers by name."""
+    """Return every MoE model type of the installed transformers by name."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     configs = _configs()
@@ -98,7 +98,7 @@ def moe_model_types() -> dict[str, ModelType]:
 
 
 def _configs() -> dict[str, _Config]:
-    """Config classes by name, of all configuration files that could matter."""
+    """Return config classes by name, from all configuration files that may describe experts."""
     configs: dict[str, _Config] = {}
     for path in sorted(models_folder().glob("*/configuration_*.py")):
         text = path.read_text(encoding="utf-8")
@@ -111,7 +111,7 @@ def _configs() -> dict[str, _Config]:
         _inherit(config, configs)
     for config in configs.values():
         parts = [configs[sub] for sub in config.subs if sub in configs]
-        # a part without a model type of its own (DBRX's ffn_config) describes its holder
+        # A part without a model type of its own (DBRX's ffn_config) describes its holder.
         config.own = config.own or any(part.own and part.model_type is None for part in parts)
     return configs
 
@@ -130,7 +130,7 @@ def _config(node: ast.ClassDef, folder: str) -> _Config:
 
 
 def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr | None]]:
-    """Fields of a config class: class attributes, and the parameters of an old-style __init__."""
+    """Return a config's fields: class attributes, and parameters of an old-style __init__."""
     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
         return [(statement.target.id, statement.value)]
     if isinstance(statement, ast.Assign):
@@ -141,7 +141,7 @@ def _assigned(statement: ast.stmt) -> list[tuple[str, ast.expr | None]]:
 
 
 def _named(value: ast.expr) -> list[str]:
-    """Classes and model types that the values of a dictionary of sub-configs name."""
+    """Return the classes and model types named by the values of a dictionary of sub-configs."""
     values = value.values if isinstance(value, ast.Dict) else [value]
     found = []
     for entry in values:
@@ -154,7 +154,7 @@ def _named(value: ast.expr) -> list[str]:
 
 
 def _inherit(config: _Config, configs: dict[str, _Config]) -> None:
-    """What a config class takes over from a base class of another config file."""
+    """Copy what a config class inherits from a base class in another config file."""
     for base in config.bases:
         parent = configs.get(base)
         if parent is not None:

@@ -1,9 +1,9 @@
 """JetMoE: mixture of MLPs and mixture of attention heads over the same two classes.
 
 Both kinds of block hold a gating module and two stacks of matrices, each a module of its own. The
-gating module returns its plan where transformers' returns a list of sizes (its blocks only pass it
-on to the stacks): nothing is read back from the device. The attention block's own code around the
-stacks is transformers'; the MLP block is bound, so that its sum over experts has a fixed order.
+bound gating module returns its plan where transformers' returns a list of sizes. The blocks only
+pass it on to the stacks, so nothing is read back from the device. The attention block keeps
+transformers' code around the stacks. The MLP block is bound, to sum over experts in a fixed order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_patch.types import Plan
 
 
 def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """The router's own Linear, the result in fp32."""
+    """Apply the router's own Linear; return logits in fp32."""
     return router.layer(hidden).float()
 
 
@@ -31,7 +31,7 @@ def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:
 def gating_forward(
     router: Any, record: ModulePatch, hidden_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Plan, Tensor]:
-    """Rows by expert, their tokens, their weights, the plan, and the logits."""
+    """Return rows by expert, their tokens, their weights, the plan, and the logits."""
     routing = record.spec.route(
         router,
         hidden_TD,
@@ -47,7 +47,7 @@ def gating_forward(
 
 @bound
 def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
-    """W_e x_n for rows in plan order, with the adapters on the stack."""
+    """Return W_e x_n for rows in plan order, including the adapters on the stack."""
     dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
     fuse_lora, given = record.config.fuse_lora, handed_down(experts)
     w_EOI, lora = read_projection(experts, "weight", False, dtype, fuse_lora, given)
@@ -57,7 +57,7 @@ def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: P
 
 @bound
 def block_forward(block: Any, record: ModulePatch, layer_input: Tensor) -> Tensor:
-    """sum_k w_tk * out_e(act(gate) * up) + bias, gate and up halves of in_e(x_t)."""
+    """Return sum_k w_tk * out_e(act(gate) * up) + bias; gate and up are the halves of in_e(x_t)."""
     x_TD = layer_input.reshape(-1, layer_input.shape[-1])
     _, _, weight_N, plan, _ = block.router(x_TD)
     gate_NF, up_NF = block.input_linear(gather_rows(x_TD, plan), plan).chunk(2, dim=-1)
@@ -68,13 +68,13 @@ def block_forward(block: Any, record: ModulePatch, layer_input: Tensor) -> Tenso
 
 
 def map_and_reduce(block: Any, hidden: Tensor) -> Tensor:
-    """The attention block's two halves, with nothing of attention between them."""
+    """Run the attention block's two halves without the attention between them."""
     mapped, _, topology = block.map(hidden)
     return block.reduce(mapped, topology)
 
 
 def jetmoe(block: str, **forwards: Any) -> FamilySpec:
-    """The entry of one of the two kinds of block."""
+    """Return the entry of one of the two kinds of block."""
     return FamilySpec(
         model_types=("jetmoe",),
         module="jetmoe",

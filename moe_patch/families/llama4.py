@@ -1,8 +1,8 @@
-"""Llama-4: sigmoid of the best logits, and the routing weight multiplies the expert's input.
+"""Llama-4: sigmoid of the best logits; the routing weight multiplies the expert's input.
 
-transformers runs every expert on every token, with inputs scaled to zero where it was not chosen;
-here each expert sees the tokens that chose it, which is the same sum. The block is bound because
-the router returns dense scores, zero where an expert was not chosen, in place of ids and weights.
+transformers runs every expert on every token, with inputs scaled to zero for experts not chosen.
+Here each expert sees only the tokens that chose it, which gives the same sum. The block is bound
+because the router returns dense scores, zero for experts not chosen, in place of ids and weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_patch.runtime.spec import FamilySpec, Layout
 
 @bound
 def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores as transformers returns them, [T, E] and zero where not chosen, and the logits."""
+    """Return transformers' scores, [T, E] and zero for experts not chosen, and the logits."""
     routing = record.spec.route(
         router,
         hidden_TD,
@@ -36,9 +36,9 @@ def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple
 
 @bound
 def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Shared expert plus routed experts, [T, D], and the router logits."""
+    """Return shared plus routed experts, [T, D], and the router logits."""
     x_TD = hidden.reshape(-1, hidden.shape[-1])
-    # From what the router module returned, so that a hook on it steers the block.
+    # Take the scores from the router module's output, so that a hook on it can steer the block.
     scores_TE, logits_TE = block.router(x_TD)
     _, ids_TK = stable_topk(scores_TE.detach().abs(), block.top_k)
     routed_TD = block.experts(x_TD, ids_TK, scores_TE.gather(1, ids_TK))
@@ -53,9 +53,9 @@ def experts_forward(
     ids_TK: Tensor | None = None,
     weights_TK: Tensor | None = None,
 ) -> Tensor:
-    """Chosen experts on [T, D], or transformers' own call: E equal stretches of scaled rows.
+    """Run chosen experts on [T, D], or accept transformers' call: E equal runs of scaled rows.
 
-    A scaled row is a token of its own with one expert, whose output then counts as it is.
+    In the second form every scaled row is a token with one expert, and its output has weight 1.
     """
     if ids_TK is None or weights_TK is None:
         E = experts.num_experts
@@ -75,7 +75,7 @@ LLAMA4 = FamilySpec(
     router="Llama4Router",
     experts="Llama4TextExperts",
     logits=linear,
-    # the sigmoid, in fp32, of each of the best k logits
+    # The sigmoid, in fp32, of each of the best k logits.
     routing=RouteRule("topk_sigmoid", score="sigmoid", order="topk_score"),
     params={"top_k": "top_k"},
     weights_dtype="logits",

@@ -1,7 +1,7 @@
 """LongCat-Flash: softmax scores with a correction bias; some experts are the identity.
 
-Ids from the number of routed experts on name experts without weights: they return their input. To
-the experts operator those ids are empty slots; their share w * x is added here.
+Ids from the number of routed experts upwards name experts without weights, which return their
+input. The experts operator treats these ids as empty slots; their share w * x is added here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_patch.runtime.spec import FamilySpec, Layout
 
 
 def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """W x in fp32 with the weight of the router's Linear, whose bias the model never uses."""
+    """Return W x in fp32, W from the router's Linear, whose bias the model never uses."""
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
     return torch.nn.functional.linear(hidden_TD.float(), router.classifier.weight.float())
 
@@ -27,7 +27,7 @@ def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:
 def experts_with_identity(
     experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    """The routed experts plus x times the weights of the identity experts."""
+    """Return the routed experts' output plus x times the weights of the identity experts."""
     out_TD = experts_forward(experts, hidden_TD, ids_TK, weights_TK)
     identity_TK = (ids_TK >= experts.num_routed_experts) & (ids_TK < experts.total_experts)
     share_T1 = weights_TK.masked_fill(~identity_TK, 0.0).sum(dim=-1, keepdim=True)

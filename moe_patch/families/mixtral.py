@@ -1,6 +1,6 @@
 """Mixtral and MiniMax-01: softmax over all experts, top-k, always renormalised, weights in fp32.
 
-The noise that their blocks multiply onto the hidden states in training stays transformers' code.
+In training their blocks multiply noise onto the hidden states; that remains transformers' code.
 """
 
 from moe_patch.families.logits import linear
@@ -9,7 +9,7 @@ from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def mixtral_like(prefix: str, module: str) -> FamilySpec:
-    """A family whose classes are renamed copies of Mixtral's."""
+    """Return the entry of a family whose classes are renamed copies of Mixtral's."""
     return FamilySpec(
         model_types=(module,),
         module=module,

@@ -1,7 +1,7 @@
 """Muse Spark: sigmoid scores of scaled fp32 logits; every expert's output is normalised.
 
-The experts run at a width of their own, between two projections of the block; the norm after each
-expert keeps them on separate grouped products.
+The experts have a hidden width of their own, between two projections of the block. The norm after
+each expert keeps them on separate grouped products.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def scaled_linear_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """W x in fp32, times the router's output multiplier."""
+    """Return W x in fp32, times the router's output multiplier."""
     return linear_fp32(router, hidden) * router.output_multiplier
 
 

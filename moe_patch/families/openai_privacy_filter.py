@@ -1,6 +1,6 @@
 """OpenAI's privacy filter: gpt_oss with concatenated gate and up, and fp32 throughout.
 
-The router divides the weights by top_k and the block multiplies its output by it.
+The router divides the weights by top_k, and the block multiplies its output by top_k.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from moe_patch.runtime.spec import FamilySpec, GluRule
 
 
 def linear_bias_fp32(router: Any, hidden: Tensor) -> Tensor:
-    """W x + b with everything upcast to fp32."""
+    """Return W x + b with everything upcast to fp32."""
     hidden_TD = hidden.reshape(-1, hidden.shape[-1])
     return torch.nn.functional.linear(hidden_TD.float(), router.weight.float(), router.bias.float())
 
 
 def over_k(experts: int, *, top_k: int) -> dict[str, Any]:
-    """The best k logits, softmax over those k, divided by k."""
+    """Choose the best k logits; weights are a softmax over those k, divided by k."""
     return {"top_k": top_k, "order": "topk_score", "fp32": False, "scale": 1.0 / top_k}
 
 

@@ -1,10 +1,10 @@
 """Phi-3.5-MoE: SparseMixer-v2 picks two experts one after the other.
 
-Each pick masks experts far below the best, samples one of the rest in training (Gumbel noise), and
-weights it by the softmax over them. In training the weight of a pick that is not the best is cut to
-a third three times in four (Heun's method), while the gradient stays that of the uncut weight.
-Source: arXiv:2409.12136 sections 2 and 3; draws come from the same generator in the same order as
-transformers' own.
+Each pick masks experts far below the best. In training it samples one of the rest (Gumbel noise),
+and it weights the pick by the softmax over the rest. If the pick is not the best, its weight in
+training is cut to a third three times in four (Heun's method). The gradient stays that of the uncut
+weight. Source: arXiv:2409.12136 sections 2 and 3. Random draws come from the same generator in the
+same order as transformers' own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CUT, REST = 0.3333, 0.6667
 def sparsemixer(
     router: Any, record: ModulePatch, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logits_TE, weights_T2 and ids_T2; in training the hidden states are jittered in place."""
+    """Return logits_TE, weights_T2 and ids_T2; in training, jitter hidden states in place."""
     noise = router.input_jitter_noise
     if router.training and noise > 0:
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
@@ -44,7 +44,7 @@ def sparsemixer(
             top_T1 = best(probabilities_TE.detach(), ties)[1]
             draw_T1 = torch.rand_like(weight_T1)
             if turn == 1:
-                draw_T1.uniform_()  # transformers draws the second turn's numbers twice
+                draw_T1.uniform_()  # transformers draws the numbers of the second pick twice
             keep_T1 = (id_T1 == top_T1) | (draw_T1 > KEEP_PROBABILITY_THRESHOLD)
             factor_T1 = torch.add(CUT, keep_T1, alpha=REST).type_as(weight_T1)
             weight_T1 = _Scaled.apply(weight_T1, factor_T1)
@@ -57,7 +57,7 @@ def sparsemixer(
 def near_best(
     logits_TE: Tensor, left_TE: Tensor, jitter: float, ties: str
 ) -> tuple[Tensor, Tensor]:
-    """Candidates without those relatively further than 2 * jitter below the best; the best."""
+    """Mask candidates relatively further than 2 * jitter below the best; return the best id too."""
     with torch.no_grad():
         best_T1, id_T1 = best(left_TE, ties)
         size_TE = logits_TE.abs().clamp(min=best_T1)
@@ -66,21 +66,21 @@ def near_best(
 
 
 def gumbel_choice(gates_TE: Tensor, ties: str) -> Tensor:
-    """One id per row, with probability softmax(gates)."""
+    """Sample one id per row, with probability softmax(gates)."""
     with torch.no_grad():
         noise_TE = torch.empty_like(gates_TE, memory_format=torch.contiguous_format).exponential_()
         return best(gates_TE - noise_TE.log(), ties)[1]
 
 
 def best(scores_TE: Tensor, ties: str) -> tuple[Tensor, Tensor]:
-    """The largest score of each row and its id; with ``ties="torch"`` as torch.max picks it."""
+    """Return each row's largest score and its id; ``ties="torch"`` takes torch.max's choice."""
     if ties == "torch":
         return scores_TE.max(dim=-1, keepdim=True)
     return stable_topk(scores_TE, 1)
 
 
 class _Scaled(torch.autograd.Function):
-    """weight * factor with the gradient of the weight alone."""
+    """Return weight * factor; backward passes the gradient to the weight unscaled."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, factor: Tensor) -> Tensor:

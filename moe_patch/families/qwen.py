@@ -16,14 +16,14 @@ def qwen_like(
     shared: bool = False,
     **more: Any,
 ) -> FamilySpec:
-    """A family whose classes are renamed copies of Qwen3-MoE's, or with ``shared`` of Qwen2-MoE's.
+    """Return the entry of a family of renamed copies of Qwen3-MoE or, if ``shared``, Qwen2-MoE.
 
     Args:
-        prefix: of the class names.
+        prefix: prefix of the class names.
         module: transformers model folder.
-        model_type: of the config that the blocks read; the folder's name by default.
-        renormalize: where the choice to renormalise is, or Const.
-        shared: the block adds a shared expert times sigmoid of its own gate.
+        model_type: model type of the config that the blocks read; by default the folder's name.
+        renormalize: attribute that says whether to renormalise, or Const.
+        shared: the block adds a shared expert times the sigmoid of its own gate.
         more: further fields of the entry.
     """
     return FamilySpec(

@@ -13,10 +13,10 @@ SCORES = {"Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
 
 
 def score_name(score_fn: nn.Module) -> str:
-    """The name that :func:`moe_patch.ops.routing.score` knows a score module by.
+    """Return the name of a score module in :func:`moe_patch.ops.routing.score`.
 
     Raises:
-        UnsupportedModelError: it is none of those.
+        UnsupportedModelError: it has none.
     """
     name = type(score_fn).__name__
     if name not in SCORES:

@@ -21,7 +21,7 @@ def _laguna_logits(router: nn.Module, hidden: Tensor) -> Tensor:
 
 
 def _kolibri_logits(router: nn.Module, hidden: Tensor) -> Tensor:
-    # transformers lets the GEMM itself write fp32 in inference; upcasting first costs a copy of W
+    # In inference transformers' GEMM writes fp32 directly; upcasting first would copy W.
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     if x_TD.is_cuda and x_TD.dtype == router.weight.dtype and not torch.is_grad_enabled():
         return torch.mm(x_TD, router.weight.t(), out_dtype=torch.float32)
@@ -40,7 +40,7 @@ MINIMAX_M2 = FamilySpec(
     bias=Arg(1),
 )
 
-# the block scales the routed output before it adds the shared expert
+# The block scales the routed output before it adds the shared expert.
 MINIMAX_M3 = FamilySpec(
     model_types=("minimax_m3_vl_text",),
     module="minimax_m3_vl",
@@ -81,7 +81,7 @@ KOLIBRI1 = FamilySpec(
     router_input_3d=True,
 )
 
-# the block scales the routed output before it adds the shared expert
+# The block scales the routed output before it adds the shared expert.
 LAGUNA = FamilySpec(
     model_types=("laguna",),
     module="laguna",
@@ -116,7 +116,7 @@ LFM2_MOE = FamilySpec(
     since="5.13",
 )
 
-# the block may add its shared expert in fp32
+# The block may add its shared expert in fp32.
 HY_V3 = FamilySpec(
     model_types=("hy_v3",),
     module="hy_v3",

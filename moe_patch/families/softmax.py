@@ -1,4 +1,4 @@
-"""Softmax over all experts, then top-k: the families that differ from Qwen in a detail or two."""
+"""Softmax over all experts, then top-k: families that differ from Qwen in a detail or two."""
 
 from dataclasses import replace
 
@@ -60,10 +60,10 @@ LARA_MINI = FamilySpec(
 def ernie_like(
     prefix: str, router_prefix: str, module: str, model_type: str
 ) -> tuple[FamilySpec, FamilySpec]:
-    """ERNIE-4.5: a correction bias on the softmax, the sum of the weights clamped from below.
+    """Return ERNIE-4.5's entries: correction bias on the softmax, weights' sum clamped from below.
 
-    The shared expert is optional and, in the VL model, sits on the block around the text and vision
-    blocks; transformers' own code adds it. Before 5.13 the router gave ids before weights.
+    The shared expert is optional and added by transformers' own code. In the VL model it sits on
+    the block around the text and vision blocks. Before 5.13 the router gave ids before weights.
     """
     spec = FamilySpec(
         model_types=(model_type,),

@@ -1,7 +1,7 @@
 """Step-3.7: sigmoid scores; layers with a limit bound the gate after its activation.
 
-A limited layer runs the experts' own gate between grouped products, any other the fused operator.
-The block scales the routed output and adds the shared expert.
+A layer with a limit runs the experts' own gate between grouped products; the others run the fused
+operator. The block scales the routed output and adds the shared expert.
 """
 
 from moe_patch.families.logits import linear_weight_dtype

@@ -1,4 +1,4 @@
-"""The table of families in the README, made from the registry and the installed transformers."""
+"""Write the README's table of families from the registry and the installed transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD = ("model type", "router", "bias", "groups", "shared expert", "experts' lay
 
 
 def table(specs: tuple[FamilySpec, ...], release: str) -> str:
-    """Markdown: one row per entry, in the order of the model types, below a line of counts."""
+    """Return Markdown: a line of counts, then one row per entry, ordered by model types."""
     wrappers = _wrappers()
     rows = [_row(spec, wrappers) for spec in sorted(specs, key=lambda s: s.model_types)]
     rows = list(dict.fromkeys(rows))
@@ -24,7 +24,7 @@ def table(specs: tuple[FamilySpec, ...], release: str) -> str:
 
 
 def insert(text: str, content: str) -> str:
-    """A document with what stands between the markers replaced."""
+    """Return a document with the text between its markers replaced."""
     before, rest = text.split(START)
     _, after = rest.split(END)
     return f"{before}{START}\n{content}\n{END}{after}"
@@ -51,7 +51,7 @@ def _row(spec: FamilySpec, wrappers: dict[str, list[str]]) -> tuple[str, ...]:
 
 
 def _wrappers() -> dict[str, list[str]]:
-    """Tower model type -> the model types that hold it."""
+    """Map each tower's model type to the model types that hold it."""
     found: dict[str, list[str]] = {}
     for model_type in moe_model_types().values():
         for tower in model_type.towers:
@@ -104,7 +104,7 @@ def _layout(spec: FamilySpec) -> str:
 
 
 def _decorated_layout(spec: FamilySpec) -> Layout | None:
-    """The arguments of transformers' decorator on the entry's experts class."""
+    """Return the layout that transformers' decorator declares on the entry's experts class."""
     path = modeling_file(spec.module) if spec.module is not None else None
     if path is None or spec.experts is None:
         return None

@@ -1,4 +1,4 @@
-"""The best logits first, then softmax over those alone: gpt_oss, Granite-MoE, Aria."""
+"""Choose the best logits, then softmax over those alone: gpt_oss, Granite-MoE, Aria."""
 
 from moe_patch.families.logits import linear, linear_bias, linear_then_fp32
 from moe_patch.ops.routing import topk_softmax
@@ -35,7 +35,7 @@ ARIA = FamilySpec(
 def granite_like(
     prefix: str, module: str, shared: str | None = "shared_mlp", since: str = ""
 ) -> FamilySpec:
-    """Granite-MoE and its copies; a shared MLP sits on the decoder layer, outside the block."""
+    """Return the entry of Granite-MoE or a copy; a shared MLP sits on the decoder layer."""
     return FamilySpec(
         model_types=(module,),
         module=module,
@@ -55,7 +55,7 @@ def granite_like(
 FAMILIES = (
     GPT_OSS,
     ARIA,
-    # before, these routers gave their three results in another order
+    # Before 5.21 these routers returned their three results in another order.
     granite_like("GraniteMoe", "granitemoe", shared=None, since="5.21"),
     granite_like("GraniteMoeShared", "granitemoeshared", since="5.21"),
     granite_like("GraniteMoeSWA", "granitemoe_swa"),

@@ -1,6 +1,6 @@
 """Zaya: an MLP router with a state that travels from layer to layer, and a class that skips.
 
-The last of the E + 1 classes names no expert: its slot leaves the router as expert 0 with weight 0.
+The last of the E + 1 classes names no expert: the router returns its slot as expert 0, weight 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_patch.runtime.spec import Const, FamilySpec
 
 
 def router_state(router: Any, hidden: Tensor, previous: Tensor | None) -> Tensor:
-    """The projected hidden states, plus the previous layer's state times a trained scale."""
+    """Return the projected hidden states plus a trained scale times the previous layer's state."""
     state = router.down_proj(hidden)
     if router.use_eda and previous is not None:
         state = state + previous * router.router_states_scale
@@ -24,7 +24,7 @@ def router_state(router: Any, hidden: Tensor, previous: Tensor | None) -> Tensor
 
 
 def class_logits(router: Any, state: Tensor) -> Tensor:
-    """The router MLP's logits over E + 1 classes, one row per token."""
+    """Return the router MLP's logits over E + 1 classes, one row per token."""
     logits = router.router_mlp(state)
     return logits.reshape(-1, logits.shape[-1])
 
@@ -33,7 +33,7 @@ def class_logits(router: Any, state: Tensor) -> Tensor:
 def router_forward(
     router: Any, record: ModulePatch, hidden_states: Tensor, router_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits, weights, ids, and the router state for the next layer."""
+    """Return logits, weights, ids, and the router state for the next layer."""
     state = router_state(router, hidden_states, router_states)
     logits = class_logits(router, state)
     routing = record.spec.choose(

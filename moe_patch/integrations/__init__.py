@@ -1,4 +1,4 @@
-"""How other training stacks switch the patch on: Hugging Face Trainer and axolotl.
+"""Switches for other training stacks: Hugging Face Trainer and axolotl.
 
-Nothing here is imported by the rest of the package; each module imports its host library.
+The rest of the package imports nothing from here; each module imports its host library.
 """

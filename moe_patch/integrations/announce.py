@@ -1,4 +1,4 @@
-"""One line in the log for every model that an integration has patched."""
+"""Log one line for every model that an integration has patched."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LOGGER = logging.getLogger("moe_patch")
 
 
 def on_first_rank() -> bool:
-    """Return whether this process speaks for all, also before a process group is there."""
+    """Return whether this process logs for all ranks; works before a process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
     return os.environ.get("RANK", "0") == "0"
 
 
 def announce(model: nn.Module, known: str = "", logger: logging.Logger = LOGGER) -> str:
-    """Log what of a model is patched, on the first rank; returns the line.
+    """Log which parts of a model are patched, on the first rank; return the line.
 
     Args:
         model: a patched model.
-        known: the line of the model before; an equal one is not logged.
-        logger: where to; a host library may show loggers of its own name only.
+        known: the previous line of this model; an equal line is not logged again.
+        logger: the logger to use; a host library may show only loggers with its own prefix.
     """
     line = patch_report(model).summary()
     if line != known and on_first_rank():

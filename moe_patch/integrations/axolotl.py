@@ -1,13 +1,13 @@
-"""The axolotl plugin: patches a model after it and its adapters were loaded.
+"""The axolotl plugin: patches a model after axolotl has loaded it and its adapters.
 
     plugins:
       - moe_patch.MoePatchPlugin
     moe_patch: true          # or a mapping of options, or false; true if left out
 
 One line in the log (logger ``axolotl.moe_patch``, level INFO, first rank) says what was patched.
-axolotl 0.21 also loads the plugin by its entry point, in every run: then it acts only where the key
-is there. Importing the plugin registers ``experts_implementation: moe_patch``.
-Source: the plugin interface of axolotl's documentation (BasePlugin). Only axolotl imports this.
+In every run axolotl 0.21 also loads the plugin by its entry point; it then acts only if the key is
+set. Importing the plugin registers ``experts_implementation: moe_patch``. Only axolotl imports this
+module. Source: the plugin interface in axolotl's documentation (BasePlugin).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from moe_patch.integrations.announce import announce
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import patch_report
 
-# axolotl drops what other libraries log below WARNING, by the names of their loggers.
+# axolotl hides logs below WARNING unless the logger's name begins with its own.
 logger = logging.getLogger("axolotl.moe_patch")
 
 EXPERT_KERNELS = ("scattermoe", "sonicmoe")
-# Keys of axolotl's Liger plugin that replace the experts' forward: today's and an older one.
+# Keys of axolotl's Liger plugin that replace the experts' forward: the current and an older one.
 LIGER_EXPERTS = ("liger_glu_activation", "liger_swiglu")
 
 
 class MoePatchArgs(BaseModel):
-    """The key that the plugin adds to axolotl's YAML file."""
+    """Add the plugin's key to axolotl's YAML file."""
 
     moe_patch: bool | dict[str, Any] | None = None
 
 
 class MoePatchKey(BaseModel):
-    """The same key for the entry point, since axolotl inherits from the models of all plugins."""
+    """Add the same key for the entry point; axolotl inherits from the models of all plugins."""
 
     moe_patch: bool | dict[str, Any] | None = None
 
@@ -51,21 +51,21 @@ class MoePatchPlugin(BasePlugin):
     args: type[BaseModel] = MoePatchArgs
 
     def get_input_args(self) -> str:
-        """The dotted name of the pydantic model of the plugin's keys."""
+        """Return the dotted name of the pydantic model of the plugin's keys."""
         return f"{self.args.__module__}.{self.args.__qualname__}"
 
     def pre_model_load(self, cfg: Any) -> None:
         """Check the options, and refuse axolotl's own expert kernels, before weights load.
 
         Raises:
-            UnsupportedOptionError: an option is unknown or wrong, or two libraries would serve the
-                experts.
+            UnsupportedOptionError: an option is unknown or wrong, or another library would also run
+                the experts.
         """
         if PatchConfig.parse(cfg.moe_patch) is not None:
             _refuse_conflicts(cfg)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Patch; adapters are there by now, and so is what other plugins wrote into ``cfg``.
+        """Patch the model, after adapters are attached and other plugins have changed ``cfg``.
 
         Raises:
             UnsupportedModelError: see :func:`moe_patch.patch_model`.
@@ -79,17 +79,17 @@ class MoePatchPlugin(BasePlugin):
 
 
 class MoePatchByKey(MoePatchPlugin):
-    """The plugin of the entry point, for axolotl files that say ``moe_patch:`` and nothing else."""
+    """The plugin of the entry point, for axolotl files with only the key ``moe_patch:``."""
 
     args = MoePatchKey
 
     def pre_model_load(self, cfg: Any) -> None:
-        """As in the base class, where the key is there."""
+        """Run the base class's check if the key is set."""
         if cfg.moe_patch is not None:
             super().pre_model_load(cfg)
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """As in the base class, where the key is there."""
+        """Run the base class's patch if the key is set."""
         if cfg.moe_patch is not None:
             super().post_model_load(cfg, model)
 
@@ -106,6 +106,6 @@ def _refuse_conflicts(cfg: Any) -> None:
         asked.append(f"expert_parallel_size: {cfg['expert_parallel_size']}")
     if asked:
         raise UnsupportedOptionError(
-            f"axolotl config: {asked[0]} and moe_patch would both serve the experts; remove one "
+            f"axolotl config: {asked[0]} and moe_patch would both run the experts; remove one "
             "of them (moe_patch: false keeps axolotl's)"
         )

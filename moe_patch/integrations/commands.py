@@ -1,7 +1,7 @@
-"""Run a Python command in this process, with one callback more among Trainer's default ones.
+"""Run a Python command in this process, with one more callback among Trainer's defaults.
 
-A command is what a shell would be given: the name of an installed console command, ``-m MODULE``,
-or the path of a script, each with its arguments.
+Give a command as in a shell, with its arguments: an installed console command, ``-m MODULE``, or
+the path of a script.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class RunCallback(MoePatchCallback):
 
 
 class Handover:
-    """Gives what accelerate's launcher starts to ``moe-patch run`` in the new processes."""
+    """Makes accelerate's launcher start ``moe-patch run`` in the new processes."""
 
     def __init__(self, options: Sequence[str]) -> None:
         self.options = list(options)
         self.happened = False
 
     def __call__(self, args: Any) -> Any:
-        """Stand in for ``accelerate.commands.launch.launch_command``."""
+        """Replace ``accelerate.commands.launch.launch_command``."""
         if not args.no_python:
             command = [args.training_script, *args.training_script_args]
             command = ["-m", *command] if args.module else command
@@ -69,14 +69,14 @@ def switched_on(callback: RunCallback, handover: Handover) -> Iterator[None]:
     try:
         yield
     finally:
-        # A command may have put another list in this one's place.
+        # Remove it from this list: a command may have assigned another list in the meantime.
         defaults.remove(callback)
         launch.launch_command = _LAUNCH
 
 
 @contextmanager
 def arguments(argv: Sequence[str], folder: str) -> Iterator[None]:
-    """Set ``sys.argv`` and the folder of the command as the interpreter would, for a while."""
+    """Set ``sys.argv`` and the command's folder as the interpreter would; then restore them."""
     before = sys.argv, sys.path[:]
     sys.argv = list(argv)
     if not sys.flags.safe_path:
@@ -88,7 +88,7 @@ def arguments(argv: Sequence[str], folder: str) -> Iterator[None]:
 
 
 def prepare(command: Sequence[str]) -> Callable[[], Any]:
-    """A function that runs a command and returns what it would hand to ``sys.exit``.
+    """Return a function that runs a command and returns what it would pass to ``sys.exit``.
 
     Raises:
         UnsupportedOptionError: there is no such module, script or Python console command.
@@ -96,7 +96,7 @@ def prepare(command: Sequence[str]) -> Callable[[], Any]:
     name, *rest = command
     if name == "-m":
         if not rest:
-            raise UnsupportedOptionError("run: -m needs a module's name after it")
+            raise UnsupportedOptionError("run: -m needs a module name")
         return lambda: _module(rest[0], rest[1:])
     if Path(name).is_file() and (name.endswith(".py") or "/" in name):
         return lambda: _script(name, rest)
@@ -123,20 +123,20 @@ def _entry_point(entry: metadata.EntryPoint, rest: Sequence[str]) -> Any:
 
 
 def _swift(method: str, rest: list[str]) -> Callable[[], Any]:
-    """ms-swift's command without the process that it would start for the method's script.
+    """Run ms-swift's command here, not in the process that it would start for the script.
 
     Raises:
-        UnsupportedOptionError: it would start several.
+        UnsupportedOptionError: it would start several processes.
     """
     from swift.cli import main as swift
 
     if "RANK" not in os.environ and swift.use_torchrun():
         raise UnsupportedOptionError(
             "run: NPROC_PER_NODE and NNODES make swift start torchrun; use ms-swift's plugin, "
-            f"which each process loads: --external_plugins {PLUGIN} --callbacks moe_patch"
+            f"which every process loads: --external_plugins {PLUGIN} --callbacks moe_patch"
         )
     swift.parse_yaml_args(rest)
-    # Its import puts another list of default callbacks in place, which must come before ours.
+    # This import replaces the list of default callbacks, so it must run before we add ours.
     importlib.import_module("swift.trainers.patcher")
     return lambda: _module(swift.ROUTE_MAPPING[method.replace("_", "-")], rest)
 

@@ -2,9 +2,9 @@
 
     trainer = Trainer(model, args, callbacks=[MoePatchCallback()])
 
-The model is patched when the Trainer is built, before it is wrapped for data parallelism, and
-looked at again when training begins: a model made by ``model_init``, adapters added since, or
-another library that has replaced a forward in between. One line in the log (logger ``moe_patch``,
+The model is patched when the Trainer is built, before it is wrapped for data parallelism. It is
+checked again when training begins: ``model_init`` may have made a new model, adapters may have been
+added, or another library may have replaced a forward. One line in the log (logger ``moe_patch``,
 level INFO, first rank) says what was patched.
 """
 
@@ -26,12 +26,12 @@ class MoePatchCallback(TrainerCallback):
 
     Args:
         config: as for :func:`moe_patch.patch_model`; False leaves the model alone.
-        logger: where the line on a patched model goes.
+        logger: logger for the line about a patched model.
         options: single options, see :class:`moe_patch.PatchConfig`.
 
     Raises:
         UnsupportedOptionError: at construction, an option is unknown or wrong; when the Trainer is
-            built, an argument of the Trainer would replace what is patched.
+            built, an argument of the Trainer would replace the patch.
         UnsupportedModelError: when the Trainer is built, see :func:`moe_patch.patch_model`.
     """
 
@@ -45,7 +45,7 @@ class MoePatchCallback(TrainerCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Patch; ``model_init`` gives the Trainer a first model here as well."""
+        """Patch the model; with ``model_init`` the Trainer has a first model here as well."""
         if self.config is not None:
             _refuse_conflicts(args)
             self._patch(model)
@@ -53,7 +53,7 @@ class MoePatchCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Patch what is new, and refuse to train on what no longer runs ours."""
+        """Patch what is new, and refuse to train modules that no longer run our forward."""
         if self.config is not None:
             self._patch(model)
 

@@ -1,9 +1,9 @@
-"""The name ``moe_patch`` in transformers' registry of experts implementations.
+"""Register ``moe_patch`` with transformers as an experts implementation.
 
     import moe_patch.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_patch")
 
-The import adds the name and does nothing else; see :mod:`moe_patch.patching.by_name`.
+The import registers the name and does nothing else; see :mod:`moe_patch.patching.by_name`.
 """
 
 from __future__ import annotations

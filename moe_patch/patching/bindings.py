@@ -1,4 +1,4 @@
-"""Which forwards a patch binds in a block, and whose forwards are there already."""
+"""Choose the forwards that a patch binds in a block, and detect those of other libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moe_patch.runtime.modules import undecorated_forward
 from moe_patch.runtime.record import ModulePatch, is_ours, origin_of, slot_for
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
-# Whose decorators belong to a class as its library defines it.
+# Decorators from these packages are part of a class as its own library defines it.
 DECORATING = ("transformers", "torch")
 
 
@@ -33,10 +33,10 @@ class Binding(NamedTuple):
 def bindings_of(
     block: FoundBlock, config: PatchConfig, self_check: str = ""
 ) -> list[tuple[str, Binding]]:
-    """What gets a bound forward, by module path.
+    """Return what to bind in a block: (module path, binding) pairs.
 
-    A router inside a closure of transformers' parallelism is left alone: a forward bound now would
-    come before the closure, which turns the router's ids into local ones.
+    A router whose forward transformers' parallelism has wrapped in a closure is left alone. The
+    closure maps the router's ids to local ones, and a forward bound now would run before it.
     """
     spec = block.spec
     todo: list[tuple[str, Binding]] = []
@@ -69,7 +69,10 @@ def bindings_of(
 
 
 def foreign_forward(module: nn.Module, slot: str) -> Any:
-    """What another library bound in a slot, or None; a module's own bound method is its own."""
+    """Return the forward that another library bound as an attribute of a module, or None.
+
+    A module's own method bound on its own instance does not count.
+    """
     if slot == "forward":
         slot = slot_for(module)
     found = module.__dict__.get(slot)
@@ -80,17 +83,17 @@ def foreign_forward(module: nn.Module, slot: str) -> Any:
 
 
 def wrapped_by_parallelism(module: nn.Module) -> bool:
-    """Whether transformers' tensor or expert parallelism closed over the module's forward."""
+    """Return whether transformers' tensor or expert parallelism wraps the module's forward."""
     found = foreign_forward(module, "forward")
     return found is not None and origin_of(found).startswith(PARALLELISM)
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """What another library runs in place of a module's own forward, or None.
+    """Return the function that another library runs in place of a module's own forward, or None.
 
-    Liger and the kernels library bind a method of another class, others assign a function to the
-    class; neither calls what was there. Closures and partials are put around it, by parallelism and
-    hooks of transformers and accelerate among others.
+    Liger and the kernels library bind a method of another class; others assign a function to the
+    class. Neither calls the original. Closures and partials, such as the hooks of accelerate and
+    of transformers' parallelism, wrap the original and do not count.
     """
     found = foreign_forward(module, "forward")
     if found is not None:
@@ -104,7 +107,7 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def overridden(block: FoundBlock) -> str | None:
-    """Which of the block's modules runs another library's forward instead of its own, in words."""
+    """Say which module of the block runs another library's forward instead of its own, if any."""
     whole = [(block.path, block.block)] if block.block is not None else []
     for path, module in [*whole, *block.routers, *block.experts]:
         if (found := replaced_forward(module)) is not None:
@@ -117,10 +120,10 @@ def overridden(block: FoundBlock) -> str | None:
 
 
 def redefined(module: nn.Module, name: str) -> Any:
-    """The method that a class puts in place of, or around, the one its family's entry is for.
+    """Return the method with which a class replaces or wraps the one its family's entry describes.
 
-    A bound forward runs instead of either; what it does in training alone no self-check sees.
-    Generated classes (FSDP2, parametrizations) define none.
+    A bound forward would run instead of either. The self-check cannot see a change that acts only
+    in training. Generated classes (FSDP2, parametrizations) define no such method.
     """
     own = entry_class(module)
     if own is None:
@@ -136,23 +139,23 @@ def redefined(module: nn.Module, name: str) -> Any:
 
 
 def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
-    """Which of the modules whose forwards are ours in a patch has one of the user's, in words."""
+    """Say which module that the patch would bind has a method of the user's, if any."""
     slots = {path: (b.module, b.slot) for path, b in bindings if b.record.role != "lora"}
     served = {path: (module, "forward") for path, module in block.experts}
     for path, (module, slot) in {**served, **slots}.items():
         if (found := redefined(module, slot)) is not None:
             name = type(module).__name__
             return (
-                f"{path} ({name}) runs {origin_of(found)}, which is not what the family's entry "
-                f"was made for; accepted: {entry_class(module).__name__} as its library defines "  # type: ignore[union-attr]
-                "it, or a class with an entry of its own (register_family); hooks do what need "
-                "not be in a forward, exclude leaves the block to transformers"
+                f"{path} ({name}) runs {origin_of(found)}, which the family's entry does not "
+                f"describe; accepted: {entry_class(module).__name__} as its library defines "  # type: ignore[union-attr]
+                "it, or a class with an entry of its own (register_family); use a hook if the "
+                "change need not be in a forward, or exclude the block"
             )
     return None
 
 
 def watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
-    """Roles and modules that a probe watches; empty where nothing compares with transformers."""
+    """Return roles and modules for a probe to watch; empty if they cannot be compared."""
     spec = block.spec
     if spec.block_forward is not None and spec.block_slot == "forward":
         return [] if block.block is None else [("block", block.block)]
@@ -170,5 +173,5 @@ def watched(block: FoundBlock) -> list[tuple[str, nn.Module]]:
 
 
 def _as_in_transformers(experts: nn.Module) -> bool:
-    """Whether the experts' own forward takes hidden states, ids and weights."""
+    """Return whether the experts' own forward takes hidden states, ids and weights."""
     return len(inspect.signature(undecorated_forward(experts)).parameters) == 4

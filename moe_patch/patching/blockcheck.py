@@ -1,8 +1,8 @@
-"""The patch-time self-check of families with forwards of their own: a whole block at a time.
+"""Check whole blocks at patch time, for families that bind forwards of their own.
 
 The block runs on two sets of twins of its modules: same classes, same weights, no hooks. One set
-carries what the patch is about to bind, the other is transformers' own. Nothing is bound on, and no
-hook fires from, the model itself.
+carries the forwards that the patch is about to bind; the other stays transformers' own. Nothing is
+bound on the model itself, and none of its hooks fires.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from moe_patch.runtime.record import RECORD, bind, is_ours
 
 
 def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
-    """Compare outputs, and in fp32 and fp64 the gradient to hidden states.
+    """Compare outputs and, in fp32 and fp64, the gradient of the hidden states.
 
-    In low precision three rows of four count: a tie in the router is nobody's fault.
+    In low precision only the best three quarters of the rows count, because near-ties in the
+    router may be resolved differently.
 
     Raises:
-        UnsupportedModelError: a difference above the limit, with block, error and limit.
-        EntryMismatchError: the block class is unlike its entry.
+        UnsupportedModelError: a difference exceeds the limit (names block, error and limit).
+        EntryMismatchError: the block's class does not fit its entry.
     """
     block: Any = found.block
     ours, theirs = twins(block), twins(block)
@@ -44,7 +45,7 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
         router: nn.Module = getattr(theirs[block], found.spec.router_attr)
         tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
         width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
-    # The experts: some families keep the router in fp32 beside them.
+    # Experts hold the largest weight; some families keep the router beside it in fp32.
     weight = max((p for p in block.parameters() if p.is_floating_point()), key=Tensor.numel)
     x = torch.randn(2, TOKENS // 2, width, device=weight.device, dtype=weight.dtype)
     limit = limit_for(weight)
@@ -63,7 +64,7 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
 
 
 def _run_eagerly(*experts: Any) -> None:
-    """Take experts off the implementation that the model was given: not each has a backward."""
+    """Switch experts to eager; some of transformers' implementations have no backward."""
     for twin in experts:
         if "config" in twin.__dict__:
             twin.config = copy.copy(twin.config)
@@ -75,10 +76,10 @@ def _shapes(results: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Copies of a block's modules that share tensors and nothing else, by the module they copy.
+    """Return copies of a block's modules that share only its tensors, keyed by the original.
 
-    Hooks, bound forwards and records stay behind, and so do PEFT's parameter wrappers. Experts that
-    run on this library by name or by a patch are transformers' own in the copies.
+    Hooks, bound forwards, patch records and PEFT's parameter wrappers are not copied. Experts that
+    run on this library, by name or by a patch, run transformers' own code in the copies.
     """
     made: dict[nn.Module, nn.Module] = {}
 
@@ -107,7 +108,7 @@ def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def _runs_by_name(module: Any) -> bool:
-    """Return whether transformers' registry takes an experts module to this library."""
+    """Return whether transformers' registry dispatches an experts module to this library."""
     decorated = all(name in module.__dict__ for name in DECORATED)
     return decorated and module.config._experts_implementation == EXPERTS_NAME
 
@@ -130,7 +131,7 @@ def _run(direct: Direct, tensors: dict[str, Tensor], x: Tensor, grad: bool) -> d
 
 
 def _closest_rows(mine: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """The three quarters of the rows that agree best."""
+    """Return the three quarters of the rows that agree best."""
     mine, reference = (t.reshape(-1, t.shape[-1]).double() for t in (mine, reference))
     order = (mine - reference).norm(dim=-1).argsort()[: max(1, mine.shape[0] * 3 // 4)]
     return mine[order], reference[order]

@@ -1,7 +1,7 @@
-"""The name ``experts_implementation="moe_patch"``: experts of models that no patch has touched.
+"""Run experts by name, ``experts_implementation="moe_patch"``, without patching the model.
 
 transformers calls the registered function for every experts module whose config names it. Patched
-modules go on to :func:`moe_patch.runtime.forward.experts_forward`; all others run the experts
+modules continue in :func:`moe_patch.runtime.forward.experts_forward`. All others run the experts
 operator with default options, once their class has passed the self-check.
 """
 
@@ -25,7 +25,7 @@ from moe_patch.runtime.forward import EXPERTS_NAME, experts_forward, refuse_fp8
 from moe_patch.runtime.record import RECORD, ModulePatch
 from moe_patch.runtime.spec import FamilySpec
 
-# The key of the entry that serves an experts module by name, beside the module's parameters.
+# Attribute under which an experts module that runs by name caches its family entry.
 SPEC = "_moe_patch_by_name"
 _DEFAULTS = PatchConfig(strict=False)
 # Kinds of experts that have passed the self-check in this process.
@@ -33,7 +33,7 @@ _passed: set[tuple] = set()
 
 
 class ExpertsPatch(ModulePatch):
-    """The record on an experts module; loading it in a fresh process registers EXPERTS_NAME."""
+    """Patch record of an experts module; unpickling one registers EXPERTS_NAME."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -41,10 +41,10 @@ class ExpertsPatch(ModulePatch):
 
 
 def register_experts() -> None:
-    """Make EXPERTS_NAME known to transformers' registry of experts implementations (idempotent).
+    """Register EXPERTS_NAME with transformers as an experts implementation (idempotent).
 
-    The FP8 registry gets a named refusal: quantize_experts takes its experts over first. torch's
-    FLOP counter gets the operators' formulas.
+    In the registry for FP8 experts the name raises an error that points to quantize_experts. Also
+    registers the operators' formulas with torch's FLOP counter.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ExpertsInterface
@@ -57,10 +57,11 @@ def register_experts() -> None:
 def experts_by_name(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' experts signature: [T, D], [T, K] ids, [T, K] weights -> [T, D].
+    """Run experts with transformers' signature: [T, D], [T, K] ids, [T, K] weights -> [T, D].
 
     Raises:
-        UnsupportedModelError: the experts cannot run on the operator, or differ from transformers.
+        UnsupportedModelError: the operator cannot run these experts, or its results differ from
+            those of transformers.
     """
     record = experts.__dict__.get(RECORD)
     if record is not None and record.role == "experts":
@@ -83,7 +84,7 @@ def experts_by_name(
 
 @torch.compiler.assume_constant_result
 def _first_call(experts: Any) -> FamilySpec:
-    """The entry that serves a module, left on the module once its class was checked."""
+    """Check an experts module's class, then cache its family entry on the module."""
     found = lookup(experts)
     name = type(experts).__name__
     if found is None:
@@ -102,10 +103,10 @@ def _first_call(experts: Any) -> FamilySpec:
 
 
 def _check(name: str, experts: Any, spec: FamilySpec) -> None:
-    """Compare a kind of experts with transformers, once in a process.
+    """Compare a kind of experts with transformers, once per process.
 
     Raises:
-        MoePatchError: the operator does not read them, or the results differ.
+        MoePatchError: the operator cannot run these experts, or the results differ.
     """
     block = FoundBlock(name, spec, experts=[(name, experts)])
     if why := refusals(experts, [block], _DEFAULTS).get(name):
@@ -123,7 +124,7 @@ def _check(name: str, experts: Any, spec: FamilySpec) -> None:
 
 
 def _without_adapters(experts: Any) -> Any:
-    """The module, or a copy on the stored weights where PEFT parametrizes them for this call."""
+    """Return the module, or a copy with the stored weights if PEFT parametrizes them now."""
     parametrizations = experts._modules.get("parametrizations")
     if parametrizations is None:
         return experts

@@ -1,4 +1,4 @@
-"""Run the self-checks of a patch: one block of each kind, or the experts alone where these fit."""
+"""Run a patch's self-checks: one block of each kind, or its experts if only those fit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moe_patch.patching.resolve import falls_to_experts
 def self_checks(
     blocks: list[FoundBlock], config: PatchConfig, refused: dict[str, str]
 ) -> dict[str, str]:
-    """Results of the self-check by block path; without ``strict`` it may refuse more blocks.
+    """Return self-check results by block path; without ``strict``, add failures to ``refused``.
 
-    Where an entry fits a block's experts alone, these take the block's place in ``blocks``.
+    If an entry fits only a block's experts, the experts replace the block in ``blocks``.
     """
     results: dict[tuple, tuple[str, str]] = {}
     by_path = {}
@@ -26,7 +26,7 @@ def self_checks(
             continue
         kind = selfcheck.kind_of(block)
         if not is_shipped(block.spec):
-            # Classes of a user's own entry may differ from layer to layer.
+            # Classes of a user-registered entry may differ from layer to layer.
             kind = (*kind, block.path)
         # Do not reuse a skipped result for other blocks of this kind.
         if results.get(kind, ("", ""))[0] != "passed":
@@ -44,7 +44,7 @@ def self_checks(
 
 
 def _self_check(block: FoundBlock, config: PatchConfig) -> tuple[str, str]:
-    """The result, and why it is that of the experts alone where the entry does not fit the rest."""
+    """Return the result and, if only the experts could be checked, why the entry does not fit."""
     if not block.mismatch:
         try:
             return _compare(block, config), ""
@@ -55,7 +55,7 @@ def _self_check(block: FoundBlock, config: PatchConfig) -> tuple[str, str]:
     try:
         return _compare(block, config), block.mismatch
     except UnsupportedModelError as error:
-        # Where the experts are what the entry does not fit, both say so.
+        # If the experts themselves cause the mismatch, both messages are the same: keep one.
         why = "; nor do the experts pass alone: ".join(dict.fromkeys((block.mismatch, str(error))))
         raise UnsupportedModelError(f"{block.path}: self-check: {why}") from error
 

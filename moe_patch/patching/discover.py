@@ -1,4 +1,4 @@
-"""Finding MoE blocks in a model by the classes of its modules, whatever wraps them."""
+"""Find the MoE blocks of a model by the classes of its modules, through any wrappers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import FamilySpec
 
 Named = tuple[str, Any]
-# The path of the row that stands for a model without any MoE block.
+# Path of the report row for a model without any MoE block.
 WHOLE_MODEL = "(whole model)"
-# What transformers' use_experts_implementation sets on every instance of a class it decorates.
+# Attributes that transformers' use_experts_implementation sets on every instance.
 DECORATED = ("is_transposed", "is_concatenated", "has_gate", "has_bias", "config")
-# What wraps a model or a part of it, by class name, and the child that holds what is wrapped. By
-# class, since `model` and `module` are names of a model's own children too.
+# Wrappers of a model or a part of it, by class name, and the child that holds the wrapped module.
+# The class decides, because models also use `model` and `module` as names of children.
 WRAPPERS = {
     "BaseTuner": "model",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
@@ -37,12 +37,13 @@ WRAPPERS = {
 
 @dataclass
 class FoundBlock:
-    """One MoE block: its modules with their paths, and the family entry that serves them.
+    """One MoE block: its modules with their paths, and its family entry.
 
-    ``path`` is the block's module path; where a family has no block class, that of the module that
-    holds the experts. ``routers`` may be several (PEFT's modules_to_save keeps a second one).
-    ``plain_path`` is the path without what wrappers (PEFT, DDP, a compiled module) add to it.
-    ``mismatch`` says why the entry serves the experts alone; ``routers`` is then empty.
+    ``path`` is the block's module path or, in a family without a block class, the path of the
+    module that holds the experts. There may be several ``routers``, because PEFT's modules_to_save
+    keeps a second one. ``plain_path`` is the path without the segments that wrappers (PEFT, DDP, a
+    compiled module) add. ``mismatch`` says why the entry fits only the experts; ``routers`` is then
+    empty. ``reason`` says why the block is refused.
     """
 
     path: str
@@ -56,11 +57,11 @@ class FoundBlock:
     mismatch: str = ""
 
     def experts_only(self, mismatch: str) -> FoundBlock:
-        """The same block with its router and its own forward left to transformers."""
+        """Return the block with its router and its own forward left to transformers."""
         return replace(self, spec=self.spec.experts_only(), routers=[], mismatch=mismatch)
 
     def spec_of(self, router: nn.Module) -> FamilySpec:
-        """The entry that serves a router: the block's, or its own where a family has two kinds."""
+        """Return a router's entry: the block's, or the router's own in a family with two kinds."""
         if any(cls.__name__ == self.spec.router for cls in type(router).__mro__):
             return self.spec
         found = lookup(router)
@@ -68,12 +69,12 @@ class FoundBlock:
 
     @property
     def refused(self) -> bool:
-        """Whether the block cannot be patched."""
+        """Return whether the block cannot be patched."""
         return bool(self.reason)
 
     @property
     def model_type(self) -> str:
-        """The model type of the experts' own config, else the family's first."""
+        """Return the model type of the experts' config, or else the family's first."""
         for _, experts in self.experts:
             if hasattr(experts, "config"):
                 return experts.config.model_type
@@ -81,7 +82,7 @@ class FoundBlock:
 
 
 def discover(model: nn.Module) -> list[FoundBlock]:
-    """All MoE blocks of a model, in module order; unknown ones come back refused, with a reason."""
+    """Return all MoE blocks in module order; unknown ones are refused, with a reason."""
     blocks: dict[str, FoundBlock] = {}
     named = list(model.named_modules())
     for path, module in named:
@@ -103,7 +104,7 @@ def discover(model: nn.Module) -> list[FoundBlock]:
 def _place(
     blocks: dict[str, FoundBlock], path: str, module: nn.Module, spec: FamilySpec, role: str
 ) -> None:
-    """Put a block, or a router or experts module of one, into its row."""
+    """Add a block, or a router or experts module of one, to its entry in ``blocks``."""
     owner = path if role == "block" else _inside(path, blocks)
     if owner is None:
         owner = _holder(path)
@@ -117,7 +118,7 @@ def _place(
 
 
 def _add_wrapper(blocks: dict[str, FoundBlock], path: str, wrapper: Any) -> None:
-    """Add an adapter's wrapper to the block whose experts it is around."""
+    """Add an adapter's wrapper to the block whose experts it wraps."""
     owner = _inside(path, blocks)
     base = wrapper.get_base_layer()
     if owner is not None and any(base is experts for _, experts in blocks[owner].experts):
@@ -125,25 +126,25 @@ def _add_wrapper(blocks: dict[str, FoundBlock], path: str, wrapper: Any) -> None
 
 
 def _experts_alone(block: FoundBlock) -> str:
-    """The reason why a patch serves the experts alone, from the record on them; else empty."""
+    """Return why an earlier patch bound only the experts, from their record; else empty."""
     records = (record_of(experts) for _, experts in block.experts)
     return next((r.reason for r in records if r is not None and r.role == "experts"), "")
 
 
 def refused_block(path: str, module: nn.Module, reason: str) -> FoundBlock:
-    """What stands for a module that no family entry serves."""
+    """Return a refused block for a module without a family entry."""
     spec = FamilySpec(model_types=("unknown",), tier="refused", reason=reason)
     return FoundBlock(path, spec, block=module, reason=reason)
 
 
 def selected(block: FoundBlock, include: tuple[str, ...], exclude: tuple[str, ...]) -> bool:
-    """Whether glob patterns select a block (no include pattern means every block)."""
+    """Return whether glob patterns select a block (no include pattern selects every block)."""
     chosen = not include or any(_matches(block, pattern) for pattern in include)
     return chosen and not any(_matches(block, pattern) for pattern in exclude)
 
 
 def unmatched(blocks: list[FoundBlock], **options: tuple[str, ...]) -> str:
-    """What is wrong with the first pattern that matches no block, by option; else empty."""
+    """Describe the first pattern that matches no block; empty if every pattern matches one."""
     for option, patterns in options.items():
         for pattern in patterns:
             if not any(_matches(block, pattern) for block in blocks):
@@ -155,37 +156,37 @@ def unmatched(blocks: list[FoundBlock], **options: tuple[str, ...]) -> str:
 
 
 def some_paths(blocks: list[FoundBlock]) -> str:
-    """The number of blocks and the paths of the first, for messages about patterns."""
+    """Return the number of blocks and the first three paths, for messages about patterns."""
     paths = ", ".join(repr(block.plain_path) for block in blocks[:3])
     return f"{len(blocks)}: {paths}{', ...' if len(blocks) > 3 else ''}"
 
 
 def _matches(block: FoundBlock, pattern: str) -> bool:
-    # A pattern outlives wrapping: one for the bare model holds inside PEFT, DDP and torch.compile.
+    # A pattern for the bare model must also match inside PEFT, DDP and torch.compile.
     return any(fnmatch.fnmatchcase(path, pattern) for path in (block.path, block.plain_path))
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
-    """The name of the child that a wrapper wraps; None where the module is no wrapper."""
+    """Return the name of the child that a wrapper wraps, or None if the module is no wrapper."""
     return next(
         (WRAPPERS[c.__name__] for c in type(module).__mro__ if c.__name__ in WRAPPERS), None
     )
 
 
 def _without(added: set[str], path: str) -> str:
-    """A path without the segments at which the paths in ``added`` end."""
+    """Return a path without the segments at which the paths in ``added`` end."""
     parts = path.split(".")
     return ".".join(p for i, p in enumerate(parts) if ".".join(parts[: i + 1]) not in added)
 
 
 def _inside(path: str, owners: Iterable[str]) -> str | None:
-    """The innermost block path that contains ``path``; the root's path is empty."""
+    """Return the innermost block path that contains ``path``; the root's path is empty."""
     around = (o for o in owners if o in ("", path) or path.startswith(f"{o}."))
     return max(around, key=len, default=None)
 
 
 def _holder(path: str) -> str:
-    """The path of the module that holds an experts or router module, through PEFT's wrappers."""
+    """Return the path of the module that holds an experts or router, ignoring PEFT's wrappers."""
     parts = path.split(".")
     for wrapped in ("base_layer", "original_module", "modules_to_save"):
         if wrapped in parts:
@@ -194,7 +195,7 @@ def _holder(path: str) -> str:
 
 
 def _decorated(module: Any) -> tuple[FamilySpec, str] | None:
-    """An experts module that transformers' decorator serves and no entry names: tier experts."""
+    """Return an entry of tier "experts" for a decorated experts class without one, or None."""
     if not all(name in module.__dict__ for name in DECORATED) or not is_decorated(module):
         return None
     model_type = module.config.model_type
@@ -204,7 +205,7 @@ def _decorated(module: Any) -> tuple[FamilySpec, str] | None:
 
 
 def _looks_like_moe(module: nn.Module) -> str | None:
-    """Why an unregistered module is taken for an MoE block, in words for the report; else None."""
+    """Say why an unregistered module looks like an MoE block, or return None."""
     experts = module._modules.get("experts")
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return (

@@ -1,7 +1,7 @@
-"""Checks that a class of the installed transformers has the form that its family entry describes.
+"""Check that a class of the installed transformers fits its family entry.
 
-A class may return other values, take other arguments or keep its attributes elsewhere in another
-release. Then the entry is not for it, which is another matter than a wrong number.
+In another release a class may return other values, take other arguments or rename its attributes.
+The entry then does not describe that class. This is not the same as a wrong result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from moe_patch.errors import EntryMismatchError, MoePatchError
 
-# What code raises over attributes, values and shapes unlike those it was written for.
+# Exceptions that code raises when attributes, values or shapes are not what it was written for.
 _UNLIKE = (
     AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError
 )  # fmt: skip
 
 
 def mismatch(module: nn.Module, what: str) -> EntryMismatchError:
-    """The error for a class that is unlike its family entry."""
+    """Return the error for a class that its family entry does not fit."""
     import transformers
 
     return EntryMismatchError(
@@ -36,7 +36,7 @@ def mismatch(module: nn.Module, what: str) -> EntryMismatchError:
 
 @contextmanager
 def fitting(module: nn.Module) -> Iterator[None]:
-    """Run an entry's code on a class whose own code ran: a failure is the entry's.
+    """Blame the entry if its code fails on a class whose own code has just run.
 
     Raises:
         EntryMismatchError: the code inside failed.
@@ -53,7 +53,7 @@ def fitting(module: nn.Module) -> Iterator[None]:
 
 
 def require_call(module: nn.Module, args: tuple) -> None:
-    """Check that a class's forward takes the arguments that its entry calls it with.
+    """Check that a class's forward accepts the arguments that its entry passes.
 
     Raises:
         EntryMismatchError: it takes others.
@@ -68,12 +68,12 @@ def require_call(module: nn.Module, args: tuple) -> None:
 
 
 def require_form(module: nn.Module, theirs: Any, ours: tuple) -> None:
-    """Check that a router returns logits, weights and ids in the places that its entry has them.
+    """Check that a router returns logits, weights and ids in the positions its entry says.
 
-    How many experts a token takes is a value, which a comparison of numbers judges.
+    The number of experts per token is not checked here: comparing the values covers it.
 
     Raises:
-        EntryMismatchError: another number of values, or another kind of tensor in some place.
+        EntryMismatchError: the number of values differs, or the kind of tensor in some position.
     """
     theirs = theirs if isinstance(theirs, (tuple, list)) else (theirs,)
     found, described = _form(theirs), _form(ours)

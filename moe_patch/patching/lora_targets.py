@@ -1,7 +1,7 @@
 """Ready-made PEFT arguments for MoE models, and a warning when an adapter misses the experts.
 
 The experts of most families are 3-D parameters. ``target_modules="all-linear"`` reaches them only
-in model types whose names PEFT rewrites; elsewhere the adapter attaches, trains attention, and
+in model types whose names PEFT rewrites. Elsewhere the adapter attaches and trains attention, but
 never touches an expert.
 """
 
@@ -17,10 +17,10 @@ from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.runtime.adapters import EXPERT_PARAMETERS
 from moe_patch.runtime.peft_release import rewritten_target
 
-# The class of what chooses the keys of sparse attention. Nothing of it is in the output but the
-# choice: its adapters would get no gradient, which DistributedDataParallel takes for an error.
+# An Indexer chooses the keys of sparse attention, and the output depends on it only through that
+# choice. Its adapters would get no gradient, which DistributedDataParallel reports as an error.
 UNTRAINED = "Indexer"
-# What experts were called while each was a module of its own: most MLPs; Mixtral, DBRX; Granite.
+# Names of expert projections that were modules once: most MLPs; Mixtral and DBRX; Granite.
 EXPERT_MODULES = ("gate_proj", "w1", "w2", "w3", "v1", "input_linear", "output_linear")
 
 
@@ -31,7 +31,7 @@ def lora_targets(
     shared: bool = True,
     attention: bool = True,
 ) -> dict[str, list[str]]:
-    """Arguments for ``peft.LoraConfig`` that adapt the chosen parts of an MoE model.
+    """Return arguments for ``peft.LoraConfig`` that adapt the chosen parts of an MoE model.
 
     Args:
         model: a transformers model, patched or not, without adapters.
@@ -45,8 +45,8 @@ def lora_targets(
         them: ``LoraConfig(r=16, **lora_targets(model))``.
 
     Raises:
-        UnsupportedModelError: the model has no MoE block, or none of what was asked for, or it
-            carries adapters already.
+        UnsupportedModelError: the model has no MoE block, has none of the chosen parts, or already
+            carries adapters.
     """
     _refuse_adapters(model)
     blocks = discover(model)
@@ -70,13 +70,13 @@ def lora_targets(
     parameters |= {f"{name}.weight" for name in rewritten}
     if not modules and not parameters:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: none of the parts asked for can carry an adapter"
+            f"{type(model).__name__}: none of the chosen parts can carry an adapter"
         )
     return {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """The paths of a model with adapters lead to PEFT's layers, which are no targets."""
+    """Raise if the model has adapters: its paths lead to PEFT's layers, which are no targets."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -86,26 +86,27 @@ def _refuse_adapters(model: nn.Module) -> None:
         path, layer = found[0]
         raise UnsupportedModelError(
             f"{type(model).__module__}.{type(model).__name__}: lora_targets found {len(found)} "
-            f"layers of PEFT, the first a {type(layer).__name__} at {path}; accepted: a model "
+            f"PEFT layers, the first a {type(layer).__name__} at {path}; accepted: a model "
             "without adapters; call it before get_peft_model or add_adapter, or after "
             "unload() or merge_and_unload()"
         )
 
 
 def _rewritten_by_peft(model: nn.Module, modules: set[str]) -> set[str]:
-    """Module targets that PEFT would take for old names of expert weights, and drop.
+    """Return module targets that PEFT would take for old names of expert weights.
 
-    For model types whose experts were once separate Linear modules PEFT rewrites gate_proj, w1 and
-    the like to the fused expert parameter, wherever they stand: a shared expert named so would get
-    no adapter and the experts twice the rank. Their weights are targeted as parameters instead.
+    For model types whose experts were once separate Linear modules, PEFT rewrites gate_proj, w1 and
+    the like to the fused expert parameter, in whichever module. A shared expert with such a name
+    would get no adapter, and the routed experts twice the rank. The caller targets these weights as
+    parameters instead.
     """
     return {name for name in modules if rewritten_target(name, model)}
 
 
 def missed_experts(model: Any) -> str | None:
-    """A sentence when the model's adapters ask for experts and adapt none of them, else None.
+    """Return a warning if the adapters target experts but adapt none of them, else None.
 
-    ``target_modules="all-linear"`` asks for everything.
+    ``target_modules="all-linear"`` targets every Linear module, experts included.
 
     Args:
         model: a model, a PeftModel, or a wrapper around one.
@@ -125,19 +126,19 @@ def missed_experts(model: Any) -> str | None:
 
 
 def _targets_for_experts(configs: list[Any], blocks: list[FoundBlock]) -> list[str]:
-    """The names, then the regular expressions, with which LoRA configs target experts."""
+    """Return the names, then the regular expressions, with which LoRA configs target experts."""
     own = {_suffix(path, 1) for block in blocks for path, _ in block.experts}
     names = {name for config in configs for name in _asked(config) if _names_experts(name, own)}
-    # A regular expression over paths of modules, which a config may have in place of names.
+    # In place of names, a config may hold one regular expression over module paths.
     patterns = {c.target_modules for c in configs if isinstance(c.target_modules, str)}
     matching = (pattern for pattern in sorted(patterns) if _matches_experts(pattern, blocks))
     return [*sorted(names), *map(repr, matching)]
 
 
 def _names_every_linear(tuner: nn.Module) -> bool:
-    """Whether a config holds what PEFT makes of "all-linear": every Linear's path but the head's.
+    """Return whether a config targets every Linear but the head, as "all-linear" expands to.
 
-    PEFT replaces the word itself before anybody else can read it.
+    PEFT replaces the word itself before other code can read it.
     """
     from transformers import PreTrainedModel
 
@@ -164,7 +165,7 @@ def _names_experts(target: str, experts_attributes: set[str]) -> bool:
 
 
 def _matches_experts(pattern: str, blocks: list[FoundBlock]) -> bool:
-    """Whether a regular expression would match an expert's weight, as a module or a parameter."""
+    """Return whether a regular expression matches an expert's weight, as module or parameter."""
     holders = {
         f"{block.plain_path}{path.removeprefix(block.path)}{index}"
         for block in blocks
@@ -183,7 +184,7 @@ def _lora_configs(tuner: nn.Module) -> list[Any]:
 
 
 def _asked(config: Any) -> set[str]:
-    """The names of modules and parameters that a LoraConfig targets."""
+    """Return the names of modules and parameters that a LoraConfig targets."""
     values = (config.target_modules, config.target_parameters)
     return {name for value in values if not isinstance(value, str) for name in value or ()}
 
@@ -203,7 +204,7 @@ def _expert_parameters(block: FoundBlock) -> set[str]:
 
 def _add_router(block: FoundBlock, modules: set[str], parameters: set[str]) -> None:
     routers = block.routers
-    # A block that reads the correction bias of its router past the adapter cannot run with one.
+    # Such a block reads its router's correction bias directly, which fails on PEFT's wrapper.
     if block.spec.chooses_in_block and block.block is not None and block.spec.bias is None:
         name = block.spec.router_attr
         routers = [(f"{block.path}.{name}", block.block.get_submodule(name))]

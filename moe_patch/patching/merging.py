@@ -1,8 +1,8 @@
-"""Refuse to merge adapters into packed experts before PEFT has touched any layer.
+"""Refuse to merge adapters into packed experts before PEFT has changed any layer.
 
-PEFT merges one layer after the other, and attention comes before experts: an error of the experts'
-own would leave half of the adapters merged. Both methods that merge are bound on the tuner
-instance, because PEFT has no hook that also knows which adapters are to be merged.
+PEFT merges layer by layer, attention before experts: an error raised by the experts would leave
+half of the adapters merged. Both merging methods are bound on the tuner instance, because no hook
+of PEFT is told which adapters will be merged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _METHODS = ("merge_and_unload", "merge_adapter")
 
 
 def guard_merging(model: nn.Module, by: str) -> None:
-    """Have PEFT's tuners inside ``model`` refuse to merge into packed experts.
+    """Make PEFT's tuners inside ``model`` refuse to merge into packed experts.
 
     Args:
         model: contains the tuners, or is one; without a tuner or packed experts nothing is bound.
-        by: QUANTIZE or PATCH; the former's guards outlive an unpatch.
+        by: QUANTIZE or PATCH, the owner of the guards; those of QUANTIZE outlive unpatch_model.
     """
     utils = sys.modules.get("peft.tuners.tuners_utils")
     if utils is None:
@@ -43,7 +43,7 @@ def guard_merging(model: nn.Module, by: str) -> None:
 
 
 def free_merging(model: nn.Module, by: str | None = None) -> None:
-    """Undo :func:`guard_merging` of one owner, or of any where ``by`` is None."""
+    """Undo :func:`guard_merging` of one owner, or of every owner if ``by`` is None."""
     for module in model.modules():
         for name in _METHODS:
             owner = _owner(module.__dict__.get(name))
@@ -52,14 +52,14 @@ def free_merging(model: nn.Module, by: str | None = None) -> None:
 
 
 def _owner(bound: Any) -> str | None:
-    """The ``by`` of a guard, or None for anything else."""
+    """Return the ``by`` of a guard, or None for anything else."""
     if isinstance(bound, functools.partial) and bound.func is _merge:
         return str(bound.args[2])
     return None
 
 
 def _packed(tuner: Any) -> Iterator[tuple[str, Any, QuantTensor]]:
-    """PEFT's wrappers around packed parameters: the parameter's path, wrapper and parameter."""
+    """Yield path, wrapper and parameter for each of PEFT's wrappers around packed experts."""
     for path, module in tuner.model.named_modules():
         if is_param_wrapper(module):
             wrapper: Any = module
@@ -73,7 +73,7 @@ def _merge(tuner: Any, name: str, by: str, *args: Any, **kwargs: Any) -> Any:
     """Merge as PEFT does, unless an adapter to be merged belongs to packed experts.
 
     Raises:
-        UnsupportedModelError: one does; no weight has been written.
+        UnsupportedModelError: an adapter does; no weight has been written.
     """
     method = getattr(type(tuner), name)
     given = inspect.signature(method).bind(tuner, *args, **kwargs).arguments

@@ -1,7 +1,7 @@
-"""patch_model and its undo: resolve and check everything first, then bind.
+"""Patch a model and undo it: resolve and check everything first, then bind.
 
 A failure before binding leaves the model exactly as it was. Weights are never moved, copied,
-renamed or wrapped; classes, configs that others share, and process-wide state are never written.
+renamed or wrapped. Classes, shared configs and process-wide state are never written.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         The same object.
 
     Raises:
-        UnsupportedModelError: no model, no MoE block, or one that cannot be patched (``strict``);
-            transformers or PEFT is too old.
-        UnsupportedOptionError: an option is unknown, wrong, or cannot hold on this model.
+        UnsupportedModelError: this is no model, it has no MoE block, or a block cannot be patched
+            (``strict``); or transformers or PEFT is too old.
+        UnsupportedOptionError: an option is unknown or wrong, or this model cannot have it.
         PatchStateError: the model is already patched with another config.
     """
     parsed = PatchConfig.parse(config, **options)
@@ -76,9 +76,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
     guard_merging(model, PATCH)
     if again:
-        logger.info(
-            "moe_patch: already patched with an equal config; %d modules bound that were new", bound
-        )
+        logger.info("moe_patch: already patched with an equal config; bound %d new modules", bound)
     else:
         _announce_conflict(blocks)
     if note := missed_experts(model):
@@ -93,14 +91,14 @@ def _bind_all(
     refused: dict[str, str],
     checks: dict[str, str],
 ) -> int:
-    """Bind the accepted blocks and mark the others; returns how many modules are bound anew.
+    """Bind the accepted blocks and mark the others; return the number of newly bound modules.
 
     Args:
         found: the blocks as discovered.
-        blocks: the same as they fit their entries.
-        config: of the patch.
-        refused: path -> why.
-        checks: path -> the self-check's result.
+        blocks: the same blocks after fitting: some with only their experts.
+        config: the patch's options.
+        refused: reasons by block path.
+        checks: self-check results by block path.
     """
     bound = 0
     for before, block in zip(found, blocks, strict=True):
@@ -137,9 +135,9 @@ def _undo(module: Any) -> None:
 
 @contextmanager
 def patched(model: Model, config: Any = None, **options: Any) -> Iterator[Model]:
-    """Patch for the duration of a ``with`` block; arguments as :func:`patch_model`.
+    """Patch for the duration of a ``with`` block; takes the arguments of :func:`patch_model`.
 
-    A model that carried an equal patch before stays patched, and ``False`` patches nothing.
+    A model that already carried an equal patch stays patched, and ``False`` patches nothing.
     """
     patched_before = bool(_touched(model))
     patch_model(model, config, **options)
@@ -155,10 +153,10 @@ def _touched(model: nn.Module) -> list[nn.Module]:
 
 
 def _check_state(model: nn.Module, config: PatchConfig) -> bool:
-    """Whether the model already carries this patch.
+    """Return whether the model already carries this patch.
 
     Raises:
-        PatchStateError: it carries another one.
+        PatchStateError: it carries another patch.
         UnsupportedModelError: it is no model.
     """
     if not isinstance(model, nn.Module):
@@ -169,15 +167,15 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
     configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
     for carried in configs - {config}:
         raise PatchStateError(
-            f"{type(model).__name__} is already patched with {carried.unlike(config)}; asked for "
-            f"{config.unlike(carried)}; call patch_model with the same options as before (it binds "
-            "what is new), or unpatch_model first"
+            f"{type(model).__name__} is already patched with {carried.unlike(config)}; this call "
+            f"has {config.unlike(carried)}; call patch_model with the same options as before (it "
+            "binds what is new), or unpatch_model first"
         )
     return bool(configs)
 
 
 def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
-    """Bind what is not bound yet; the number of modules bound."""
+    """Bind the modules that are not bound yet; return their number."""
     _unmark_refused(block)
     spec = block.spec
     bound = 0
@@ -196,7 +194,7 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
 
 
 def _point_at_registry(experts: Any, record: ModulePatch) -> None:
-    """Choose our experts function through a private copy of the config that the module reads."""
+    """Select our experts function in a private copy of the config that the module reads."""
     record.saved["config"] = experts.config
     own = copy.copy(experts.config)
     own._experts_implementation_internal = EXPERTS_NAME
@@ -205,7 +203,7 @@ def _point_at_registry(experts: Any, record: ModulePatch) -> None:
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
-    """Leave the block to transformers, also where an earlier call had patched it."""
+    """Leave the block to transformers, even if an earlier call patched it."""
     _give_back(block)
     _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
 
@@ -219,14 +217,14 @@ def _give_back(block: FoundBlock) -> None:
 
 
 def _unmark_refused(block: FoundBlock) -> None:
-    """Forget an earlier refusal: its reason is gone, the block is patched now."""
+    """Remove the record of an earlier refusal, because the block is patched now."""
     record = record_of(_anchor(block))
     if record is not None and record.role == "refused":
         del _anchor(block).__dict__[RECORD]
 
 
 def _anchor(block: FoundBlock) -> nn.Module:
-    """The module that carries a refused block's record."""
+    """Return the module that carries a refused block's record."""
     if block.block is not None:
         return block.block
     return next(module for _, module in [*block.experts, *block.routers])
@@ -242,7 +240,7 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
                 else None
             )
             if chosen is not None and chosen != EXPERTS_NAME:
-                # These two may be transformers' own default as well as somebody's wish.
+                # Either may be transformers' default rather than the user's choice: do not warn.
                 usual = chosen in ("eager", "grouped_mm")
                 logger.log(
                     logging.INFO if usual else logging.WARNING,

@@ -1,4 +1,4 @@
-"""What runs where, and why: one row per MoE block, printable as a table."""
+"""Report what runs where, and why: one row per MoE block, printable as a table."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class BlockReport:
         path: module path of the block.
         model_type: transformers model type.
         tier: "full" (routing and experts are ours), "experts" (experts only) or "refused".
-        router: the routing function that decides, or "transformers".
-        router_backend, experts_backend: "torch" or "triton"; "transformers" where not ours.
+        router: the routing function that chooses the experts, or "transformers".
+        router_backend, experts_backend: "torch" or "triton"; "transformers" if not ours.
         shared: the shared expert: "none", "added by the bound block" or "transformers".
         lora: adapters on the experts: "none", "fused (...)" or why PEFT's own path runs.
         self_check: "passed", "off" or "skipped: why".
-        reason: why a block is refused, why only its experts are patched though the family has an
-            entry, or why its backend or its kernels are not the usual ones.
+        reason: why the block is refused, why only its experts are patched, or why its backend or
+            kernels are not the usual ones.
     """
 
     path: str
@@ -75,11 +75,11 @@ class PatchReport(list[BlockReport]):
 
     @property
     def patched(self) -> list[BlockReport]:
-        """The rows of blocks that run on this library."""
+        """Return the rows of blocks that run on this library."""
         return [row for row in self if row.tier != "refused"]
 
     def summary(self) -> str:
-        """One line for a log: how many blocks, their tiers and backends, adapters, refusals."""
+        """Summarise the patch in one log line: blocks, tiers, backends, adapters, refusals."""
         line = f"{len(self.patched)} of {len(self)} MoE blocks patched"
         if self.patched:
             tiers = Counter(row.tier for row in self.patched)
@@ -103,12 +103,12 @@ class PatchReport(list[BlockReport]):
 
 
 def patch_report(model: nn.Module, device: torch.device | None = None) -> PatchReport:
-    """The state of every MoE block that a patch touched or refused, as it is now.
+    """Return the current state of every MoE block that a patch bound or refused.
 
     Args:
         model: a model, wrapped or not; an unpatched one gives an empty report.
-        device: name the backends for weights that are to be there, as of a model on the meta
-            device; None means where they are.
+        device: report the backends for this device, such as the future one of a model on the meta
+            device; None takes the device of the weights.
     """
     rows = (_row(found, device) for found in discover(model))
     report = PatchReport(row for row in rows if row is not None)
@@ -149,12 +149,12 @@ def _joined(*reasons: str | None) -> str:
 
 
 def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
-    """Tier, deciding function, its backend, and why that is not the experts' own."""
+    """Return tier, routing function and its backend, and why it differs from the experts'."""
     router_backend, why = "transformers", ""
     if routed := _is_routed(found):
         router_backend, why = _router_backend(found, backend)
     if any(wrapped_by_parallelism(m) for _, m in found.routers):
-        why = "transformers' expert parallelism wraps the router, which stays its own"
+        why = "transformers' expert parallelism wraps the router, so transformers runs it"
     if not routed:
         return "experts", "transformers", router_backend, why
     decides = found.spec_of(found.routers[0][1]) if found.routers else found.spec
@@ -162,14 +162,14 @@ def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
 
 
 def _is_routed(found: FoundBlock) -> bool:
-    """Whether the routing is ours: in the bound block, or in every router."""
+    """Return whether routing is ours: in the bound block, or in every router."""
     if found.spec.block_forward is not None or found.spec.chooses_in_block:
         return found.block is not None and record_of(found.block) is not None
     return bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
 
 
 def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> tuple[str, str]:
-    """The backend of the experts, and why it or its kernels are not the usual ones."""
+    """Return the experts' backend, and why it or its kernels are not the usual ones."""
     on_gpu = device.type == "cuda"
     reason = choice.reason if choice.name == "torch" and on_gpu else ""
     if not found.experts:
@@ -204,12 +204,12 @@ def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
 
 
 def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
-    """The backend that routes, and why where it is not the experts' own."""
+    """Return the router's backend and, if it is not that of the experts, why."""
     if experts_backend == "torch":
         return "torch", ""
     if found.spec.chooses_in_block:
         return _block_backend(found)
-    if not found.routers:  # Doge: the block itself asks for product keys
+    if not found.routers:  # Doge: the block itself chooses by product keys
         ties = record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
         why = "routing: ties='torch' chooses among all pairs of keys, as torch.topk does"
         return ("triton", "") if ties == "lower" else ("torch", why)
@@ -228,14 +228,16 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         bias = None if isinstance(spec.bias, Arg) else spec.bias_of(router, ())
     why = ""
     if chosen is None:
-        why = f"routing: {spec.decided_by} decides what of its choice the kernels route"
+        why = (
+            f"routing: {spec.decided_by} decides per call which part of the choice runs on kernels"
+        )
         chosen = RouteSpec(1, ties=ties)
     obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
     return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")
 
 
 def _block_backend(found: FoundBlock) -> tuple[str, str]:
-    """The backend that chooses from the logits of a router that does no more than make them."""
+    """Return the backend for a block that chooses experts from its router's plain logits."""
     spec, block, ties = found.spec, found.block, record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
     E = _whole_shape(_a_weight(found))[0]
     chosen = spec.route_spec(block, E, ties)  # type: ignore[arg-type]
@@ -245,12 +247,12 @@ def _block_backend(found: FoundBlock) -> tuple[str, str]:
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape of a weight, also of one that ZeRO-3 leaves empty between its module's calls."""
+    """Return a weight's full shape; ZeRO-3 leaves the weight empty between its module's calls."""
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
 
 def _main_record(found: FoundBlock) -> ModulePatch | None:
-    """The record that speaks for a block: its experts', else the block's own."""
+    """Return the record to report for a block: its experts' first, then the block's, a router's."""
     for module in [*(m for _, m in found.experts), found.block, *(m for _, m in found.routers)]:
         if module is not None and (record := record_of(module)) is not None:
             return record
@@ -265,7 +267,7 @@ def _a_weight(found: FoundBlock) -> torch.Tensor:
 
 
 def refusal_row(found: FoundBlock, reason: str) -> BlockReport:
-    """The row of a block that is left to transformers."""
+    """Return the row of a block that is left to transformers."""
     hf = "transformers"
     return BlockReport(found.path, found.model_type, "refused", hf, hf, hf, hf, "none", "", reason)
 
@@ -292,7 +294,7 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
             if not factor_proxies():
                 obstacle = f"PEFT's merged weight is read; {obstacle}"
         name = wrapper.parameter_name
-        if name == "weight":  # says nothing without the module it belongs to
+        if name == "weight":  # ambiguous without the name of its module
             name = f"{path.rpartition('.')[2]}.{name}"
         (left if obstacle else fused).append(f"{name}: {obstacle}" if obstacle else name)
     parts = [f"fused ({', '.join(sorted(fused))})"] if fused else []

@@ -1,4 +1,4 @@
-"""What patch_model checks before it binds anything: which blocks it can serve, and why not."""
+"""Find out, before anything is bound, which blocks can be patched and why others cannot."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from moe_patch.runtime.spec import FamilySpec, read
 
 
 def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
-    """The MoE blocks that a config's patterns select, or what stands for there being none.
+    """Return the MoE blocks that a config's patterns select, or a refused one if there are none.
 
     Raises:
-        UnsupportedModelError: under ``strict``, none.
-        UnsupportedOptionError: under ``strict``, a pattern that matches none of the model's.
+        UnsupportedModelError: under ``strict``, no block is selected.
+        UnsupportedOptionError: under ``strict``, a pattern matches none of the model's blocks.
     """
     blocks = discover(model)
     chosen = [block for block in blocks if selected(block, config.include, config.exclude)]
@@ -46,13 +46,13 @@ def chosen_blocks(model: nn.Module, config: PatchConfig) -> list[FoundBlock]:
     if blocks and wrong:
         if config.strict:
             raise UnsupportedOptionError(f"{type(model).__name__}: {wrong}")
-        if chosen:  # else that there are none is the one warning
+        if chosen:  # if nothing is chosen, the caller warns once about that instead
             warnings.warn(f"moe_patch: {wrong}", stacklevel=3)
     return chosen or [nothing_found(model, blocks, config)]
 
 
 def nothing_found(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> FoundBlock:
-    """What stands for a model without a selected MoE block in warnings and in the report.
+    """Return a refused block for a model without a selected MoE block, for warning and report.
 
     Raises:
         UnsupportedModelError: under ``strict``.
@@ -74,17 +74,17 @@ def nothing_found(model: nn.Module, blocks: list[FoundBlock], config: PatchConfi
 
 
 def _model_type(model: nn.Module) -> str:
-    """The model type of a model's config; empty for a module without one."""
+    """Return the model type of a model's config; empty for a module without one."""
     config = model.__dict__.get("config")
     return "" if config is None else str(config.model_type)
 
 
 def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) -> dict[str, str]:
-    """Check every block; the refused ones by path with the reason.
+    """Check every block; return the reasons of the refused ones by path.
 
     Raises:
         UnsupportedModelError: a refusal under ``strict``, or nn.DataParallel.
-        UnsupportedOptionError: under ``strict``, an option that cannot hold on some block.
+        UnsupportedOptionError: under ``strict``, some block cannot have an option.
     """
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(
@@ -103,7 +103,7 @@ def refusals(model: nn.Module, blocks: list[FoundBlock], config: PatchConfig) ->
 
 
 def warn_of(refused: dict[str, str], blocks: list[FoundBlock]) -> None:
-    """One warning about the blocks that a patch leaves to transformers, if any."""
+    """Warn once about the blocks that a patch leaves to transformers, if any."""
     if refused:
         path, reason = next(iter(refused.items()))
         warnings.warn(
@@ -114,19 +114,19 @@ def warn_of(refused: dict[str, str], blocks: list[FoundBlock]) -> None:
 
 
 def falls_to_experts(block: FoundBlock) -> bool:
-    """Whether the experts are patched alone where the entry does not fit the rest of the block.
+    """Return whether to patch only the experts if the entry does not fit the rest of the block.
 
-    An entry of the user's own is refused: there the mistake may be in the entry.
+    A user-registered entry is refused instead, because the entry itself may be wrong.
     """
     spec = block.spec
     return bool(block.experts) and spec.serves_experts_alone and is_shipped(spec)
 
 
 def fitted(blocks: list[FoundBlock]) -> list[FoundBlock]:
-    """The blocks, with the experts alone of those whose classes lack what their entry reads.
+    """Reduce blocks to their experts if their classes lack attributes that the entry reads.
 
-    A class lacks what none of its modules has. A module that lost what others have is refused
-    later: transformers' own code would not run on it.
+    A class lacks an attribute if none of its modules has it. A module that lost an attribute which
+    others have is refused later, because transformers' own code would not run on it either.
     """
     lacks = [_misfit(block) if falls_to_experts(block) else "" for block in blocks]
     fit = {_classes(block) for block, why in zip(blocks, lacks, strict=True) if not why}
@@ -141,7 +141,7 @@ def _classes(block: FoundBlock) -> tuple[type, ...]:
 
 
 def _misfit(block: FoundBlock) -> str:
-    """Name what the block's classes lack of what the entry reads; else empty."""
+    """Say what the block's classes lack of what the entry reads; else empty."""
     try:
         _check_attributes(block)
     except EntryMismatchError as error:
@@ -150,7 +150,7 @@ def _misfit(block: FoundBlock) -> str:
 
 
 def warn_of_mismatches(found: list[FoundBlock], served: list[FoundBlock]) -> None:
-    """Warn once about blocks whose router and block stay transformers', if any are new."""
+    """Warn once about new blocks whose router and block stay with transformers, if any."""
     known = {block.path for block in found if block.mismatch}
     new = [block for block in served if block.mismatch and block.path not in known]
     if new:
@@ -168,7 +168,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         return _no_experts(block)
     bindings = bindings_of(block, config)
     for path, (module, _, _, slot) in bindings:
-        # A wrapper put around our own forward after patching is no obstacle to patching again.
+        # Another library may wrap our forward after patching; this does not prevent patching again.
         foreign = foreign_forward(module, slot) if record_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
@@ -197,8 +197,8 @@ def _no_experts(block: FoundBlock) -> str:
     other = ""
     if found is not None and type(found).__name__ == block.spec.experts:
         return (
-            f"its experts ({block.spec.experts}) are those of another block too; accepted: experts "
-            "of its own, or exclude all but one of the blocks that share them"
+            f"its experts ({block.spec.experts}) belong to another block as well; accepted: "
+            "experts of its own, or exclude all but one of the blocks that share them"
         )
     if found is not None:
         other = f"; its experts are {origin_of(type(found))}"
@@ -208,18 +208,18 @@ def _no_experts(block: FoundBlock) -> str:
 
 
 def _lacks_router(block: FoundBlock) -> bool:
-    """Return whether the entry names a router class and the block has none of it."""
-    # Experts given by themselves (a replayed call) have no block that could lack a router.
+    """Return whether the entry names a router class and the block has no such router."""
+    # Experts passed without a block (a replayed call) cannot lack a router.
     around = block.block is not None or block.path != ""
     named = block.spec.routing is not None and block.spec.router is not None
     return around and named and not block.routers
 
 
 def _check_attributes(block: FoundBlock) -> None:
-    """Every attribute that the family entry names is there, before a forward asks for it.
+    """Check that every attribute named by the family entry exists, before a forward reads it.
 
     Raises:
-        EntryMismatchError: one is missing (names class, attribute, versions).
+        EntryMismatchError: one is missing (names class, attribute and versions).
     """
     spec, owners = block.spec, [(router, block.spec_of(router)) for _, router in block.routers]
     if block.block is not None and spec.chooses_in_block:
@@ -248,13 +248,13 @@ def _check_experts_module(
 
             raise UnsupportedModelError(
                 f"{path} ({type(experts).__name__}): transformers {transformers.__version__} does "
-                f"not serve this class through its experts registry (no {', '.join(missing)}); "
+                f"not cover this class with its experts registry (no {', '.join(missing)}); "
                 f"{_accepted_release(spec)}"
             )
     if spec.experts_forward is None or spec.layout is not None:
         read_glu(experts, spec)
         weight, layout = stored_weight(experts, spec), layout_of(experts, spec)
-        # A pruned weight is no parameter; a parametrization may make numbers of packed bytes.
+        # A pruned weight is no parameter; a parametrization may compute floats from packed bytes.
         computed = [projection(experts, "down_proj")] if layout.fused else []
         named = experts.named_parameters()
         stored = (p for name, p in named if "parametrizations" not in name.split("."))
@@ -265,7 +265,7 @@ def _check_experts_module(
 
 
 def _accepted_release(spec: FamilySpec) -> str:
-    """Name the releases that serve the experts of a family, as far as its entry tells."""
+    """Name the releases that can run a family's experts, as far as its entry tells."""
     later = later_release(spec.model_types)
     if later:
         return f"needs transformers {later} or newer"
@@ -279,7 +279,9 @@ def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:
     if not config.batch_invariant:
         return
     if not block.experts:
-        refuse_batch_invariant(f"{block.path}: the experts of this family are torch's own products")
+        refuse_batch_invariant(
+            f"{block.path}: the experts of this family run as torch's own products"
+        )
     for path, experts in block.experts:
         if read_glu(experts, block.spec) is None:
             refuse_batch_invariant(f"{path} ({type(experts).__name__}): its own activation or norm")

@@ -1,10 +1,11 @@
-"""The patch-time self-check: each distinct kind of block against transformers, before binding.
+"""Compare each distinct kind of block with transformers at patch time, before binding.
 
-Router and experts are compared one by one, so that a tie in the router cannot blur the experts: the
-router with transformers' own forward on random weights and inputs, the experts with the class's
-original eager forward on equal ids. Where more is bound than that, whole blocks are compared too
-(blockcheck.py). Eval mode, forked RNG, no hooks, at most 64 tokens; afterwards every attribute,
-buffer, gradient, training flag and RNG state is what it was.
+Router and experts are compared separately, so that a tie in the router cannot change the experts'
+input. The router is compared with transformers' own forward on random weights and inputs; the
+experts with the class's original eager forward on equal ids. If the patch binds more than these,
+whole blocks are compared too (blockcheck.py). Checks run in eval mode, with a forked RNG, without
+hooks, on at most 64 tokens. Afterwards every attribute, buffer, gradient, training flag and RNG
+state is restored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ EXPERTS = 4
 
 
 def obstacle(found: FoundBlock) -> str | None:
-    """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
+    """Say why a block cannot be checked (weights elsewhere, hooks, wrappers), or return None."""
     for module in involved(found):
         if (why := _module_obstacle(module)) is not None:
             return why
@@ -58,7 +59,7 @@ def _module_obstacle(module: nn.Module) -> str | None:
 
 
 def _tensor_obstacle(tensor: Tensor) -> str | None:
-    """In the order of what can be asked of a tensor: a meta or quantised one has no values."""
+    """Check in this order, because a meta or quantised tensor has no values to read."""
     if tensor.is_meta:
         return "meta weights"
     if isinstance(tensor, QuantTensor):
@@ -75,16 +76,16 @@ def _tensor_obstacle(tensor: Tensor) -> str | None:
 
 
 def _partition(tensor: Tensor) -> str | None:
-    """Why a tensor is a part, or nothing, of what its name stands for; None where it is whole."""
+    """Say why a tensor is empty or only a part of its parameter; None if it is whole."""
     if hasattr(tensor, "ds_id"):
         return "ZeRO-3 partitioned weights"
     if isinstance(tensor, nn.Parameter) and not tensor.numel():
-        return "weights without a size: partitioned, and elsewhere just now"
+        return "empty weights: partitioned, and held elsewhere at this moment"
     return "DTensor weights" if is_sharded(tensor) else None
 
 
 def involved(found: FoundBlock) -> list[nn.Module]:
-    """The modules that a check of the block runs."""
+    """Return the modules that a check of the block runs."""
     modules = [m for _, m in [*found.routers, *found.experts]]
     if found.block is not None and found.spec.checked_as_block:
         modules += found.block.modules()
@@ -96,7 +97,7 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def kind_of(found: FoundBlock) -> tuple:
-    """What makes two blocks the same kind: classes, tensors and the values we read."""
+    """Return a key that equal kinds of blocks share: classes, tensors and the values we read."""
     spec = found.spec
     modules = [m for _, m in [*found.routers, *found.experts]]
     tensors = tuple(
@@ -110,15 +111,15 @@ def kind_of(found: FoundBlock) -> tuple:
 
 
 def check(found: FoundBlock, backend: str, training: bool = False) -> str:
-    """Compare one block with transformers; "passed", or "skipped: why".
+    """Compare one block with transformers; return "passed" or "skipped: why".
 
     Args:
         found: the block.
         backend: as in :class:`moe_patch.PatchConfig`.
-        training: in train mode; what a router draws at random then differs from ours.
+        training: check in train mode, where random draws of a router may differ from ours.
 
     Raises:
-        UnsupportedModelError: a difference above the limit, with module, error and limit.
+        UnsupportedModelError: a difference exceeds the limit (names module, error and limit).
     """
     if why := obstacle(found):
         return f"skipped: {why}"
@@ -134,7 +135,7 @@ def check(found: FoundBlock, backend: str, training: bool = False) -> str:
 
 
 def random_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Random values for a module's floating tensors, by name; logits come out of size about one."""
+    """Return random floating-point tensors by name, scaled so that logits are about one in size."""
     tensors = {}
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
         if t.is_floating_point():
@@ -155,8 +156,8 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
         if isinstance(spec.bias, Arg):
             args = (torch.randn(weight.shape[0], device=weight.device) * 0.3,)
     _compare_routers(path, router, spec, backend, tensors, x, args)
-    # Scores below zero show what scores above zero hide: how excluded groups are filled. Where that
-    # is with zeros, they tie, so transformers' own order of ties is taken.
+    # Positive scores hide how excluded groups are filled; negative ones reveal it. Where zeros fill
+    # them, excluded experts tie, so use transformers' own order of ties.
     if isinstance(spec.bias, Arg):
         args = (args[0] - 2,)
     elif spec.bias is not None:
@@ -200,7 +201,7 @@ def _compare_routers(
     dense = torch.zeros_like(logits, dtype=torch.float64)
     ours_TE = dense.scatter(1, ids, weights.double())
     theirs_TE = dense.scatter(1, ref_ids, ref_weights.double())
-    # As sets: the two may differ in how many experts a token takes.
+    # Compare as sets: the two may choose different numbers of experts per token.
     chosen_TE, ref_chosen_TE = (dense.scatter(1, i, 1.0) for i in (ids, ref_ids))
     agree_T = (chosen_TE == ref_chosen_TE).all(-1)
     needed = 1.0 if limit <= 1e-5 else 0.75
@@ -211,7 +212,7 @@ def _compare_routers(
             "pass self_check=False only if you know why"
         )
     compare(path, "routing weights", ours_TE[agree_T], theirs_TE[agree_T], limit)
-    # The logits take part so that the gradient is not noise where the weights are constant.
+    # Add the logits, so that the gradient is not mere noise where the weights are constant.
     dx, ref_dx = (
         torch.autograd.grad((by_expert + raw)[agree_T].square().sum(), x)[0]
         for by_expert, raw in ((ours_TE, logits), (theirs_TE, ref_logits))
@@ -220,12 +221,12 @@ def _compare_routers(
 
 
 def _ordered(spec: FamilySpec, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights and ids of a router's results, or back."""
+    """Swap between a router's own order of weights and ids and (weights, ids)."""
     return (other, one) if spec.ids_first else (one, other)
 
 
 def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str) -> None:
-    """Outputs and all gradients on copies of a few experts, the last of them without rows."""
+    """Compare output and all gradients on copies of a few experts; the last one gets no rows."""
     weight = stored_weight(experts, spec)
     few = min(weight.shape[0], EXPERTS)
     used = max(1, few - 1)
@@ -260,9 +261,9 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
 
 @contextmanager
 def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
-    """Eval or train mode, gradients on, autocast off, and a seeded RNG whose state is restored.
+    """Set eval or train mode, gradients on, autocast off, and a seeded RNG; then restore them.
 
-    What fails inside, as transformers' own code does on some configs, is a refusal of the block.
+    Any failure inside refuses the block: transformers' own code fails on some configs.
     """
     modules = involved(found)
     devices = {p.device for m in modules for p in m.parameters()}
@@ -282,8 +283,8 @@ def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
         except Exception as error:
             said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedModelError(
-                f"{found.path}: self-check: the block does not run on random data: {said}; look at "
-                "the config's values (more experts per token than experts, say)"
+                f"{found.path}: self-check: the block does not run on random data: {said}; check "
+                "the config's values (for example, more experts per token than experts)"
             ) from error
 
 

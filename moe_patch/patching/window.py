@@ -1,4 +1,4 @@
-"""The oldest releases of transformers and PEFT that a patch works with, checked when one begins."""
+"""Check at patch time that transformers and PEFT are not older than the supported releases."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OLDEST_PEFT = "0.18"
 
 
 def require_window(model: nn.Module) -> None:
-    """Refuse releases whose experts or adapters this library does not know.
+    """Refuse releases whose experts or adapters this library does not support.
 
     Args:
-        model: PEFT's release matters only where the model holds adapters on parameters.
+        model: PEFT's release matters only if the model holds adapters on parameters.
 
     Raises:
-        UnsupportedModelError: transformers or PEFT is too old (names what was found and needed).
+        UnsupportedModelError: transformers or PEFT is too old (names found and needed versions).
     """
     _require("transformers", OLDEST_TRANSFORMERS, model)
     if "peft" in sys.modules and any(map(is_param_wrapper, model.modules())):
@@ -29,7 +29,7 @@ def require_window(model: nn.Module) -> None:
 
 
 def too_old(package: str, oldest: str) -> str:
-    """Say which release of a package is there and which is needed; empty where it is new enough."""
+    """Say which release of a package was found and which is needed; empty if it is new enough."""
     found = importlib.metadata.version(package)
     if _release(found) >= _release(oldest):
         return ""

@@ -1,4 +1,4 @@
-"""What the router does, seen from outside: per-row signals, losses on them, replay and balance.
+"""Signals of the router: per-row norms, losses on them, replay and balance.
 
     recorder.py  READ FIRST. record(model): puts taps on the modules of a patched model
     losses.py    delta_sc, smk_loss, gate_accuracy

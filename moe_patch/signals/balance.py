@@ -1,4 +1,4 @@
-"""Expert load: its measures, and the bias update that balances it without an auxiliary loss.
+"""Measure expert load, and balance it by a bias update without an auxiliary loss.
 
 With c_e rows of expert e and mean c = sum c / E:
 
@@ -31,7 +31,7 @@ from moe_patch.signals.recorder import (
 
 
 class Balance(NamedTuple):
-    """Measures of one layer's load; NaN, NaN and E for a layer that saw no row."""
+    """Measures of one layer's load; NaN, NaN and E for a layer that received no row."""
 
     max_violation: float
     entropy: float
@@ -39,7 +39,7 @@ class Balance(NamedTuple):
 
 
 def balance(load_E: Tensor) -> Balance:
-    """Measures of a load, [E] rows per expert. Reads the counts back to the host."""
+    """Measure a load, [E] rows per expert. Copies the counts to the host."""
     counts = load_E.double().cpu()
     E, total = counts.shape[0], counts.sum()
     share_E = counts / total
@@ -49,7 +49,7 @@ def balance(load_E: Tensor) -> Balance:
 
 
 def balance_metrics(closed: StepSignals) -> dict[str, float]:
-    """Mean and worst measures over the layers of a closed step, by the names that are logged."""
+    """Return mean and worst measures over the layers of a closed step, by their logged names."""
     found = [balance(load_E) for load_E in closed.load.values()]
     if not found:
         return {}
@@ -63,7 +63,7 @@ def balance_metrics(closed: StepSignals) -> dict[str, float]:
 
 
 def balance_table(recorder: Recorder) -> str:
-    """Load by layer over the whole history, as a text table."""
+    """Return the load by layer over the whole history, as a text table."""
     totals: dict[str, Tensor] = {}
     for closed in recorder.history:
         for path, load_E in closed.load.items():
@@ -100,17 +100,17 @@ def update_expert_bias(
 
     Args:
         model: the recorded model.
-        recorder: its counts since the last ``step`` are used: call this before ``step``.
+        recorder: provides the counts since its last ``step``, so call this before ``step``.
         rate: how far a bias moves.
         group: process group over which counts are summed first, so that ranks stay equal.
-        load: counts to use instead, block path -> [E] (say a closed step's).
+        load: counts to use instead, block path -> [E], for example those of a closed step.
 
     Returns:
         Block path -> the signs that were applied, [E] in the bias's dtype.
 
     Raises:
         UnsupportedOptionError: no recorded layer has a correction bias.
-        PatchStateError: a layer that has one saw no forward since the last step (on any rank).
+        PatchStateError: a layer with a bias ran no forward since the last step (on any rank).
     """
     if load is None:
         load = {p: layer.load for p, layer in recorder.layers.items() if layer.load is not None}
@@ -126,7 +126,7 @@ def update_expert_bias(
     signs = {}
     for path, bias in biases.items():
         if path not in load:
-            raise PatchStateError(f"update_expert_bias: {path} saw no forward since the last step")
+            raise PatchStateError(f"update_expert_bias: {path} ran no forward since the last step")
         counts_E = load[path].to(bias.device, torch.float64)
         sign_E = torch.sign(counts_E.mean() - counts_E).to(bias.dtype)
         signs[path] = sign_E
@@ -135,7 +135,7 @@ def update_expert_bias(
 
 
 def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
-    """The live correction bias of a recorded layer (a parameter or buffer), or None.
+    """Return the live correction bias of a recorded layer (a parameter or buffer), or None.
 
     Raises:
         PatchStateError: the block passes a bias that is no tensor of the model (sharded, a copy).
@@ -153,7 +153,7 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
             require_whole(router, f"update_expert_bias: {layer.router_path}")
         counts = layer.tokens_per_expert
         if counts is not None and bias.numel() != counts.numel():
-            return None  # Zaya: one class more, which names no expert
+            return None  # Zaya has one more class, which names no expert
         return bias
     if layer.bias is None:
         return None
@@ -173,18 +173,18 @@ def log_balance(
     bias_rate: float | None = None,
     group: Any = None,
 ) -> Any:
-    """Log load measures of a transformers Trainer's model to whatever its ``report_to`` says.
+    """Log load measures of a transformers Trainer's model wherever its ``report_to`` says.
 
     Args:
-        trainer: transformers.Trainer; gets one callback more.
-        recorder: of the model that it trains, active while it trains.
+        trainer: transformers.Trainer; gets one more callback.
+        recorder: recorder of the model, active while the Trainer trains it.
         print_table: print :func:`balance_table` when training ends.
         bias_rate: also call :func:`update_expert_bias` with this rate after each optimiser step.
-        group: process group over which counts are summed; None keeps this process's own.
+        group: process group over which counts are summed; None counts only this process.
 
     Returns:
-        The callback. It closes the recorder's step after each optimiser step; what is evaluated in
-        between counts for none.
+        The callback. It closes the recorder's step after each optimiser step; evaluations in
+        between do not count.
     """
     from transformers import TrainerCallback
 
@@ -192,7 +192,7 @@ def log_balance(
         """Closes a step per optimiser step, logs with the Trainer's own logs, prints at the end."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            recorder.drop()  # an evaluation after the last step is no part of this one
+            recorder.drop()  # an evaluation after the last step must not count in this one
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if bias_rate is not None:
@@ -201,7 +201,7 @@ def log_balance(
             self._log(control)
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self._log(control)  # logging_strategy="epoch" decides it here
+            self._log(control)  # logging_strategy="epoch" sets should_log only here
 
         def _log(self, control: Any) -> None:
             if control.should_log and recorder.history:

@@ -1,6 +1,6 @@
 """Scores and losses made from recorded norms.
 
-With M_A = ||y_tk|| (act_norm) and the surprise M_G, by the word ``gradient``:
+With M_A = ||y_tk|| (act_norm) and the surprise M_G, which the option ``gradient`` selects:
 
     params         grad_norm_params, the default
     output         grad_norm_output: w_tk times a constant of the token, nothing about the expert
@@ -39,7 +39,7 @@ GRADIENTS = {
 
 
 class Row(NamedTuple):
-    """What the scores are made of: ids, which slots hold an expert, M_A and M_G, all [T, K]."""
+    """Input of the scores: ids, slots that hold an expert, M_A and M_G, all [T, K]."""
 
     ids_TK: Tensor
     valid_TK: Tensor
@@ -48,18 +48,18 @@ class Row(NamedTuple):
 
     @property
     def kept_T(self) -> Tensor:
-        """Rows with any surprise at all; the others say nothing (padding, masked labels)."""
+        """Return rows with any surprise; the others (padding, masked labels) carry no signal."""
         return (self.valid_TK & (self.surprise_TK > 0)).any(-1)
 
 
 def delta_sc(recorder: Recorder, gradient: str = "params") -> dict[str, Tensor]:
-    """z(M_A) - z(M_G) per row, [T, K] by block path; 0 in empty slots.
+    """Return z(M_A) - z(M_G) per row, [T, K] by block path; 0 in empty slots.
 
     Args:
         recorder: after backward.
-        gradient: which norm M_G is: "params", or for comparison "output" or "expert" (see the head
-            of this module). "output" says nothing about the expert and "expert" nothing about the
-            token; docs/signals.md shows what a router learns from them.
+        gradient: the norm used as M_G: "params", or for comparison "output" or "expert" (see the
+            head of this module). "output" says nothing about the expert and "expert" nothing about
+            the token; docs/signals.md shows what a router learns from each.
 
     Raises:
         PatchStateError: no backward since the newest forward, or a family without these norms.
@@ -71,9 +71,9 @@ def delta_sc(recorder: Recorder, gradient: str = "params") -> dict[str, Tensor]:
 def gate_accuracy(
     recorder: Recorder, target: str = "delta_sc", gradient: str = "params"
 ) -> dict[str, Tensor]:
-    """How often the router's first choice (slot 0) is the target, a scalar by block path.
+    """Return how often the router's first choice (slot 0) is the target, a scalar by block path.
 
-    Rows without surprise are left out; NaN where none is left. Arguments and errors as
+    Rows without surprise are left out; the result is NaN if none remain. Arguments and errors as
     :func:`delta_sc`; ``target`` is "delta_sc" or "surprise".
     """
     found = {}
@@ -91,11 +91,11 @@ def smk_loss(
     kl: float = 1.0,
     gradient: str = "params",
 ) -> Tensor:
-    """A loss that teaches each router which of its chosen experts the backward pass points at.
+    """Return a loss that teaches each router the chosen expert that the backward pass favours.
 
-    The logits are computed again from the recorded, detached router input by the router's own
-    expression, adapters included and hooks left out: so the gradient reaches router parameters
-    only, and the call comes after the main backward, when the first graph is gone.
+    The logits are computed again from the recorded, detached router input. This uses the router's
+    own expression, with adapters and without hooks. The gradient therefore reaches only router
+    parameters. Call it after the main backward, when the first graph has been freed.
 
     Args:
         recorder: of ``record(model, router_input=True)``, after backward.
@@ -121,7 +121,7 @@ def smk_loss(
 
 
 def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
-    """The logits of a recorded layer once more, [T, E], with a graph to the router's parameters.
+    """Compute a recorded layer's logits again, [T, E], with a graph to the router's parameters.
 
     Raises:
         PatchStateError: the router's input was not recorded.
@@ -139,7 +139,7 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
     router = model.get_submodule(layer.router_path)
     patch = record_of(router)
     if patch is None:
-        raise PatchStateError(f"{layer.router_path} is not patched any more; call patch_model")
+        raise PatchStateError(f"{layer.router_path} is no longer patched; call patch_model")
     require_whole(router, f"smk_loss: {layer.router_path}")
     assert patch.spec.logits is not None
     adapted = {f"router.{name}": t for name, t in _adapted(model, router).items()}
@@ -162,7 +162,7 @@ class _Logits(nn.Module):
 
 
 def _adapted(model: nn.Module, router: nn.Module) -> dict[str, Tensor]:
-    """Router parameters with their active adapters added, by name."""
+    """Return router parameters with their active adapters added, by name."""
     tensors: dict[str, Tensor] = {}
     for wrapper in model.modules():
         if not is_param_wrapper(wrapper):
@@ -179,7 +179,7 @@ def _adapted(model: nn.Module, router: nn.Module) -> dict[str, Tensor]:
 
 
 def rows_of(recorder: Recorder, gradient: str) -> dict[str, Row]:
-    """What the scores of every recorded layer are made of; errors as :func:`delta_sc`."""
+    """Return the input of the scores for every recorded layer; errors as :func:`delta_sc`."""
     check_choice("gradient", gradient, tuple(GRADIENTS))
     rows = {}
     for path, layer in recorder.layers.items():
@@ -201,7 +201,7 @@ def rows_of(recorder: Recorder, gradient: str) -> dict[str, Row]:
 
 
 def sum_by_expert(values_TK: Tensor, ids_TK: Tensor, experts: int) -> Tensor:
-    """[E] the sum of each expert's rows, in a fixed order (scattered additions have none)."""
+    """Return the sum of each expert's rows, [E], in a fixed order, unlike a scattered addition."""
     here_TKE = ids_TK.unsqueeze(-1) == torch.arange(experts, device=ids_TK.device)
     return torch.where(here_TKE, values_TK.unsqueeze(-1), 0.0).sum((0, 1))
 
@@ -215,29 +215,29 @@ def _recorded(layer: LayerSignals, name: str) -> Tensor:
 
 
 def delta_of(row: Row) -> Tensor:
-    """delta_sc of one layer, [T, K]."""
+    """Return delta_sc of one layer, [T, K]."""
     return _z(row.activation_TK, row.valid_TK) - _z(row.surprise_TK, row.valid_TK)
 
 
 def _z(values_TK: Tensor, valid_TK: Tensor) -> Tensor:
-    """z-scores over the valid slots of a row with the population std; 0 where all are equal."""
+    """Return z-scores over a row's valid slots with the population std; 0 if all are equal."""
     count_T1 = valid_TK.sum(-1, keepdim=True).clamp(min=1)
     mean_T1 = values_TK.masked_fill(~valid_TK, 0.0).sum(-1, keepdim=True) / count_T1
     off_TK = (values_TK - mean_T1).masked_fill(~valid_TK, 0.0)
-    # The mean of equal values may round away from them, and squares of small norms to zero.
+    # The mean of equal values may differ from them by rounding; squares of small norms underflow.
     low, high = (values_TK.masked_fill(~valid_TK, sign * float("inf")) for sign in (1, -1))
     low_T1, high_T1 = low.amin(-1, keepdim=True), high.amax(-1, keepdim=True)
     differs_T1 = high_T1 > low_T1
     off_TK = off_TK / torch.where(differs_T1, high_T1 - low_T1, 1.0)
     std_T1 = (off_TK.square().sum(-1, keepdim=True) / count_T1).sqrt()
     z_TK = off_TK / torch.where(differs_T1, std_T1, 1.0)
-    # Of two values exactly 1 and -1: rounded, what ties in two rankings would not.
+    # Two values give exactly 1 and -1. Rounding would break ties between rankings.
     pair_TK = torch.where(values_TK == high_T1, 1.0, -1.0).masked_fill(~valid_TK, 0.0)
     return torch.where(differs_T1, torch.where(count_T1 == 2, pair_TK, z_TK), 0.0)
 
 
 def _target(row: Row, target: str) -> Tensor:
-    """[T] the slot of the target expert."""
+    """Return the slot of the target expert, [T]."""
     check_choice("target", target, TARGETS)
     score_TK = delta_of(row) if target == "delta_sc" else -row.surprise_TK
     score_TK = score_TK.masked_fill(~row.valid_TK, -float("inf"))
@@ -248,7 +248,7 @@ def _target(row: Row, target: str) -> Tensor:
 
 def _layer_loss(row: Row, logits_TE: Tensor, target_T: Tensor, ce: float, kl: float) -> Tensor:
     kept_T = row.kept_T
-    # A row that is left out still needs finite numbers: anomaly detection sees inner gradients.
+    # Even a row that is left out needs finite numbers: anomaly detection checks inner gradients.
     valid_TK = row.valid_TK | ~kept_T.unsqueeze(1)
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
     ids_TK = row.ids_TK.long().clamp(0, logits_TE.shape[1] - 1)

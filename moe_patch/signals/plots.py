@@ -1,9 +1,9 @@
-"""Pictures of what a recorder saw (matplotlib: ``pip install 'moe-patch[plots]'``).
+"""Charts of a recorder's contents (matplotlib: ``pip install 'moe-patch[plots]'``).
 
     figure = load_heatmap(recorder); figure.savefig("load.png")
 
-Each takes a :class:`Recorder`, or the path of a file that ``save_recorder`` wrote, and returns a
-matplotlib Figure, which a notebook shows. Nothing of matplotlib's global state is touched.
+Each function takes a :class:`Recorder`, or the path of a file that ``save_recorder`` wrote, and
+returns a matplotlib Figure, which a notebook displays. No global state of matplotlib changes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def load_heatmap(source: Source) -> Any:
-    """Experts x layers: the share of rows that each expert took, over an even share.
+    """Plot experts x layers: the share of rows that each expert took, over an even share.
 
-    1 is even; the colours end at 0 and at three times an even share, where balance is lost.
-    Counted over the closed steps, or in the newest forward where no step was closed.
+    1 is even. The colours end at 0 and at three times an even share, where balance is lost. Counts
+    are over the closed steps, or of the newest forward if no step was closed.
     """
     recorder = _recorder(source)
     loads = _loads(recorder)
@@ -49,13 +49,13 @@ def load_heatmap(source: Source) -> Any:
 
 
 def load_over_training(source: Source, layer: str | None = None) -> Any:
-    """Experts x steps of one layer, and below it the largest violation of all layers.
+    """Plot experts x steps of one layer, and below it the largest violation of all layers.
 
-    Grey, and a gap in the curve, where a layer did not run in a step.
+    Steps in which a layer did not run are grey, and a gap in the curve.
 
     Args:
         source: a recorder whose ``step`` was called after each optimiser step.
-        layer: block path; default: the layer whose load is the least even over all steps.
+        layer: block path; default: the layer with the least even load over all steps.
 
     Raises:
         UnsupportedOptionError: no step was closed, or there is no such layer.
@@ -98,7 +98,7 @@ def load_over_training(source: Source, layer: str | None = None) -> Any:
 
 
 def delta_sc_per_expert(source: Source, gradient: str = "params") -> Any:
-    """Experts x layers: the mean ΔSC of each expert's rows; grey where an expert has none.
+    """Plot experts x layers: the mean ΔSC of each expert's rows; grey if an expert has none.
 
     Args:
         source: a recorder after backward.
@@ -122,9 +122,9 @@ def delta_sc_per_expert(source: Source, gradient: str = "params") -> Any:
 
 
 def router_confidence(source: Source) -> Any:
-    """By layer, the largest of a token's routing weights over their sum: median and quantiles.
+    """Plot, by layer, a token's largest routing weight over their sum: median and quantiles.
 
-    1 / K, where the router makes no difference between its choices, is the dashed line.
+    The dashed line is 1 / K, where the router does not distinguish between its choices.
     """
     recorder = _recorder(source)
     weights = {
@@ -185,7 +185,7 @@ def _high(rows: dict[str, Tensor]) -> float:
 
 
 def _loads(recorder: Recorder) -> dict[str, Tensor]:
-    """[E] by path: summed over the closed steps, or of the newest forward."""
+    """Return the load [E] by path: summed over the closed steps, or of the newest forward."""
     if recorder.history:
         seen = {path: load_E for closed in recorder.history for path, load_E in closed.load.items()}
         ordered = [path for path in recorder.layers if path in seen]
@@ -195,12 +195,12 @@ def _loads(recorder: Recorder) -> dict[str, Tensor]:
 
 
 def _by_step(recorder: Recorder, path: str, like_E: Tensor) -> list[Tensor]:
-    """[E] of each closed step; zeros where the layer did not run (an image tower, layer drop)."""
+    """Return [E] of each closed step; zeros if the layer did not run (image tower, layer drop)."""
     return [closed.load.get(path, torch.zeros_like(like_E)) for closed in recorder.history]
 
 
 def _even_shares(loads: list[Tensor]) -> list[list[float]]:
-    """Rows of load over an even load; NaN beyond the last expert of a shorter row."""
+    """Return rows of load over an even load; NaN pads rows with fewer experts."""
     widest = max(load_E.shape[0] for load_E in loads)
     rows = []
     for load_E in loads:
@@ -216,7 +216,7 @@ def _around_one() -> Any:
 
 
 def _mean_by_expert(layer: LayerSignals, score_TK: Tensor) -> Tensor:
-    """[E] mean score of each expert's rows, NaN where it has none."""
+    """Return the mean score [E] of each expert's rows, NaN if it has none."""
     assert layer.ids is not None
     assert layer.tokens_per_expert is not None
     counts_E = layer.tokens_per_expert.double().cpu()
@@ -227,14 +227,14 @@ def _mean_by_expert(layer: LayerSignals, score_TK: Tensor) -> Tensor:
 
 
 def _confidence(weights_TK: Tensor) -> Tensor:
-    """[T] the largest weight of each token over the sum of its weights."""
+    """Return [T], the largest weight of each token over the sum of its weights."""
     weights_TK = weights_TK.double().abs().cpu()
     sums_T1 = weights_TK.sum(-1, keepdim=True)
     return (weights_TK / sums_T1).amax(-1)[sums_T1.squeeze(1) > 0]
 
 
 def _short(path: str, word: str = "") -> str:
-    """The layer's number after a word, or the path where there is none."""
+    """Return the layer's number after a word, or the path if there is no number."""
     numbers = [part for part in path.split(".") if part.isdigit()]
     return f"{word}{numbers[-1]}" if numbers else path
 

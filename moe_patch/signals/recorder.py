@@ -1,4 +1,4 @@
-"""record(model): the router's decisions and per-token, per-expert norms of every MoE layer."""
+"""Record the router's decisions and per-token, per-expert norms of every MoE layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StepSignals:
 
 @dataclass
 class Recorder:
-    """What :func:`record` yields; readable after the ``with``.
+    """The recorder that :func:`record` yields; readable after the ``with``.
 
     Attributes:
         layers: block path -> :class:`LayerSignals`, the newest forward of each layer.
@@ -49,11 +49,11 @@ class Recorder:
     history: list[StepSignals] = field(default_factory=list)
 
     def step(self, group: Any = None) -> StepSignals:
-        """Close a step: append it to ``history`` and start counting anew.
+        """Close a step: append it to ``history`` and reset the counts.
 
         Args:
-            group: a torch.distributed process group over which the counts are summed (data-parallel
-                ranks see different tokens); None keeps this process's own.
+            group: a torch.distributed process group over which the counts are summed, since
+                data-parallel ranks have different tokens; None counts only this process.
         """
         load = {p: layer.load for p, layer in self.layers.items() if layer.load is not None}
         if group is not None:
@@ -67,18 +67,18 @@ class Recorder:
         return closed
 
     def drop(self) -> None:
-        """Start counting anew without closing a step: what was counted is no training."""
+        """Reset the counts without closing a step, for forwards that are not training."""
         for layer in self.layers.values():
             layer.load = None
 
 
 def sum_over_group(load: dict[str, Tensor], paths: list[str], group: Any) -> dict[str, Tensor]:
-    """Counts summed over a process group, in two collective calls that all ranks make alike.
+    """Sum counts over a process group, in two collective calls that are equal on all ranks.
 
     Args:
-        load: this process's counts; a layer that did not run here (an image tower in a batch of
-            text, layer drop) has none, and has some in the result if it ran on another rank.
-        paths: every recorded layer, in the order that all ranks have.
+        load: this process's counts. A layer that did not run here is absent: an image tower in a
+            batch of text, or layer drop. It is in the result if it ran on another rank.
+        paths: every recorded layer, in the same order on all ranks.
         group: the process group.
     """
     device = next((counts.device for counts in load.values()), None)
@@ -103,17 +103,16 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
 
     Args:
         model: a patched model, bare or wrapped.
-        router_input: keep the hidden states that enter each router, [T, D] (``smk_loss`` needs
-            them).
+        router_input: keep the hidden states that enter each router, [T, D], for ``smk_loss``.
         keep: what ``Recorder.step`` puts into the history, "load" or "all".
 
     Yields:
-        A :class:`Recorder`. Norms are fp32 (fp64 in fp64 models) and belong to the loss that was
-        backpropagated, as it was (scaling and accumulation included); gradient fields are None
-        before backward. What a family cannot give is None, and ``missing`` of the layer says why.
+        A :class:`Recorder`. Norms are fp32 (fp64 in fp64 models) and belong to the loss as it was
+        backpropagated, scaling and accumulation included. Gradient fields are None before backward.
+        Values that a family does not have are None; ``missing`` of the layer says why.
 
     Raises:
-        PatchStateError: no patched MoE block, or the model is being recorded already.
+        PatchStateError: there is no patched MoE block, or the model is already being recorded.
         UnsupportedOptionError: ``keep`` is another word.
     """
     check_choice("record: keep", keep, KEEP)
@@ -127,7 +126,9 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
                     continue
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.layer is not None:
-                    raise PatchStateError(f"{path} is being recorded already; leave that `with`")
+                    raise PatchStateError(
+                        f"{path} is already being recorded; leave that `with` first"
+                    )
                 patch.taps.layer = recorder.layers[block.path]
                 tapped.append(patch)
         yield recorder
@@ -138,13 +139,13 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
 
 
 def drop_idle(patch: ModulePatch) -> None:
-    """Forget the taps of a module on which nothing listens any more."""
+    """Remove a module's taps if neither a recorder nor a replay uses them."""
     if patch.taps.layer is None and patch.taps.replay is None:
         patch.taps = None
 
 
 def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
-    """The blocks of a model whose experts or block run on this library.
+    """Return the blocks of a model whose experts or block run on this library.
 
     Raises:
         PatchStateError: there is none.
@@ -177,11 +178,11 @@ def require_whole(module: nn.Module, where: str) -> None:
 
 
 def router_obstacle(block: FoundBlock) -> str | None:
-    """Why a block's router does not run the common router forward, or None if it does."""
+    """Say why a block's router does not run the common router forward, or return None."""
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
     if not block.routers:
-        return "the block routes without a router module that is known"
+        return "the block routes without a known router module"
     for _, router in block.routers:
         spec = block.spec_of(router)
         if record_of(router) is None or spec.tier == "experts":
@@ -192,7 +193,7 @@ def router_obstacle(block: FoundBlock) -> str | None:
 
 
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
-    """An empty layer that knows what this block cannot give."""
+    """Return an empty layer that lists what this block cannot record."""
     layer = LayerSignals(block.path, keeps_input=router_input)
     layer.no_logits = router_obstacle(block)
     own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
@@ -204,7 +205,7 @@ def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
         names = ("ids", "weights", "tokens_per_expert", "load", *SIGNALS)
         layer.missing |= dict.fromkeys(names, why)
     elif "llama4_text" in block.spec.model_types:
-        # Its routing weights scale the experts' input: rows arrive one by one, already weighted.
+        # Routing weights scale the experts' input here: rows arrive one by one, already weighted.
         router = block.routers[0][1]
         layer.rows_per_token = read(router, block.spec.params["top_k"])
         why = "routing weights multiply the experts' input in this family"

@@ -1,14 +1,14 @@
-"""Routing once more: record which experts every token used, and make a later forward use them.
+"""Record which experts every token used, and make a later forward use them again.
 
-A recompute in another precision, a rollout engine's choice, or the old policy of an RL update then
-meet the same experts, while the gate still computes its own weights and receives its gradient.
+A recompute in another precision, the choice of a rollout engine, or the old policy of an RL update
+can then use the same experts. The gate still computes its own weights and receives its gradient.
 
     with record_routing(model) as capture:          with replay_routing(model, trace):
         model(**batch)                                  loss(model(**batch)).backward()
     trace = capture.trace()
 
-Inference engines return tokens x layers x K, prompt and padding aside:
-:meth:`RoutingTrace.from_rows` and :meth:`RoutingTrace.rows` translate by a mask over the batch.
+Inference engines return tokens x layers x K, without prompt and padding. Use
+:meth:`RoutingTrace.from_rows` and :meth:`RoutingTrace.rows` to translate by a mask over the batch.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from moe_patch.signals.recorder import (
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import RouteSpec, Routing
 
-# One step of the choice score that no router's logits reach.
+# Step of the choice score, larger than any logits of a router.
 _STEP = 1e30
 
 
 @dataclass(frozen=True)
 class RoutingCapture:
-    """What :func:`record_routing` yields."""
+    """The capture that :func:`record_routing` yields."""
 
     recorder: Recorder
 
     def trace(self, weights: bool = False) -> RoutingTrace:
-        """The newest forward's routing.
+        """Return the newest forward's routing.
 
         Args:
             weights: keep the routing weights as well as the ids.
 
         Raises:
-            UnsupportedOptionError: no forward has run, or the layers saw different numbers of
-                tokens or experts per token.
+            UnsupportedOptionError: no forward has run, or the layers had different numbers of
+                tokens or of experts per token.
         """
         layers = list(self.recorder.layers.values())
         shapes = {layer.path: None if layer.ids is None else layer.ids.shape for layer in layers}
@@ -82,7 +82,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingCapture]:
         model: a patched model whose routers all run the common router forward.
 
     Raises:
-        PatchStateError: no patched MoE block, or the model is being recorded already.
+        PatchStateError: there is no patched MoE block, or the model is already being recorded.
         UnsupportedModelError: a block routes in a way that cannot be replayed.
     """
     _replayable(model, "record_routing")
@@ -94,16 +94,16 @@ def record_routing(model: nn.Module) -> Iterator[RoutingCapture]:
 def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     """Make every forward inside a ``with`` block use the experts of a trace.
 
-    The weights are the family's own formula at the prescribed experts, so the gate receives its
-    gradient; with weights in the trace their values are the trace's and the gradient stays the
-    formula's. Recomputes under checkpointing see the same experts, if backward too runs inside.
+    The weights follow the family's own formula at the prescribed experts, so the gate receives its
+    gradient. If the trace has weights, their values replace the formula's, but not its gradient.
+    Recomputes under checkpointing use the same experts if backward also runs inside.
 
     Args:
         model: a patched model.
-        trace: of as many tokens as every forward inside has.
+        trace: has as many tokens as every forward inside.
 
     Raises:
-        PatchStateError: no patched MoE block.
+        PatchStateError: there is no patched MoE block.
         UnsupportedModelError: a block routes in a way that cannot be replayed.
         UnsupportedOptionError: the trace is of another model, or (from the forward) of another
             number of tokens.
@@ -118,7 +118,9 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
                 assert patch is not None
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.replay is not None:
-                    raise UnsupportedOptionError(f"{path}: a replay is active; leave that `with`")
+                    raise UnsupportedOptionError(
+                        f"{path}: a replay is already active; leave that `with` first"
+                    )
                 patch.taps.replay = layer
                 tapped.append(patch)
         yield
@@ -130,7 +132,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
 
 @dataclass
 class LayerReplay:
-    """One layer of a trace, as a router meets it.
+    """One layer of a trace, in the form that a router uses.
 
     Attributes:
         ids_TK: int64, prescribed experts.
@@ -147,7 +149,7 @@ class LayerReplay:
     experts: int
 
     def impl(self, path: str, own: RouteImpl) -> RouteImpl:
-        """A routing implementation that takes the prescribed experts instead of the best."""
+        """Return a routing implementation that takes the prescribed experts instead of the best."""
 
         def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
             self._check(path, logits_TE, spec)
@@ -161,7 +163,7 @@ class LayerReplay:
         return route
 
     def with_values(self, weights_TK: Tensor) -> Tensor:
-        """The trace's values with the gradient of the gate's own weights."""
+        """Return the trace's values with the gradient of the gate's own weights."""
         if self.weights_TK is None:
             return weights_TK
         values_TK = self.weights_TK.to(weights_TK.dtype) + (weights_TK - weights_TK.detach())
@@ -174,7 +176,7 @@ class LayerReplay:
         if (T, spec.top_k) != tuple(self.ids_TK.shape):
             raise UnsupportedOptionError(
                 f"{path}: replay_routing: this forward routes (tokens, K) = {(T, spec.top_k)}, the "
-                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the traced tokens"
+                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the trace's tokens"
             )
         if self.highest >= E or self.experts not in (0, E):
             raise UnsupportedOptionError(
@@ -191,10 +193,10 @@ class LayerReplay:
 
 
 def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
-    """A family's routing weights at given experts, [T, K], differentiable in the logits.
+    """Return a family's routing weights at given experts, [T, K], differentiable in the logits.
 
-    The definition of routing itself with a correction bias per row (which never enters the weights)
-    that makes the given experts the best, in the given order.
+    Runs the routing definition itself, with a correction bias per row, which never enters the
+    weights. The bias makes the given experts the best, in the given order.
     """
     K = ids_TK.shape[1]
     steps_K = _STEP * torch.arange(K, 0, -1, device=logits_TE.device, dtype=torch.float32)
@@ -216,7 +218,7 @@ def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
 
 
 def _match(blocks: list[FoundBlock], trace: RoutingTrace) -> list[LayerReplay]:
-    """The trace layer by layer, checked against the model once (values too)."""
+    """Split the trace by layer, and check it (values too) against the model once."""
     paths = tuple(block.path for block in blocks)
     L = trace.ids_TLK.shape[1]
     if len(paths) != L or (trace.paths and trace.paths != paths):

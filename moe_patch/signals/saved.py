@@ -1,7 +1,7 @@
-"""A recorder in a safetensors file, for pictures and scores in another process.
+"""Save a recorder in a safetensors file, for charts and scores in another process.
 
-Kept are the newest forward's ids, weights, counts and norms of each layer and the load of each
-closed step; logits and router inputs, which are as large as the model's activations, are not.
+The file holds the newest forward's ids, weights, counts and norms of each layer and the load of
+each closed step. It omits logits and router inputs, which are as large as the model's activations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def save_recorder(recorder: Recorder, file: str | Path) -> None:
 
 
 def _newest(layer: LayerSignals) -> dict[str, Tensor | None]:
-    """The tensors of a layer's newest forward, by the name in the file."""
+    """Return the tensors of a layer's newest forward, by their names in the file."""
     found = {name: getattr(layer, name) for name in FIELDS}
     if layer.signals is not None:
         found["act_norm"] = layer.signals.act_norm_TK
@@ -51,7 +51,7 @@ def _newest(layer: LayerSignals) -> dict[str, Tensor | None]:
 
 
 def _history(recorder: Recorder, path: str) -> Tensor | None:
-    """A layer's load in each closed step, zeros where it did not run; None if it never did."""
+    """Return a layer's load in each closed step, zeros for steps without it; None without any."""
     steps = [closed.load.get(path) for closed in recorder.history]
     seen = [load_E for load_E in steps if load_E is not None]
     if not seen:
@@ -60,7 +60,7 @@ def _history(recorder: Recorder, path: str) -> Tensor | None:
 
 
 def load_recorder(file: str | Path) -> Recorder:
-    """A recorder as :func:`save_recorder` wrote it; it records nothing more.
+    """Load a recorder that :func:`save_recorder` wrote; it records nothing more.
 
     Raises:
         UnsupportedOptionError: there is no such file, or it is of another kind.
@@ -72,7 +72,7 @@ def load_recorder(file: str | Path) -> Recorder:
     histories = {path: tensors.get(f"{i}.history") for i, path in enumerate(layers)}
     kept = {path: steps for path, steps in histories.items() if steps is not None}
     for step in range(int(about["steps"])):
-        # Only zeros: the layer did not run in that step, and has no entry.
+        # All zeros mean that the layer did not run in that step and had no entry.
         ran = {path: steps[step] for path, steps in kept.items() if steps[step].any()}
         recorder.history.append(StepSignals(ran))
     return recorder
@@ -86,7 +86,7 @@ def _layer(about: dict[str, Any], tensors: dict[str, Tensor], index: int) -> Lay
     if act_norm is not None:
         written = act_norm.new_empty(0)
         if grads is not None:
-            # A copy counts as written by a backward pass; the tensor as it was read would not.
+            # Copying in place marks the tensor as written by a backward pass; reading it does not.
             written = torch.empty_like(grads).copy_(grads)
         layer.signals = Signals(written, act_norm)
     return layer

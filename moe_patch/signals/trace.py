@@ -1,4 +1,4 @@
-"""RoutingTrace: which experts every token used in every layer, in memory and in a file."""
+"""RoutingTrace: the experts that every token used in every layer, in memory and in a file."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORMAT = "moe_patch routing 1"
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """Which experts each token used in each layer (L layers).
+    """The experts that each token used in each layer (L layers).
 
     Attributes:
-        ids_TLK: integer expert ids; a token with a negative id in a layer is not prescribed there,
-            and the router decides (padding, truncated prompts).
+        ids_TLK: integer expert ids. A negative id leaves the token to the router in that layer
+            (padding, truncated prompts).
         weights_TLK: the routing function's weights, or None to leave them to the gate.
-        paths: the layers' block paths, in model order; empty where an engine does not know them.
-        experts: E; 0 where it is not known.
+        paths: the layers' block paths, in model order; empty if an engine does not provide them.
+        experts: E; 0 if unknown.
     """
 
     ids_TLK: Tensor
@@ -59,23 +59,23 @@ class RoutingTrace:
         paths: Sequence[str] = (),
         experts: int = 0,
     ) -> RoutingTrace:
-        """A trace for a padded batch from rows of the tokens that ``mask`` selects.
+        """Make a trace for a padded batch from rows of the tokens that ``mask`` selects.
 
-        Tensors, or what torch.as_tensor takes (engines return NumPy arrays).
+        Arguments are tensors, or whatever torch.as_tensor accepts (engines return NumPy arrays).
 
         Args:
             ids: [rows, L, K] of any integer type, in the order of the selected tokens.
-            mask: bool [batch, sequence] of the forward to come; the tokens that are False are left
-                to the router.
+            mask: bool [batch, sequence] of the forward to come; the router decides for tokens that
+                are False.
             weights: [rows, L, K] or None.
             paths, experts: as the attributes.
 
         Raises:
             UnsupportedOptionError: the mask selects another number of tokens than there are rows,
-                or the weights' shape is not the ids'.
+                or the shape of the weights differs from that of the ids.
         """
         ids = torch.as_tensor(ids)
-        if not ids.dtype.is_signed:  # uint8, as an engine may return ids, has no -1
+        if not ids.dtype.is_signed:  # engines may return uint8, which has no -1
             ids = ids.to(torch.int32)
         weights = None if weights is None else torch.as_tensor(weights)
         if weights is not None and weights.shape != ids.shape:
@@ -98,7 +98,7 @@ class RoutingTrace:
         return cls(full, full_weights, tuple(paths), experts)
 
     def rows(self, mask: Any) -> tuple[Tensor, Tensor | None]:
-        """ids and weights of the tokens that ``mask`` [batch, sequence] selects, [rows, L, K]."""
+        """Return ids and weights of the tokens in ``mask`` [batch, sequence], [rows, L, K]."""
         chosen_T = torch.as_tensor(mask).reshape(-1).bool()
         if chosen_T.shape[0] != self.ids_TLK.shape[0]:
             raise UnsupportedOptionError(
@@ -110,7 +110,7 @@ class RoutingTrace:
         return self.ids_TLK[chosen_T], None if weights is None else weights[chosen_T]
 
     def save(self, file: str | Path) -> None:
-        """Write a safetensors file; ids as int16 where E allows."""
+        """Write a safetensors file; ids are int16 if E allows."""
         small = self.experts and self.experts <= torch.iinfo(torch.int16).max
         tensors = {"ids": self.ids_TLK.to(torch.int16 if small else torch.int32)}
         if self.weights_TLK is not None:

@@ -26,8 +26,8 @@ def keep_updates(
 ) -> dict[str, Tensor]:
     """Zero the gradients of all experts but ``k`` per layer, between backward and the optimiser.
 
-    An expert's score is the mean of its rows' surprise or delta_sc; experts without rows come last,
-    equal scores go to the lower id. Base weights, biases and low-rank factors are filtered.
+    An expert's score is the mean of its rows' surprise or delta_sc. Experts without rows come last;
+    ties go to the lower id. Base weights, biases and low-rank factors are filtered.
 
     Args:
         recorder, gradient: as :func:`delta_sc`.
@@ -41,10 +41,12 @@ def keep_updates(
 
     Raises:
         UnsupportedModelError: the experts' parameters are sharded (FSDP2).
-        UnsupportedOptionError: ``k`` is below 1, or a wrong word.
+        UnsupportedOptionError: ``k`` is below 1, or a word is wrong.
     """
     if k < 1:
-        raise UnsupportedOptionError(f"keep_updates: k is {k}; at least 1 expert per layer")
+        raise UnsupportedOptionError(
+            f"keep_updates: k is {k}; accepted: at least 1 expert per layer"
+        )
     check_choice("by", by, TARGETS)
     check_choice("keep", keep, KEEP)
     blocks = {block.path: block for block in discover(model)}
@@ -63,7 +65,7 @@ def keep_updates(
 
 
 def _best_experts(row: Row, score_TK: Tensor, counts_E: Tensor, k: int, keep: str) -> Tensor:
-    """bool [E]: the k experts with the lowest or highest mean score."""
+    """Return bool [E]: the k experts with the lowest or highest mean score."""
     E = counts_E.shape[0]
     mean_E = sum_by_expert(score_TK, row.ids_TK, E) / counts_E.clamp(min=1)
     order_E = mean_E if keep == "min" else -mean_E
@@ -80,7 +82,7 @@ def _filter_base(experts: nn.Module, kept_E: Tensor) -> None:
 
 
 def _filter_factors(wrapper: Any, kept_E: Tensor) -> None:
-    """PEFT packs A as (E * R, in) and B as (out, R * E)."""
+    """Filter the gradients of PEFT's factors, packed as A (E * R, in) and B (out, R * E)."""
     E = kept_E.shape[0]
     for name, a in wrapper.lora_A.items():
         b = wrapper.lora_B[name]

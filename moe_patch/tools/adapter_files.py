@@ -1,8 +1,8 @@
-"""Saved adapters on experts, rewritten for another release of PEFT.
+"""Rewrite saved adapters on experts for another release of PEFT.
 
 For a stored weight [E, d1, d2] PEFT 0.18 makes A [E * r, d1] and B [d2, r * E]. From 0.19 on it
-makes A [E * r, d2] and B [d1, r * E], but for transposed experts. PEFT loads neither file in the
-other release: the sizes differ, or, where d1 = d2, the adapter means something else.
+makes A [E * r, d2] and B [d1, r * E], except for transposed experts. Neither release can use the
+other's file: the sizes differ or, if d1 = d2, the adapter silently means something else.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def convert_adapter(
 ) -> int:
     """Write a saved LoRA adapter as another release of PEFT would have saved it.
 
-    The delta of every weight stays the same. Adapters on other modules are copied as they are.
+    The delta of every weight stays the same. Adapters on other modules are copied unchanged.
 
     Args:
-        model: the model that the adapter was trained on, without adapters; on any device, "meta"
-            included. Only paths and shapes are read.
+        model: the model that the adapter was trained on, without adapters, on any device including
+            "meta". Only paths and shapes are read.
         source: folder with adapter_config.json and adapter_model.safetensors.
         target: folder to write; must not exist.
-        release: of PEFT, as "0.18"; None means the installed one.
+        release: PEFT release, such as "0.18"; None means the installed one.
 
     Returns:
-        How many pairs of factors were rewritten; 0 where both releases store them alike.
+        The number of factor pairs rewritten; 0 if both releases store them alike.
 
     Raises:
         UnsupportedOptionError: a file is missing, or the target exists.
@@ -73,13 +73,11 @@ def _config(source: Path, target: Path) -> dict[str, Any]:
     for name in (WEIGHTS, CONFIG):
         if not (source / name).is_file():
             raise UnsupportedOptionError(
-                f"convert_adapter: {source / name} is not there; accepted: a folder that PEFT's "
+                f"convert_adapter: {source / name} is missing; accepted: a folder that PEFT's "
                 "save_pretrained wrote"
             )
     if target.exists():
-        raise UnsupportedOptionError(
-            f"convert_adapter: {target} exists; accepted: a folder to be made"
-        )
+        raise UnsupportedOptionError(f"convert_adapter: {target} exists; accepted: a new folder")
     config: dict[str, Any] = json.loads((source / CONFIG).read_text(encoding="utf-8"))
     return config
 
@@ -93,7 +91,7 @@ def _swaps(release: str) -> bool:
 
 
 def _untransposed_experts(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
-    """Path of each experts module -> shapes of its 3-D weights."""
+    """Map the path of each experts module to the shapes of its 3-D weights."""
     found = {}
     for block in discover(model):
         for path, experts in block.experts:
@@ -104,7 +102,7 @@ def _untransposed_experts(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _module_of(key: str) -> str:
-    """The path in the plain model of the module that a saved factor belongs to."""
+    """Return the path, in the plain model, of the module that a saved factor belongs to."""
     path = key.partition(".lora_A.")[0].removeprefix("base_model.model.")
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
@@ -112,13 +110,13 @@ def _module_of(key: str) -> str:
 def _exchanged(
     a: Tensor, b: Tensor, shapes: list[tuple[int, ...]], swapped: bool, where: str
 ) -> tuple[Tensor, Tensor]:
-    """Both factors in the other layout: what A read B writes, expert by expert and rank by rank.
+    """Return both factors in the other layout: A and B swap, per expert and rank.
 
     Args:
         a, b: [E * r, in] and [out, r * E] of the file.
-        shapes: of the module's weights, [E, d1, d2].
+        shapes: shapes of the module's weights, [E, d1, d2].
         swapped: whether "in" is d2.
-        where: names file and key in errors.
+        where: file and key, for errors.
 
     Raises:
         UnsupportedModelError: no weight has this size.

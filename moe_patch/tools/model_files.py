@@ -1,4 +1,4 @@
-"""Names for what users hand over in place of a model's folder: adapters, GGUF, bare weights."""
+"""Recognise what users pass in place of a model's folder: adapters, GGUF, bare weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def refuse_other_kind(name: str, what: str) -> None:
     """Refuse a local path that holds something other than a model of transformers.
 
     Args:
-        name: a path or hub id; a hub id, and a path that does not exist, are left to transformers.
-        what: how an error begins, such as "MODEL".
+        name: a path or hub id; hub ids and paths that do not exist are left to transformers.
+        what: beginning of the error message, such as "MODEL".
 
     Raises:
-        UnsupportedOptionError: says what the path is and what to name in its place.
+        UnsupportedOptionError: says what the path is and what to pass instead.
     """
     path = Path(name)
     found = _file(path) if path.is_file() else _folder(path) if path.is_dir() else None
@@ -37,11 +37,11 @@ def _file(path: Path) -> str | None:
         is_gguf = file.read(len(GGUF)) == GGUF
     if is_gguf or path.suffix == ".gguf":
         return (
-            "is a GGUF file, which moe_patch does not read; name the checkpoint that it was made "
-            f"of, a folder with a {CONFIG}"
+            "is a GGUF file, which moe_patch does not read; name the checkpoint it was made "
+            f"from, a folder with a {CONFIG}"
         )
     if path.suffix in WEIGHTS:
-        return f"is a file of weights alone; name the folder that holds it and the {CONFIG}"
+        return f"is a file of weights only; name the folder that holds it and the {CONFIG}"
     return f"is a file; accepted: a folder with a {CONFIG}, or a hub id"
 
 
@@ -70,16 +70,16 @@ def _without_config(path: Path, files: list[str], models: list[str]) -> str | No
             f"part{f' ({parts})' if parts else ''}"
         )
     if parts:
-        return f"holds no {CONFIG}, but its folders do; name one: {parts}"
+        return f"holds no {CONFIG}, but its subfolders do; name one: {parts}"
     if any(name.endswith(".gguf") for name in files):
         return (
-            "holds GGUF files, which moe_patch does not read; name the checkpoint that they were "
-            f"made of, a folder with a {CONFIG}"
+            "holds GGUF files, which moe_patch does not read; name the checkpoint they were "
+            f"made from, a folder with a {CONFIG}"
         )
     if models:
         return (
-            f"holds weights ({models[0]}) without the {CONFIG} that says which model they are of; "
-            "put the model's own beside them"
+            f"holds weights ({models[0]}) without the {CONFIG} that says which model they belong "
+            "to; put that file beside them"
         )
     if any(name in files for name in TOKENIZER):
         return f"holds a tokenizer and no model; name a folder with a {CONFIG}"
@@ -89,6 +89,6 @@ def _without_config(path: Path, files: list[str], models: list[str]) -> str | No
 def _json(path: Path) -> dict[str, object]:
     try:
         found = json.loads(path.read_bytes())
-    except ValueError:  # broken files are named by what loads them
+    except ValueError:  # the code that loads the file reports that it is broken
         return {}
     return found if isinstance(found, dict) else {}

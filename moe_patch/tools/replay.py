@@ -1,4 +1,4 @@
-"""A file of ``debug_nan`` once more: the same call on this library and on transformers."""
+"""Run a file of ``debug_nan`` again: the same call on this library and on transformers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from moe_patch.runtime.record import record_of
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What replaying a file found; prints as a table.
+    """The result of replaying a file; prints as a table.
 
     Attributes:
         path, module: the block's path and the class that was called.
-        device, backend: where it ran, and what moe_patch ran on.
+        device, backend: where it ran, and on which backend moe_patch ran.
         ours, theirs: tokens whose output is not finite, as indices, on each path.
         error: relative difference of the tokens that are finite on both.
-        inputs, parameters: name -> what is known of it, for the arguments and for the parameters
-            that hold non-finite values.
-        experts: expert id -> how many of the tokens that are not finite chose it.
+        inputs, parameters: name -> description, for the arguments and for the parameters that hold
+            non-finite values.
+        experts: expert id -> how many of the non-finite tokens chose it.
     """
 
     path: str
@@ -69,8 +69,8 @@ def replay_file(
     Args:
         path: the file.
         device: default: the first CUDA device, else the CPU.
-        backend: as for :func:`moe_patch.patch_model`; default: what the file's patch was asked for,
-            or "auto" where that needs another device.
+        backend: as for :func:`moe_patch.patch_model`; default: the option of the file's patch, or
+            "auto" if that needs another device.
 
     Raises:
         UnsupportedOptionError: the file is of another kind, or the installed transformers cannot
@@ -127,10 +127,10 @@ def _theirs(call: NanCall, device: str) -> nn.Module:
 
 
 def _rebuild(call: NanCall) -> nn.Module:
-    """The module, from its class and config, with the file's parameters.
+    """Rebuild the module from its class and config, with the file's parameters.
 
     Raises:
-        UnsupportedOptionError: a class is not transformers', or does not fit the file.
+        UnsupportedOptionError: a class is not transformers' own, or does not fit the file.
     """
     if not all(name.startswith("transformers.") for name in (call.module, call.config_module)):
         raise UnsupportedOptionError(
@@ -153,7 +153,7 @@ def _rebuild(call: NanCall) -> nn.Module:
 
 @torch.no_grad()
 def _output(module: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-    """[T, D] what the call returns."""
+    """Return the call's output as [T, D]."""
     out: Any = module(*args)
     out = out[0] if isinstance(out, tuple) else out
     return out.reshape(-1, out.shape[-1])

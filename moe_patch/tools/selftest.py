@@ -1,8 +1,8 @@
 """A self-test for the user's own machine: the operators against fp64.
 
 Compilers and GPUs differ: a kernel that is right on one card may be miscompiled for another while
-losses look healthy. So what the tests of this library hold on the cards they had, this holds on the
-card at hand: every result against the plain reference in fp64, and its bits against a second run.
+losses look healthy. The tests of this library ran on other cards, so this runs on the card at hand.
+It compares every result with the plain reference in fp64, and its bits with a second run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Check(NamedTuple):
         name: what was checked.
         passed: whether it holds.
         error: the largest relative error over its limit (at most 1 passes); 0 for exact checks.
-        seconds: what it took, the first time mostly the compiler's.
+        seconds: duration; the first time mostly compilation.
         detail: what went wrong, or "".
     """
 
@@ -50,7 +50,7 @@ class SelfTest:
 
     Attributes:
         device: the device's name.
-        backend: "triton" or "torch": what ran.
+        backend: the backend that ran, "triton" or "torch".
         note: what the outcome does not cover, or "".
         checks: one per check, in order.
     """
@@ -62,11 +62,11 @@ class SelfTest:
 
     @property
     def passed(self) -> bool:
-        """Whether every check holds."""
+        """Return whether every check holds."""
         return all(check.passed for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with the versions that it holds for."""
+        """Return all fields, with the versions that they hold for."""
         import transformers
 
         return {
@@ -82,11 +82,10 @@ def selftest(
     """Run plan, routing, experts and adapters on a device, forward and backward, against fp64.
 
     Args:
-        device: default: cuda where there is one, else cpu, where the torch backend runs.
+        device: default: cuda if available, else cpu, on the torch backend.
         progress: show a progress bar on stderr.
-        jobs: processes that share the checks, most of whose time is the compiler's. Several are
-            started as :mod:`multiprocessing` spawns them: the program has to be one whose main
-            module can be imported.
+        jobs: processes that share the checks, most of which is compilation. Several are spawned by
+            :mod:`multiprocessing`, which must be able to import the program's main module.
 
     Raises:
         UnsupportedOptionError: there is no such device.
@@ -95,13 +94,13 @@ def selftest(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedOptionError("selftest: no CUDA device here; accepted: cpu")
-    if where.type == "cuda" and where.index is None:  # the current one, in other processes too
+    if where.type == "cuda" and where.index is None:  # other processes need the index
         where = torch.device("cuda", torch.cuda.current_device())
     choice = choose_backend("auto", where, torch.bfloat16)
     name = torch.cuda.get_device_name(where) if where.type == "cuda" else where.type
     note = ""
     if choice.name == "torch":
-        note = f"the torch backend alone was tested, no kernel: {choice.reason}"
+        note = f"only the torch backend was tested, no kernel: {choice.reason}"
     elif where.type == "cuda":
         note = _closed(where)
     result = SelfTest(name, choice.name, note)
@@ -116,7 +115,7 @@ def selftest(
 
 
 def _closed(device: torch.device) -> str:
-    """Return which kernels of a Hopper card were not tested, since they may not run here, or ""."""
+    """Say which kernels of a Hopper card may not run here and were not tested; else ""."""
     from moe_patch.kernels.common.device import device_at
     from moe_patch.kernels.common.versions import gates
 
@@ -124,7 +123,7 @@ def _closed(device: torch.device) -> str:
 
 
 def start_process(threads: int) -> None:
-    """Prepare a process that shares the checks; what it would warn of, the first one has said."""
+    """Prepare a process that shares the checks; hide warnings that the first one has shown."""
     torch.set_num_threads(threads)
     warnings.filterwarnings("ignore", message="moe_patch: ")
 
@@ -136,9 +135,9 @@ def each_group(
 
     Args:
         run: a function that other processes can import.
-        count: of groups.
+        count: number of groups.
         jobs: processes that share them; 1 is this one.
-        command: what an error names.
+        command: name of the command, for errors.
 
     Raises:
         MoePatchError: a process died.
@@ -153,7 +152,7 @@ def each_group(
             yield from processes.map(run, range(count))
         except BrokenProcessPool as error:
             raise MoePatchError(
-                f"{command}: a process that ran checks died; jobs=1 (--jobs 1) shows at which"
+                f"{command}: a process that ran checks died; jobs=1 (--jobs 1) shows in which check"
             ) from error
 
 
@@ -168,7 +167,7 @@ def _run_group(device: torch.device, index: int) -> list[Check]:
 
 
 def run_check(name: str, check: Callable[[], float]) -> Check:
-    """Run a check, which returns its error over its limit or raises :class:`Failed`."""
+    """Run a check that returns its error over its limit or raises :class:`Failed`."""
     start = time.perf_counter()
     error, detail = 0.0, ""
     try:

@@ -1,4 +1,4 @@
-"""What the self-test checks: each function returns an error over its limit, or raises Failed."""
+"""Checks of the self-test: each returns an error over its limit, or raises Failed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from moe_patch.ops.routing import route
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.types import ExpertWeights, Glu, Lora, RouteSpec
 
-# Largest relative error in fp32, and in lower precision: this many times that of the same formulas
-# evaluated by torch in the same dtype, plus what never leaves fp32.
+# Largest relative errors. In fp32: FP32_LIMIT. In lower precision: EAGER_FACTOR times the error of
+# the same formulas in torch in that dtype, plus FP32_INSIDE for what is computed in fp32.
 FP32_LIMIT = 1e-5
 EAGER_FACTOR = 1.5
 FP32_INSIDE = 1e-6
@@ -29,15 +29,15 @@ GPT_OSS = Glu("swiglu_oai", interleaved=True, alpha=1.702, limit=7.0)
 
 
 class Failed(Exception):
-    """A check does not hold; the message says what."""
+    """A check does not hold; the message says why."""
 
 
-# A check and its title; those of one group run the same kernels.
+# A group of titles and checks that run the same kernels.
 Group = list[tuple[str, Callable[[], float]]]
 
 
 def groups_of(device: torch.device) -> Iterator[Group]:
-    """All checks of a device, in order."""
+    """Yield all checks of a device, in order."""
     if choose_backend("auto", device, torch.bfloat16).name == "triton":
         yield [("plan", partial(_plan, device))]
     for score in ("softmax", "sigmoid"):
@@ -58,12 +58,12 @@ def groups_of(device: torch.device) -> Iterator[Group]:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name in the titles of checks."""
+    """Return a dtype's name for the titles of checks."""
     return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 
 def distance(ours: Tensor, exact: Tensor) -> float:
-    """Relative error in norm; infinite where either holds NaN or exact is zero and ours is not."""
+    """Return the relative error in norm; infinite for NaN, or if only ``exact`` is zero."""
     apart, size = (ours.double() - exact).norm().item(), exact.norm().item()
     if size == 0.0:
         return 0.0 if apart == 0.0 else float("inf")
@@ -82,13 +82,13 @@ def _plan(device: torch.device) -> float:
 
 
 def tie_routing(device: torch.device, score: str, dtype: torch.dtype) -> float:
-    """Small integers as logits, so that ties are certain; ids exactly."""
+    """Check routing on small integer logits, which are sure to tie; compare ids exactly."""
     spec = RouteSpec(8, score=score, renormalize=True)
     logits_TE = torch.randint(-4, 5, (300, 128), device=device).to(dtype).requires_grad_()
     wide_TE = logits_TE.detach().double().requires_grad_()
     ours, exact = route_impl("auto")(logits_TE, spec, None), route(wide_TE, spec)
     if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other experts than the definition chooses, or in another order")
+        raise Failed("chooses other experts than the definition, or in another order")
     grad_TK = torch.randn_like(ours.weights_TK)
     (mine,) = torch.autograd.grad(ours.weights_TK, logits_TE, grad_TK)
     (theirs,) = torch.autograd.grad(exact.weights_TK, wide_TE, grad_TK.to(exact.weights_TK.dtype))
@@ -103,7 +103,7 @@ def _product_key(device: torch.device) -> float:
     wide = x_TP.detach().double().requires_grad_(), y_TP.detach().double().requires_grad_()
     exact = product_key_reference(*wide, 8)
     if not torch.equal(ours.ids_TK, exact.ids_TK):
-        raise Failed("other pairs of keys than the definition chooses")
+        raise Failed("chooses other pairs of keys than the definition")
     grad_TK = torch.randn(65, 8, device=device)
     mine = torch.autograd.grad(ours.weights_TK, (x_TP, y_TP), grad_TK)
     theirs = torch.autograd.grad(exact.weights_TK, wide, grad_TK.double())
@@ -112,7 +112,7 @@ def _product_key(device: torch.device) -> float:
 
 
 class Layer:
-    """One experts call over random tensors, some slots of it empty, made when it is needed."""
+    """One experts call over random tensors, some slots empty; tensors are made on demand."""
 
     E, K = 8, 4
 
@@ -125,11 +125,11 @@ class Layer:
         rank: int = 0,
     ) -> None:
         self.device, self.dtype, self.tokens, self.glu, self.rank = device, dtype, tokens, glu, rank
-        # More than one tile wide where there are tiles.
+        # Wider than one tile on devices that use tiles.
         self.D, self.F = (272, 136) if device.type == "cuda" else (64, 40)
 
     def check(self) -> float:
-        """The largest error of the output and every gradient, over its limit."""
+        """Return the largest error of the output and every gradient, over its limit."""
         tensors, ids_TK, grad_TD = self.inputs()
         ours = self.results(tensors, ids_TK, grad_TD)
         exact = self.reference(self.cast(tensors, torch.float64), ids_TK, grad_TD)
@@ -147,14 +147,14 @@ class Layer:
         return errors[worst]
 
     def repeats(self) -> float:
-        """The same bits every time."""
+        """Check that every run gives the same bits."""
         self.repeated(*self.inputs())
         return 0.0
 
     def repeated(
         self, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
     ) -> dict[str, Tensor]:
-        """Return output and gradients of the operator, which every run gave bit by bit.
+        """Return output and gradients of the operator, after checking that every run repeats them.
 
         Raises:
             Failed: a run gave other bits than the first.
@@ -181,7 +181,7 @@ class Layer:
 
     @staticmethod
     def cast(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return leaves of another dtype."""
+        """Return the tensors in another dtype, as leaves."""
         return {name: t.detach().to(dtype).requires_grad_() for name, t in tensors.items()}
 
     def inputs(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -196,7 +196,7 @@ class Layer:
 
         tensors = {"x": random(T, D), "weights": torch.rand(T, K, device=self.device)}
         tensors["weights"].requires_grad_()
-        if self.glu.interleaved:  # as gpt_oss stores them
+        if self.glu.interleaved:  # gpt_oss stores transposed weights
             tensors |= {"w13": random(E, D, H), "w2": random(E, F, D)}
             tensors |= {"b13": random(E, H), "b2": random(E, D)}
         else:
@@ -212,7 +212,7 @@ class Layer:
     def run(
         self, function: Any, tensors: dict[str, Tensor], ids_TK: Tensor, grad_TD: Tensor
     ) -> dict[str, Tensor]:
-        """Return output and gradients of ``function``, :func:`experts_mlp` or its like."""
+        """Return output and gradients of ``function``: :func:`experts_mlp` or one like it."""
         t = tensors
         w13, w2 = (t["w13"].mT, t["w2"].mT) if self.glu.interleaved else (t["w13"], t["w2"])
         lora13 = Lora(t["a13"], t["lb13"], 0.5) if self.rank else None

@@ -1,8 +1,8 @@
-"""Opening the Hopper kernels on a release of Triton that this library was not tested with.
+"""Enable the Hopper kernels on a release of Triton that this library was not tested with.
 
-On the user's own card: the Hopper kernels are compiled and compared with the portable ones, and the
+On the user's own card, the Hopper kernels are compiled and compared with the portable ones. The
 code of every kernel is searched for registers that are overwritten while a matrix instruction may
-read them. What holds is kept in a marker (:mod:`moe_patch.kernels.common.trusted`).
+read them. The result is kept in a marker (:mod:`moe_patch.kernels.common.trusted`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from moe_patch.tools.selftest import Check, each_group, run_check
 from moe_patch.tools.trust_checks import IN_FRONT, groups_of
 from moe_patch.tools.wgmma_operands import overwritten_operands
 
-# Whose code the search must have seen, or nothing is known of it.
+# Kernels whose code the search must have seen; otherwise its result means nothing.
 DECODING = "_packed_rows_kernel"
 SEARCHED = {f"_specialised_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
-# What each kernel's code holds: lines of moe_patch.tools.wgmma_operands, none where it is sound.
+# Kernel name -> lines that moe_patch.tools.wgmma_operands found in its code; none if it is sound.
 Scanned = dict[str, list[str]]
 
 
@@ -38,11 +38,11 @@ class Trust:
         device: the device's name.
         triton: the release.
         note: why nothing was tested, or what stays off; or "".
-        marker: the file that opens the kernels, or "".
+        marker: the file that enables the kernels, or "".
         in_front: packed weights are decoded in front of the product.
         hazards: registers that are overwritten while they may be read, by kernel and line.
-        checks: one per comparison, and the search; those whose name begins with "off: " were left
-            out of the verdict, since what they check stays off.
+        checks: one per comparison, and the search. Names that begin with "off: " do not count
+            towards the verdict, because the feature they check stays off.
     """
 
     device: str
@@ -55,11 +55,11 @@ class Trust:
 
     @property
     def passed(self) -> bool:
-        """Whether the Hopper kernels may run."""
+        """Return whether the Hopper kernels may run."""
         return all(check.passed for check in self.checks if not check.name.startswith("off: "))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, with the versions that it holds for."""
+        """Return all fields, with the versions that they hold for."""
         found = asdict(self) | {"passed": self.passed, "torch": torch.__version__}
         return found | {"checks": [check._asdict() for check in self.checks]}
 
@@ -67,13 +67,13 @@ class Trust:
 def trust(
     device: str | torch.device | None = None, *, progress: bool = True, jobs: int = 1
 ) -> Trust:
-    """Test the Hopper kernels on a device and open them there if they hold.
+    """Test the Hopper kernels on a device and enable them there if they hold.
 
     Args:
-        device: default: the current CUDA device; of capability 9.0.
+        device: of capability 9.0; default: the current CUDA device.
         progress: show a progress bar on stderr.
-        jobs: processes that share the comparisons, started as :mod:`multiprocessing` spawns them:
-            the program has to be one whose main module can be imported.
+        jobs: processes that share the comparisons. They are spawned by :mod:`multiprocessing`,
+            which must be able to import the program's main module.
 
     Raises:
         UnsupportedOptionError: no such device, or the marker's folder cannot be written.
@@ -87,7 +87,7 @@ def trust(
     result = Trust(name, triton.__version__)
     if versions.tested().hopper:
         result.in_front = True
-        result.note = f"triton {triton.__version__} is a tested release: nothing to open"
+        result.note = f"triton {triton.__version__} is a tested release: nothing to enable"
         return result
     trusted.check_writable()
     scanned: Scanned = {}
@@ -106,7 +106,7 @@ def trust(
 
 
 def forget() -> str:
-    """Remove the marker of this Triton, torch and library; returns its path, or "" without one.
+    """Remove the marker of this Triton, torch and library; return its path, or "" without one.
 
     Raises:
         UnsupportedOptionError: Triton is not installed, or the marker's folder cannot be written.
@@ -130,7 +130,7 @@ def _card(device: str | torch.device | None) -> tuple[torch.device, str]:
     """Return the device and its name.
 
     Raises:
-        UnsupportedOptionError: it is none on which the Hopper kernels could run.
+        UnsupportedOptionError: the Hopper kernels cannot run on this device.
     """
     where = torch.device(device or "cuda")
     accepted = "accepted: a CUDA device of capability 9.0 (H100, H200), on which they run"
@@ -159,7 +159,7 @@ def _run_group(device: torch.device, index: int) -> tuple[list[Check], Scanned]:
 
 
 def _compiled(check: Any) -> float:
-    """Run a check; an unknown release may fail in any of these ways."""
+    """Run a check; turn the errors that an unknown release may raise into a failure."""
     from triton.errors import TritonError
 
     from moe_patch.tools.selftest_checks import Failed
@@ -174,7 +174,7 @@ def _compiled(check: Any) -> float:
 
 @contextmanager
 def searching() -> Iterator[Scanned]:
-    """Search the code of each kernel that Triton compiles meanwhile, or takes from its cache."""
+    """Search the code of each kernel that Triton compiles inside, or takes from its cache."""
     import triton
 
     scanned: Scanned = defaultdict(list)
@@ -196,7 +196,7 @@ def searching() -> Iterator[Scanned]:
 
 
 def _judge(result: Trust, scanned: Scanned) -> None:
-    """Turn what the search found into a check, hazards and what stays off."""
+    """Turn the search's results into a check and hazards, and decide which feature stays off."""
     lines = [f"{name}: {line}" for name in sorted(scanned) for line in scanned[name]]
     result.hazards = list(dict.fromkeys(lines))
     result.in_front = not scanned.get(DECODING)
@@ -216,7 +216,7 @@ def _judge(result: Trust, scanned: Scanned) -> None:
 
 
 def _mark(result: Trust) -> None:
-    """Write the marker, or remove an earlier one where the kernels do not hold."""
+    """Write the marker, or remove an earlier one if the kernels do not hold."""
     from moe_patch.kernels.common import trusted
 
     if not result.passed:

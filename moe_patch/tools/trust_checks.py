@@ -24,9 +24,9 @@ from moe_patch.tools.selftest_checks import (
 )
 from moe_patch.types import ExpertWeights, Glu, Lora
 
-# Rows of an average expert: several tiles of rows, one of the wide tile and one of the narrow.
+# Rows of an average expert: several row tiles, one wide tile, or one narrow tile.
 MANY, WIDE, NARROW = 1200, 200, 40
-# Norms are of rows in 16 bits, some of which are taken before they are rounded and some after.
+# Norms are of 16-bit rows; some are taken before rounding and some after.
 NORMS, NORMS_LIMIT = ("row norms", "gradient norms"), 2e-2
 IN_FRONT = "in front of the product"
 Results = dict[str, Tensor]
@@ -36,11 +36,11 @@ class Recorded(Layer):
     """A layer whose results include the norms of its rows."""
 
     def reference(self, tensors: Results, ids_TK: Tensor, grad_TD: Tensor) -> Results:
-        """Compute with the torch backend."""
+        """Compute the results with the torch backend."""
         return self._norms(partial(experts_mlp, backend="torch"), tensors, ids_TK, grad_TD)
 
     def results(self, tensors: Results, ids_TK: Tensor, grad_TD: Tensor) -> Results:
-        """Compute with the device's own backend."""
+        """Compute the results with the device's own backend."""
         return self._norms(experts_mlp, tensors, ids_TK, grad_TD)
 
     def _norms(self, function: Any, tensors: Results, ids_TK: Tensor, grad_TD: Tensor) -> Results:
@@ -61,7 +61,7 @@ class Stored(Layer):
         self.D, self.F = (320, 128) if device.type == "cuda" else (128, 64)
 
     def inputs(self) -> tuple[Results, Tensor, Tensor]:
-        """Make them as a layer does, the weights as they are once decoded."""
+        """Make inputs as a layer does, but with the packed weights' decoded values."""
         tensors, ids_TK, grad_TD = super().inputs()
         self._packed = {}
         for name in ("w13", "w2"):
@@ -71,13 +71,13 @@ class Stored(Layer):
         return tensors, ids_TK, grad_TD
 
     def results(self, tensors: Results, ids_TK: Tensor, grad_TD: Tensor) -> Results:
-        """Compute from the packed weights."""
+        """Compute the results from the packed weights."""
         return self.run(experts_mlp, tensors | self._packed, ids_TK, grad_TD)
 
     def run(
         self, function: Any, tensors: dict[str, Any], ids_TK: Tensor, grad_TD: Tensor
     ) -> Results:
-        """Call the experts, without gradients of their weights."""
+        """Call the experts, without gradients for their weights."""
         trained = {name: t for name, t in tensors.items() if name not in self._packed}
         w = ExpertWeights(tensors["w13"], tensors["w2"], None, None)
         lora13 = Lora(tensors["a13"], tensors["lb13"], 0.5)
@@ -90,7 +90,7 @@ class Stored(Layer):
 
 
 def groups_of(device: torch.device) -> Iterator[Group]:
-    """All comparisons of a device, in order; those of one group run the same kernels."""
+    """Yield all comparisons of a device, in order; those of one group run the same kernels."""
     bf16, fp16 = torch.bfloat16, torch.float16
     many = MANY if device.type == "cuda" else NARROW
     for dtype in (bf16, fp16):
@@ -118,8 +118,8 @@ def _experts(
 def compare(layer: Layer, *, in_front: bool) -> float:
     """Return the largest error of the Hopper kernels over its limit.
 
-    Their output and gradients are compared with fp64, with the portable kernels' (which may be as
-    far from fp64 themselves), and bit by bit with their own repeats.
+    Their output and gradients are compared with fp64, with the portable kernels and, bit by bit,
+    with repeated runs. The portable kernels may be as far from fp64 themselves.
 
     Args:
         layer: sizes and inputs.

@@ -1,9 +1,9 @@
-"""Compiling a patched model's kernels ahead, so that no training step waits for a compiler.
+"""Compile a patched model's kernels ahead, so that no training step waits for a compiler.
 
-Triton compiles a kernel where it first meets a combination of dtypes, alignments and sizes. Each
-distinct kind of block is run here on random tokens, forward and backward, once per size class of
-its tiles; no gradient is accumulated and the random state is restored. The compiled kernels also
-stay in Triton's cache on disk, for the next process.
+Triton compiles a kernel when it first sees a combination of dtypes, alignments and sizes. Each
+distinct kind of block runs here on random tokens, forward and backward, once per size class of its
+tiles. No gradient is accumulated, and the random state is restored. The compiled kernels also stay
+in Triton's cache on disk for the next process.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, read
 from moe_patch.types import Routing
 
-# Rows of an average expert beyond decode's: one for each further size class of kernels/tiles.py.
+# Rows of an average expert above the decode range: one for each further class of kernels/tiles.py.
 ROWS_PER_EXPERT = (32, 128)
-# A plan of more rows than this takes the kernels that a small one needs none of.
+# Plans with more rows than this use kernels that smaller plans do not need.
 MANY_ROWS = 1024
-# The routing kernels hold this many tokens in a program, or all where there are fewer.
+# A program of the routing kernels holds one of these numbers of tokens, or all if there are fewer.
 ROUTED_TOKENS = (1, 2, 4, 8, 16, 32)
 
 
@@ -41,10 +41,10 @@ class WarmedBlock(NamedTuple):
     """One kind of block.
 
     Attributes:
-        path: of the first block of the kind.
-        tokens: the token counts that were run.
-        seconds: what they took, mostly the compiler's.
-        skipped: why nothing was run, or "".
+        path: path of the first block of the kind.
+        tokens: the token counts that ran.
+        seconds: duration, mostly compilation.
+        skipped: why nothing ran, or "".
     """
 
     path: str
@@ -66,19 +66,19 @@ def warmup(
 ) -> list[WarmedBlock]:
     """Compile the kernels of every kind of MoE block, before training.
 
-    Call it on the patched model, adapters attached, inside ``torch.autocast`` if training is: what
-    requires a gradient now decides which backward kernels there are. Blocks that must not be called
-    yet (FSDP units, weights on another machine) are skipped, and named; for them, and on a machine
-    that is only to fill Triton's cache, give the config.
+    Call it on the patched model with adapters attached, inside ``torch.autocast`` if training uses
+    it: the tensors that require a gradient now decide which backward kernels are compiled. Blocks
+    that cannot be called yet (FSDP units, weights on another machine) are skipped, with a reason.
+    For them, or to fill Triton's cache on another machine, pass the config.
 
     Args:
         model_or_config: a patched model, which may be on "meta", or a transformers config.
         tokens: token counts (batch times sequence) of a call; default: one per size class of tiles,
-            which is every kernel that any count needs.
-        training: the backward kernels too.
-        top_k: experts per token, for blocks whose router stays transformers'.
-        device: where to run blocks that are on "meta"; default: cuda where there is one.
-        dtype: of a config's weights; default: the config's own.
+            which covers every kernel that any count needs.
+        training: also compile the backward kernels.
+        top_k: experts per token, for blocks whose router stays with transformers.
+        device: where to run blocks that are on "meta"; default: cuda if available.
+        dtype: dtype of a config's weights; default: the config's own.
         progress: show a progress bar on stderr.
         options: a config's :class:`moe_patch.PatchConfig` options.
 
@@ -92,8 +92,8 @@ def warmup(
     if isinstance(model_or_config, nn.Module):
         if options or dtype is not None:
             raise UnsupportedOptionError(
-                f"warmup: {sorted(options) or 'dtype'} together with a model; accepted: with a "
-                "config, a patched model has its own"
+                f"warmup: {sorted(options) or 'dtype'} together with a model; accepted: only with "
+                "a config, because a patched model has its own"
             )
         model = model_or_config
     else:
@@ -105,7 +105,7 @@ def warmup(
 
 
 def _kinds(model: nn.Module) -> list[FoundBlock]:
-    """The first patched block of each kind."""
+    """Return the first patched block of each kind."""
     kinds: dict[tuple, FoundBlock] = {}
     for found in discover(model):
         if any(_record(module) is not None for module in _modules(found)):
@@ -121,10 +121,10 @@ def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) ->
     auto = AutoModelForCausalLM
     if type(config) not in AutoModelForCausalLM._model_mapping:
         auto = AutoModel
-    config = copy.deepcopy(config)  # from_config writes on it
+    config = copy.deepcopy(config)  # from_config modifies it
     dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        # No attention runs here, and this machine may lack the one that the config names.
+        # No attention runs here, and this machine may lack the one in the config.
         model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     return patch_model(model, PatchConfig.parse(None, **options))
 
@@ -167,7 +167,7 @@ def _warm(
     with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
         K = _top_k(found) or top_k
         if K is None:
-            why = "how many experts a token takes is known to transformers' router only: give top_k"
+            why = "only transformers' router has the number of experts per token: pass top_k"
             return WarmedBlock(found.path, [], 0.0, why)
         if not tokens:
             for T in ROUTED_TOKENS:
@@ -181,23 +181,23 @@ def _warm(
 
 
 def _token_counts(E: int, K: int) -> list[int]:
-    """One count per size class of tiles."""
+    """Return one token count per size class of tiles."""
     rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
     return sorted({-(-N // K) for N in rows})
 
 
 def _run_both(found: FoundBlock, T: int, K: int, training: bool) -> None:
-    """Run a block on T tokens, in training without gradients as well."""
+    """Run a block on T tokens; for training, run it without gradients as well."""
     weight = _weight(found)
     routing = _route(found, T) or _even(weight.shape[0], T, K, weight)
     _run(found, T, routing, training)
-    if training:  # evaluation and reentrant checkpoints keep nothing for a backward
+    if training:  # evaluation and reentrant checkpoints save nothing for backward
         with torch.no_grad():
             _run(found, T, routing, False)
 
 
 def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:
-    """The block itself, or where its weights are on "meta" a copy of it with small random ones."""
+    """Return the block or, if its weights are on "meta", a copy with small random weights."""
     if not _weight(found).is_meta:
         return found
     twin = copy.deepcopy(found)
@@ -213,7 +213,7 @@ def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:
 
 
 def _unready(found: FoundBlock) -> str:
-    """Why a block is not run, or ""."""
+    """Say why a block cannot run, or return ""."""
     record, weight = _record(found.experts[0][1]), _weight(found)
     assert record is not None
     if any(r is not None and r.taps is not None for r in map(_record, _modules(found))):
@@ -227,7 +227,7 @@ def _unready(found: FoundBlock) -> str:
     if choice.name == "torch":
         return f"nothing to compile on the torch backend ({choice.reason})"
     if found.spec.experts_forward is not None:
-        return "its experts have a forward of their own, which is not run ahead"
+        return "its experts run a forward of their own, which warmup does not run"
     return ""
 
 
@@ -243,7 +243,7 @@ def _top_k(found: FoundBlock) -> int | None:
 
 
 def _route(found: FoundBlock, T: int) -> Routing | None:
-    """The routing of T random tokens; None where another forward than the common one routes."""
+    """Return the routing of T random tokens, or None if no router runs the common forward."""
     routing = None
     for _, router in found.routers:
         spec, record = found.spec_of(router), _record(router)
@@ -270,7 +270,7 @@ def _even(E: int, T: int, K: int, weight: Tensor) -> Routing:
 
 
 def _run(found: FoundBlock, T: int, routing: Routing, training: bool) -> None:
-    """The experts with their adapters, forward and backward, as the block calls them."""
+    """Run the experts with their adapters, forward and backward, as the block calls them."""
     for _, experts in found.experts:
         around = [w for _, w in found.wrappers if w.get_base_layer() is experts]
         outer: Any = around[0] if around else experts

@@ -1,9 +1,9 @@
-"""Finds registers that are written while Hopper's asynchronous matrix instructions may read them.
+"""Find registers that are written while Hopper's asynchronous matrix instructions may read them.
 
-``wgmma`` takes its left operand from shared memory or from registers, and goes on reading them
-until a ``wgmma.wait_group`` says otherwise. PTX leaves to the compiler before it, here Triton, that
-nothing writes such registers meanwhile: where Triton lets products of one iteration run into the
-next, and the next decodes its operand into the same registers, results are wrong now and then.
+``wgmma`` takes its left operand from shared memory or from registers, and may read them until a
+``wgmma.wait_group``. PTX requires the compiler, here Triton, not to write such registers before
+that. Triton may let products of one iteration run into the next. If the next then decodes its
+operand into the same registers, results are sometimes wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_RESULT = (
     "st.", "bra", "brx", "bar", "wgmma", "cp.", "mbarrier", "fence", "ret", "red.", "setmaxnreg",
     "prefetch", "stmatrix", "membar", "griddepcontrol", "exit", "trap", "nanosleep", "barrier",
 )  # fmt: skip
-# Groups in flight that are told apart; no kernel keeps so many.
+# Groups in flight that are distinguished; no kernel keeps so many.
 _MOST = 12
 
 _Groups = tuple[frozenset[str], ...]
@@ -31,10 +31,10 @@ class _Line(NamedTuple):
 
 
 def overwritten_operands(ptx: str) -> list[str]:
-    """One line for each instruction that writes a register which a product may still read.
+    """Return one line per instruction that writes a register which a product may still read.
 
     Args:
-        ptx: of one kernel.
+        ptx: code of one kernel.
     """
     blocks, following = _blocks(ptx)
     first = next(iter(blocks))
@@ -54,9 +54,9 @@ def overwritten_operands(ptx: str) -> list[str]:
 
 
 def _step(line: _Line, groups: _Groups) -> tuple[_Groups, str]:
-    """The groups that may be in flight after a line, the newest last, and what it overwrites.
+    """Return the groups that may be in flight after a line, newest last, and what it overwrites.
 
-    A group is what its products read; Triton commits each product as a group.
+    A group is the set of registers that its products read; Triton commits each product as a group.
     """
     text = line.text
     if product := _PRODUCT.match(text):
@@ -80,7 +80,7 @@ def _written(text: str) -> frozenset[str]:
 
 
 def _blocks(ptx: str) -> tuple[dict[str, list[_Line]], dict[str, list[str]]]:
-    """Basic blocks of a kernel's body by label, and where each goes on."""
+    """Return the basic blocks of a kernel's body by label, and the successors of each."""
     blocks: dict[str, list[_Line]] = {"entry": []}
     following: dict[str, list[str]] = {"entry": []}
     tables: dict[str, list[str]] = {}
@@ -97,7 +97,7 @@ def _blocks(ptx: str) -> tuple[dict[str, list[_Line]], dict[str, list[str]]]:
             target = jump.group(3)
             following[name] += tables.get(target, [target])
             open_ended = jump.group(1) is not None
-            if open_ended:  # what follows a jump not taken
+            if open_ended:  # execution continues here if the jump is not taken
                 parts += 1
                 following[name].append(f"{name}+{parts}")
                 name = f"{name}+{parts}"
@@ -110,7 +110,7 @@ def _blocks(ptx: str) -> tuple[dict[str, list[_Line]], dict[str, list[str]]]:
 
 
 def _body(ptx: str) -> Iterator[_Line]:
-    """Instructions, labels and branch tables, one a line, without comments and directives."""
+    """Yield instructions, labels and branch tables one by one, without comments and directives."""
     text, number = "", 0
     in_body = False
     for count, raw in enumerate(ptx.splitlines(), 1):
@@ -120,7 +120,7 @@ def _body(ptx: str) -> Iterator[_Line]:
             continue
         number = number if text else count
         text = f"{text} {line}".strip()
-        # Inline assembly may bring several instructions a line; operands may run over lines.
+        # Inline assembly may put several instructions on a line; operands may span lines.
         if line.endswith((";", ":")):
             for part in re.split(r"(?<=;)\s*", text.strip("{} ")):
                 if part.strip("{} "):

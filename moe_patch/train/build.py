@@ -1,4 +1,4 @@
-"""Tokenizer, model, adapters and Trainer arguments of a TrainConfig: whatever can fail early."""
+"""Build tokenizer, model, adapters and Trainer arguments of a TrainConfig; fail early here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from moe_patch.train.data import train_tokenizer
 from moe_patch.train.router_losses import RouterLossConfig
 from moe_patch.train.smk import SmkConfig
 
-# Set from the top level of the file; a second value here would contradict it.
+# Keys of the file's top level; a second value here would contradict them.
 TOP_LEVEL = ("output_dir", "seed")
 TRAINING_DEFAULTS: dict[str, Any] = {
     "logging_steps": 1,
@@ -44,8 +44,8 @@ TRAINING_DEFAULTS: dict[str, Any] = {
 }
 
 
-# What transformers raises on a user's values that its config classes take unchecked: an activation
-# or an attention that does not exist, sizes that do not divide or are zero; and on broken files.
+# Exceptions of transformers for broken files, and for values that its config classes do not check.
+# Such values are unknown activations or attentions, and sizes that are zero or do not divide.
 BUILD_ERRORS = (
     ArithmeticError,
     ImportError,
@@ -57,7 +57,7 @@ BUILD_ERRORS = (
     StrictDataclassError,
     UnpicklingError,
 )
-# TrainingArguments takes any number here; the optimizer and the loader refuse it after minutes.
+# TrainingArguments accepts any number; optimizer and loader would refuse it only minutes later.
 LEAST = {
     "learning_rate": 0,
     "weight_decay": 0,
@@ -67,20 +67,20 @@ LEAST = {
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's text, for a message of one line."""
+    """Return the first line of an error's text, for a one-line message."""
     lines = str(error).strip().splitlines()
     if not lines:
         return type(error).__name__
-    # The text of a KeyError is the key alone.
+    # The text of a KeyError is only the key.
     return f"no {lines[0]} is known" if isinstance(error, KeyError) else lines[0]
 
 
 def check_options(config: TrainConfig) -> None:
-    """Check what is passed on to other libraries, without building anything.
+    """Check the options for other libraries, without building anything.
 
     Raises:
-        UnsupportedOptionError: an unknown key, a wrong type, or a model's path that holds something
-            else, by name.
+        UnsupportedOptionError: an unknown key, a wrong type, or a model path that holds something
+            else (names it).
     """
     if config.model.path is not None:
         refuse_other_kind(config.model.path, "model:")
@@ -103,15 +103,15 @@ def check_options(config: TrainConfig) -> None:
     if model_type is not None:
         check_known("model.model_type is", model_type, CONFIG_MAPPING.keys())
         cls = CONFIG_MAPPING[model_type]
-        # attribute_map holds second names of fields, such as num_local_experts; head_dim is read
-        # by many attention layers whose config class does not declare it.
+        # attribute_map holds alternative names of fields, such as num_local_experts. Many attention
+        # layers read head_dim although their config class does not declare it.
         accepted = {f.name for f in dataclasses.fields(cls)} | {*cls.attribute_map, "head_dim"}
         for key in config.model.overrides:
             check_known(f"model ({model_type}): unknown key", key, accepted)
 
 
 def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> TrainingArguments:
-    """TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
+    """Make TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
     values = {**TRAINING_DEFAULTS, **config.training, **overrides}
     values |= liger.ARGUMENTS if config.liger else {}
     try:
@@ -136,7 +136,7 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
                 "accepted: a checkpoint-N folder of an earlier run (training.save_strategy)"
             )
     if args.n_gpu > 1:
-        # The Trainer would fall back to nn.DataParallel, whose replicas share bound methods.
+        # The Trainer would use nn.DataParallel, whose replicas share bound methods.
         raise UnsupportedOptionError(
             f"{args.n_gpu} GPUs are visible to one process: start one process per GPU (torchrun "
             f"--nproc-per-node {args.n_gpu} -m moe_patch train ...), or set CUDA_VISIBLE_DEVICES"
@@ -145,7 +145,7 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
 
 
 def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:
-    """The tokenizer that the config names. Raises UnsupportedOptionError."""
+    """Make the tokenizer that the config names. Raises UnsupportedOptionError."""
     if tokenizer.source == "train":
         return train_tokenizer(texts, tokenizer.vocab_size)
     try:
@@ -163,22 +163,22 @@ def build_base(
     storage: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """The model without adapters, in training mode; equal weights for equal arguments.
+    """Make the model without adapters, in training mode; equal arguments give equal weights.
 
-    It lies on the CPU, or with ``storage`` ("nf4", "fp8", "mxfp4") on ``device``, its experts
-    packed as they are read.
+    It is on the CPU. With ``storage`` ("nf4", "fp8", "mxfp4") it is on ``device`` instead, and its
+    experts are packed while they are read.
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
-        UnsupportedModelError: its experts cannot be stored so, or are stored in a way that
-            transformers does not know.
+        UnsupportedModelError: its experts cannot be stored so, or the checkpoint's storage is
+            unknown to transformers.
     """
     set_seed(seed)
     kwargs: dict[str, Any] = {"dtype": "auto" if model.dtype == "auto" else _dtype(model.dtype)}
     if model.attn_implementation is not None:
         kwargs["attn_implementation"] = model.attn_implementation
     if model.path is not None:
-        # Left out, transformers asks on the terminal. What has MoE classes of its own is refused.
+        # Otherwise transformers prompts on the terminal. A model with its own code is refused.
         kwargs["trust_remote_code"] = False
     try:
         if model.path is not None and storage is not None:
@@ -206,7 +206,7 @@ def build_base(
 
 
 def _load(path: str, options: dict[str, Any]) -> Any:
-    """A checkpoint's model, refused where its files leave a weight at random values."""
+    """Load a checkpoint's model; refuse it if its files would leave a weight at random values."""
     hub = {"trust_remote_code": options["trust_remote_code"]}
     refuse_unknown(AutoConfig.from_pretrained(path, **hub), f"model: {path!r}")
     base, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
@@ -223,10 +223,10 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
-    """``base`` itself without ``lora``, else a PeftModel around it.
+    """Return ``base`` itself without ``lora``, else a PeftModel around it.
 
     Raises:
-        UnsupportedOptionError: PEFT refuses the arguments, or one of the targets is nowhere.
+        UnsupportedOptionError: PEFT refuses the arguments, or a target does not exist.
     """
     if lora is None:
         return base
@@ -238,7 +238,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
         model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
-    # As PEFT has them in the end: names of experts' old modules have become parameters.
+    # Use PEFT's final lists, where old names of experts' modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
     _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
     _check_targets(
@@ -250,7 +250,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
 
 
 def _check_targets(key: str, targets: Any, found: list[str], names: set[str]) -> None:
-    """PEFT asks for one target of a list only; the others would be left out without a word."""
+    """Refuse a missing target: PEFT needs only one match of a list and silently skips the rest."""
     for target in sorted(targets) if isinstance(targets, (list, set)) else ():
         if not any(name == target or name.endswith(f".{target}") for name in found):
             near = nearest(target.rpartition(".")[2], names)

@@ -1,8 +1,8 @@
-"""Checkpoints of a full fine-tuning: all weights back, the experts' too.
+"""Restore checkpoints of full fine-tuning, including the experts' weights.
 
-transformers' Trainer (5.24) puts a checkpoint's tensors into the model by their names in the file.
-Files have a name for each single expert, so that the merged parameters find nothing there and stay
-as they are, with one warning about missing keys. ``from_pretrained`` merges them.
+transformers' Trainer (5.24) loads a checkpoint's tensors into the model by their names in the file.
+Files name each single expert, so the merged parameters find no tensor and keep their old values,
+with one warning about missing keys. ``from_pretrained`` merges the experts correctly.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def restore(trainer: Trainer, folder: str | Path) -> None:
-    """Put the weights of a checkpoint into a Trainer's model, in place.
+    """Load the weights of a checkpoint into a Trainer's model, in place.
 
-    Adapters, and weights that FSDP or DeepSpeed keep in parts, come back by other ways, which are
-    right; for them this does nothing.
+    Adapters, and weights that FSDP or DeepSpeed shard, are restored correctly elsewhere; for them
+    this does nothing.
 
     Args:
         trainer: before its training.
-        folder: a checkpoint that it, or one like it, has saved.
+        folder: a checkpoint saved by it or by a similar Trainer.
     """
     model = trainer.model
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:

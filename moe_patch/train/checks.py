@@ -1,4 +1,4 @@
-"""What a finished run is checked for: equal losses without the patch, and a portable adapter."""
+"""Checks of a finished run: equal losses without the patch, and an adapter that loads anywhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from moe_patch.train.config import ModelConfig
 from moe_patch.train.data import TokenBlocks
 
-# Logits of W + s*B*A computed in one product and in two, through all layers. Rounding in the weight
-# dtype is the only difference; in 16 bits it also decides near ties of the router.
+# Relative difference of logits of W + s*B*A, computed in one product or in two, through all layers.
+# Both differ only by rounding in the weight dtype, which in 16 bits also decides near ties.
 LOGITS_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# A wrong gradient shows at every step, soon. Rounding shows as well in any two equal runs: now and
-# then it flips a near tie of a router (so the median of the early steps), and over many steps the
+# A wrong gradient shows at every step, and early. Rounding shows in any two equal runs as well. It
+# sometimes flips a near tie of a router, so take the median of the early steps. Over many steps the
 # weights drift apart a little.
 EARLY_STEPS = 10
 SAME_NUMBER = 1e-6
@@ -28,7 +28,7 @@ ALL_STEPS_LIMIT = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was compared, the largest relative difference and its limit."""
+    """One check: the name of the comparison, the largest relative difference and its limit."""
 
     name: str
     difference: float
@@ -36,7 +36,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """False also for NaN."""
+        """Return whether the difference is within the limit; False for NaN."""
         return self.difference <= self.limit
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class Check:
 
 
 def _relative(patched: dict[int, float], unpatched: dict[int, float]) -> tuple[list[int], Tensor]:
-    """The steps that both curves have, and their relative differences in fp64."""
+    """Return the steps that both curves have, and their relative differences in fp64."""
     steps = sorted(patched.keys() & unpatched.keys())
     ours, theirs = (torch.tensor([r[s] for s in steps]).double() for r in (patched, unpatched))
     return steps, (ours - theirs).abs() / theirs.abs()
 
 
 def first_apart(patched: dict[int, float], unpatched: dict[int, float]) -> str:
-    """One line: from which step on the two losses are not the same number any more."""
+    """Say in one line from which step on the two losses are no longer equal."""
     steps, differences = _relative(patched, unpatched)
     apart = [s for s, d in zip(steps, differences.tolist(), strict=True) if not d <= SAME_NUMBER]
     if not apart:
@@ -66,12 +66,12 @@ def first_apart(patched: dict[int, float], unpatched: dict[int, float]) -> str:
 def compare_losses(
     patched: dict[int, float], unpatched: dict[int, float], dtype: torch.dtype
 ) -> list[Check]:
-    """Compare two loss curves at the steps that both have: the median of the first, all."""
+    """Compare two loss curves at common steps: the median of the early ones, the worst of all."""
     steps, differences = _relative(patched, unpatched)
     if not steps:
-        return [Check("losses, no step in common", float("nan"), 0.0)]
+        return [Check("losses, no common step", float("nan"), 0.0)]
     early = differences[:EARLY_STEPS]
-    # Both reductions keep a NaN.
+    # Both reductions propagate NaN.
     return [
         Check(
             f"losses, steps {steps[0]}-{steps[len(early) - 1]}, median",
@@ -92,14 +92,14 @@ def check_logits(
     dtype: torch.dtype,
     what: str = "logits, reloaded and unpatched",
 ) -> Check:
-    """Norm of the difference of two logits tensors over the norm of the first, in fp64."""
+    """Compare two logits tensors: norm of the difference over the norm of the first, in fp64."""
     wide = reference.double()
     difference = (reloaded.double() - wide).norm() / wide.norm()
     return Check(what, difference.item(), LOGITS_LIMIT[dtype])
 
 
 def probe_logits(model: Any, blocks: TokenBlocks, rows: int = 4) -> Tensor:
-    """Logits of the first ``rows`` examples in eval mode, on the CPU."""
+    """Return logits of the first ``rows`` examples in eval mode, on the CPU."""
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
@@ -110,12 +110,12 @@ def probe_logits(model: Any, blocks: TokenBlocks, rows: int = 4) -> Tensor:
 
 
 def reload_unpatched(folder: Path, model: ModelConfig, device: torch.device) -> Any:
-    """The saved result as a stranger loads it: no patch, the adapter merged into the weights.
+    """Load the saved result without moe_patch, with the adapter merged into the weights.
 
     Args:
         folder: holds ``adapter`` or ``model``, and ``base`` for a model built from a config.
-        model: says where the base comes from otherwise, and its dtype.
-        device: where to put it.
+        model: says where the base is otherwise, and its dtype.
+        device: device for the result.
     """
     dtype = "auto" if model.dtype == "auto" else getattr(torch, model.dtype)
     kwargs: dict[str, Any] = {"dtype": dtype}

@@ -1,11 +1,11 @@
-"""The YAML file of a training run, as frozen dataclasses that have been checked.
+"""The YAML file of a training run, as frozen and checked dataclasses.
 
     model: PATH_OR_HUB_ID | {path: ..., dtype: ...} | {model_type: ..., <config overrides>}
     tokenizer: PATH_OR_HUB_ID | train | {source: ..., vocab_size: ...}     default: the model's
     data: python-stdlib-docstrings | FILE.txt | FILE.jsonl | DATASETS_ID | {source: ..., ...}
     lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
     training: arguments of transformers.TrainingArguments
-    quantize_experts: nf4 | fp8 | mxfp4, frozen experts under the adapters default: as they are
+    quantize_experts: nf4 | fp8 | mxfp4, frozen experts under adapters     default: unchanged
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
@@ -14,7 +14,7 @@
     seed: 0
     output_dir: FOLDER                                                     required
     tiny: true | false                                                     default: false
-    tiny_values: with ``tiny``, each key takes the place of the file's own; `training` is merged
+    tiny_values: with ``tiny``, each key replaces the file's own; `training` is merged
 
 Relative paths are relative to the working directory. A leading ``~``, ``$NAME`` and ``${NAME}`` are
 expanded in paths; a variable that is not set is an error.
@@ -43,7 +43,7 @@ MODEL_KEYS = ("path", "model_type", "dtype", "attn_implementation")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Where the model comes from: exactly one of ``path`` and ``model_type``.
+    """The model's source: exactly one of ``path`` and ``model_type``.
 
     Attributes:
         path: a local folder or a hub id for ``from_pretrained``.
@@ -70,7 +70,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which text, and how it is cut.
+    """The text, and how it is cut.
 
     Attributes:
         source: "python-stdlib-docstrings", a text, JSONL or JSON file, or an id for `datasets`.
@@ -107,7 +107,7 @@ class TrainConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number (YAML 1.1 does not) and refuses a key given twice."""
+    """SafeLoader that reads 1e-3 as a number, unlike YAML 1.1, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -125,15 +125,15 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The YAML node in ``text``.
+    """Parse the YAML node in ``text``.
 
     Raises:
-        UnsupportedOptionError: on a syntax error or a key given twice, with the line.
+        UnsupportedOptionError: a syntax error or a duplicate key (names the line).
     """
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        # PyYAML reports a position over several lines; a command line wants one.
+        # PyYAML spreads a position over several lines; the command line prints one.
         raise UnsupportedOptionError(f"{where}: {' '.join(str(error).split())}") from error
 
 
@@ -142,11 +142,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 
     Args:
         path: the file.
-        overrides: dotted key -> value, put over what the file says ({"training.max_steps": 3}),
-            with ``tiny`` over the tiny values as well.
+        overrides: dotted key -> value that overrides the file's ({"training.max_steps": 3}) and,
+            with ``tiny``, the tiny values.
 
     Raises:
-        UnsupportedOptionError: the file is missing or wrong; one line that says where.
+        UnsupportedOptionError: the file is missing or wrong; one line says where.
     """
     text = read_text(path, "cannot read the configuration")
     node = parse_yaml(text, str(path))
@@ -190,7 +190,7 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
 
 
 def _tokenizer(node: Any, model: ModelConfig, where: str) -> TokenizerConfig:
-    """The tokenizer that the file names, else that of the model's path."""
+    """Return the tokenizer that the file names, else that of the model's path."""
     if node is not None:
         return _named(node, TokenizerConfig, f"{where}: tokenizer")
     if model.path is None:
@@ -206,7 +206,7 @@ def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
     unpatched = node.get("moe_patch") is False
     if node.get("smk") is not None and (compares or unpatched):
         raise UnsupportedOptionError(
-            f"{where}: smk reads what a patched model records; accepted: moe_patch on, and "
+            f"{where}: smk needs the records of a patched model; accepted: moe_patch on, and "
             "compare_unpatched: false"
         )
     if (storage := node.get("quantize_experts")) is not None:
@@ -219,7 +219,7 @@ def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
 
 
 def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The node without ``tiny`` and ``tiny_values``, which are put over it where asked for."""
+    """Apply ``tiny_values`` if ``tiny`` is true; return the node without the two keys."""
     tiny, values = node.get("tiny", False), node.get("tiny_values", {})
     check_type(f"{where}: tiny", tiny, bool)
     check_type(f"{where}: tiny_values", values, dict)
@@ -240,7 +240,7 @@ def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _named(node: Any, cls: Any, where: str) -> Any:
-    """A dataclass from a mapping, or from a string that is its ``source``."""
+    """Make a dataclass from a mapping, or from a string that is its ``source``."""
     if isinstance(node, str):
         return cls(node)
     check_mapping(where, node, cls)
@@ -271,7 +271,7 @@ def _put(node: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for key in parents:
         child = node.setdefault(key, {})
-        if child is True:  # all of its options at their defaults
+        if child is True:  # true means the default options
             child = node[key] = {}
         check_type(f"{dotted}: {key}", child, dict)
         node = child

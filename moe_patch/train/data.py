@@ -1,4 +1,4 @@
-"""Text for training: where it comes from, a tokenizer trained on it, and blocks of token ids."""
+"""Text for training: its sources, a tokenizer trained on it, and blocks of token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_patch.train.text_file import read_text
 
 DOCSTRINGS = "python-stdlib-docstrings"
 END_OF_TEXT = "<|endoftext|>"
-# Not part of the library's own documentation, and not installed everywhere.
+# Folders that are no documentation of the standard library, or not installed everywhere.
 SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3"}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -45,11 +45,11 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def read_texts(data: DataConfig) -> list[str]:
-    """The documents that a DataConfig names, in a fixed order, without empty ones.
+    """Read the documents that a DataConfig names, in a fixed order, without empty ones.
 
     Raises:
         UnsupportedOptionError: a missing or unreadable file, a missing field, no text at all, or a
-            field, subset or split of a source that has none.
+            field, subset or split that the source does not have.
     """
     path = Path(data.source)
     _check_unused(data, path)
@@ -68,7 +68,7 @@ def read_texts(data: DataConfig) -> list[str]:
 
 
 def _check_unused(data: DataConfig, path: Path) -> None:
-    """What says which rows of a dataset means nothing for a text, and is not passed over."""
+    """Refuse options that select rows of a dataset if the source is a text."""
     if data.source != DOCSTRINGS and not path.is_file():
         return
     given = {"subset": data.subset, "split": data.split}
@@ -83,12 +83,12 @@ def _check_unused(data: DataConfig, path: Path) -> None:
 
 
 def stdlib_docstrings() -> Iterator[str]:
-    """Every docstring of this interpreter's standard library, one or two megabytes of text.
+    """Yield every docstring of this interpreter's standard library, one or two megabytes of text.
 
-    Files are parsed, never imported. The order is that of the sorted paths.
+    Files are parsed, never imported, in the order of their sorted paths.
 
     Raises:
-        UnsupportedOptionError: the library is not there as source files (a zipped Python).
+        UnsupportedOptionError: the library is not installed as source files (a zipped Python).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [
@@ -100,7 +100,7 @@ def stdlib_docstrings() -> Iterator[str]:
         raise UnsupportedOptionError(f"data: no Python source files in {root}; name a text file")
     for path in files:
         with warnings.catch_warnings():
-            # Old modules hold invalid escapes; that is no news to who trains a model.
+            # Old modules contain invalid escapes, which do not concern users who train a model.
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(path.read_bytes(), filename=str(path))
@@ -124,7 +124,7 @@ def _read_file(path: Path, text_field: str) -> list[str]:
 
 
 def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Each JSON row and where it is: lines, or in a .json file also the items of one array."""
+    """Yield each JSON row and its position: lines, or in a .json file the items of one array."""
     if path.suffix == ".json" and text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
@@ -132,7 +132,7 @@ def _rows(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             raise UnsupportedOptionError(f"data: {path}: {error}") from error
         yield from ((f"item {number}", row) for number, row in enumerate(rows, start=1))
         return
-    # Not splitlines: a JSON string may hold U+2028 and other separators as they are.
+    # Do not use splitlines: JSON strings may contain U+2028 and other separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -147,8 +147,8 @@ def _read_datasets(data: DataConfig) -> list[str]:
         import datasets
     except ImportError as error:
         raise UnsupportedOptionError(
-            f"data: {data.source!r} is no local file, and the package datasets, which would look "
-            "it up as a data set, is not installed: pip install 'moe-patch[train]'"
+            f"data: {data.source!r} is no local file, and the package datasets, which could load "
+            "it as a data set, is not installed: pip install 'moe-patch[train]'"
         ) from error
     try:
         rows = datasets.load_dataset(data.source, data.subset, split=data.split)
@@ -166,7 +166,7 @@ def _read_datasets(data: DataConfig) -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer (so that any text can be encoded) of at most ``vocab_size``."""
+    """Train a byte-level BPE tokenizer, which can encode any text, of at most ``vocab_size``."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -187,12 +187,12 @@ def make_blocks(texts: list[str], tokenizer: Any, block_size: int) -> TokenBlock
     """Join the documents by the end token and cut them into rows of ``block_size`` ids.
 
     Raises:
-        UnsupportedOptionError: the tokenizer has no end token, or the text fills no single row.
+        UnsupportedOptionError: the tokenizer has no end token, or the text does not fill one row.
     """
     if tokenizer.eos_token_id is None:
         raise UnsupportedOptionError("tokenizer: it has no end-of-text token to join documents by")
     ids: list[int] = []
-    # verbose=False: a document may be longer than the model's context, since it is cut here.
+    # verbose=False: documents longer than the model's context need no warning, they are cut here.
     encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     for document in encoded:
         ids += [*document, tokenizer.eos_token_id]

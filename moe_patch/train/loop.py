@@ -1,4 +1,4 @@
-"""One training with HF Trainer: losses per step, a progress bar, an optional early end."""
+"""Train once with HF Trainer: losses per step, a progress bar, an optional early end."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ FIRST_STEPS = 3
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training leaves.
+    """Results of one training.
 
     Attributes:
-        losses: optimizer step -> training loss, for the steps that were logged.
+        losses: optimizer step -> training loss, for the logged steps.
         seconds: wall time of the training alone.
-        steps, steady: the steps behind the first :data:`FIRST_STEPS`, in which kernels are compiled
-            and caches filled, and their wall time; none where there were no more.
-        metrics: optimizer step -> the routers' measures, where ``smk`` asks for them.
-        whole: the weights, gathered for the first process, where the model itself holds parts.
+        steps, steady: number and wall time of the steps after the first :data:`FIRST_STEPS`; zero
+            if there were no more. The first ones compile kernels and fill caches.
+        metrics: optimizer step -> the routers' measures, with ``smk``.
+        whole: all weights, gathered on the first process, if the model itself holds only parts.
     """
 
     losses: dict[int, float]
@@ -103,7 +103,7 @@ def train_once(
 
     Args:
         model: a causal language model, with or without adapters.
-        args: the Trainer's arguments; learning-rate schedule and data order follow from them alone.
+        args: the Trainer's arguments; they alone determine learning-rate schedule and data order.
         blocks: the training examples.
         name: label of the progress bar.
         last_step: stop after this optimizer step without changing the schedule.
@@ -111,7 +111,7 @@ def train_once(
         smk: the options of smk_loss; None records nothing. Needs a patched model.
 
     Raises:
-        UnsupportedOptionError: the Trainer refuses its arguments, or finds nothing to do.
+        UnsupportedOptionError: the Trainer refuses its arguments, or there is no step to train.
     """
     kept = _Recorder(name, last_step, show=not args.disable_tqdm)
     with recorded_for(model, smk) as recorder:
@@ -126,13 +126,13 @@ def train_once(
             )
         except (ImportError, ValueError) as error:
             raise UnsupportedOptionError(f"training: {one_line(error)}") from error
-        # The callback replaces both: a line for each logged step would drown the bar.
+        # Our callback replaces both, because a line per logged step would break up the bar.
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
         if args.resume_from_checkpoint is not None:
             restore(trainer, args.resume_from_checkpoint)
         if args.dataloader_drop_last and len(blocks) < args.train_batch_size * args.world_size:
-            raise _no_step(blocks, args)  # some releases of transformers fail on it
+            raise _no_step(blocks, args)  # some releases of transformers fail in this case
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         end = time.perf_counter()
@@ -145,9 +145,10 @@ def train_once(
 
 def _no_step(blocks: TokenBlocks, args: TrainingArguments) -> UnsupportedOptionError:
     return UnsupportedOptionError(
-        f"training: no step to make: {len(blocks)} examples, batches of {args.train_batch_size} on "
-        f"each of {args.world_size} processes, {args.num_train_epochs} epochs, max_steps "
-        f"{args.max_steps}; take smaller batches, more data or more steps"
+        f"training: there is no step to train: {len(blocks)} examples, batches of "
+        f"{args.train_batch_size} on each of {args.world_size} processes, "
+        f"{args.num_train_epochs} epochs, max_steps {args.max_steps}; use smaller batches, more "
+        "data or more steps"
     )
 
 

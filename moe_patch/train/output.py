@@ -1,4 +1,4 @@
-"""The output folder: checked before anything is computed, filled aside, moved there at the end."""
+"""The output folder: checked first, filled in a temporary place, moved into place at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 
 from moe_patch.errors import UnsupportedOptionError
 
-# Written last into every finished run; only a folder that holds it is ever replaced.
+# Written last into every finished run. Only folders that hold this file are ever replaced.
 MARKER = "run.json"
 
 
 class OutputFolder:
-    """Where a run's results go.
+    """The folder for a run's results.
 
     Args:
         path: the folder; it must not exist, be empty, or (with ``overwrite``) hold a finished run.
-        overwrite: replace a finished run, and what an interrupted one has left; never checkpoints
-            of an interrupted one.
+        overwrite: replace a finished run or the remains of an interrupted one, but never its
+            checkpoints.
 
     Raises:
         UnsupportedOptionError: the path is the root of a file system.
@@ -36,15 +36,15 @@ class OutputFolder:
         self.overwrite = overwrite
 
     def check(self, reads: str | Path | None = None) -> None:
-        """Raises UnsupportedOptionError when the path is taken or cannot be written.
+        """Raise UnsupportedOptionError if the path is taken or cannot be written.
 
         Args:
-            reads: what the run begins with; it must not lie in what it replaces.
+            reads: a path that the run reads from; it must not be inside the folder to be replaced.
         """
         where = f"output_dir {self.path}"
         if reads is not None and Path(reads).resolve().is_relative_to(self.path.resolve()):
             raise UnsupportedOptionError(
-                f"{where}: {reads} lies in it, and would be deleted when this run ends; move it "
+                f"{where}: {reads} is inside it, and would be deleted when this run ends; move it "
                 "out first, or name another folder"
             )
         try:
@@ -55,20 +55,21 @@ class OutputFolder:
                 )
             if taken and not (self.path / MARKER).is_file():
                 raise UnsupportedOptionError(
-                    f"{where} holds no {MARKER}, so it is no run of this command and is left alone"
+                    f"{where} holds no {MARKER}, so it is not a run of this "
+                    "command and is left alone"
                 )
             if self._has_work():
                 raise UnsupportedOptionError(
                     f"{where}: {self.partial} holds checkpoints or weights of an interrupted run; "
-                    "move them (to go on from a checkpoint: training.resume_from_checkpoint) or "
+                    "move them (to continue from a checkpoint: training.resume_from_checkpoint) or "
                     "delete them"
                 )
             if self.partial.exists() and not self.overwrite:
                 raise UnsupportedOptionError(
-                    f"{where}: {self.partial} is in use or left by an interrupted run; "
+                    f"{where}: {self.partial} is in use or was left by an interrupted run; "
                     "delete it, or pass --overwrite"
                 )
-            # Permission bits lie (root, read-only mounts): only a write tells.
+            # Permission bits are unreliable (root, read-only mounts), so try a write.
             existing = next(p for p in self.path.parents if p.exists())
             os.rmdir(tempfile.mkdtemp(prefix=".moe_patch-", dir=existing))
         except OSError as error:
@@ -76,10 +77,10 @@ class OutputFolder:
 
     @contextmanager
     def open(self, main: bool = True, barrier: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """A folder to write to. It becomes ``path`` when the block ends without an error.
+        """Yield a folder to write to. It becomes ``path`` if the block ends without an error.
 
-        After an error it is deleted, unless it holds checkpoints or saved weights: hours of work
-        are kept.
+        After an error it is deleted, unless it holds checkpoints or saved weights: these may be
+        hours of work.
 
         Args:
             main: whether this is the one process, of all that share the folder, that manages it.
@@ -107,7 +108,7 @@ class OutputFolder:
 
     def _discard(self) -> None:
         if self._has_work():
-            print(f"moe_patch: what was trained is kept in {self.partial}", file=sys.stderr)
+            print(f"moe_patch: the trained weights are kept in {self.partial}", file=sys.stderr)
         else:
             shutil.rmtree(self.partial)
 

@@ -1,4 +1,4 @@
-"""Paths of a training file: ``~`` and environment variables, expanded or refused by name."""
+"""Expand ``~`` and environment variables in the paths of a training file, or refuse them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from moe_patch.errors import UnsupportedOptionError
 
-# Every key whose value may be a path; a hub id has neither a ``~`` nor a ``$``.
+# Keys whose value may be a path; a hub id contains neither ``~`` nor ``$``.
 KEYS = (
     "output_dir", "model", "model.path", "tokenizer", "tokenizer.source", "data", "data.source",
     "training.resume_from_checkpoint", "training.logging_dir", "training.deepspeed",
@@ -22,8 +22,8 @@ def expand_paths(node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Copy a YAML node with the variables and ``~`` of its paths expanded.
 
     Raises:
-        UnsupportedOptionError: a variable that is not set or is empty, or no home folder; names
-            the key.
+        UnsupportedOptionError: a variable is unset or empty, or there is no home folder (names the
+            key).
     """
     expanded = dict(node)
     for key in KEYS:
@@ -37,17 +37,17 @@ def expand_paths(node: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def expand(path: str, where: str) -> str:
-    """Expand a leading ``~``, ``$NAME`` and ``${NAME}`` of a path.
+    """Expand a leading ``~``, ``$NAME`` and ``${NAME}`` in a path.
 
     Raises:
-        UnsupportedOptionError: a variable that is not set or is empty, or no home folder.
+        UnsupportedOptionError: a variable is unset or empty, or there is no home folder.
     """
 
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[2]
         if not os.environ.get(name):
             raise UnsupportedOptionError(
-                f"{where} is {path!r}; the environment variable {name} is not set or empty; "
+                f"{where} is {path!r}; the environment variable {name} is unset or empty; "
                 "set it, or write the path out"
             )
         return os.environ[name]
@@ -55,7 +55,7 @@ def expand(path: str, where: str) -> str:
     full = _VARIABLE.sub(value, path)
     if "${" in _VARIABLE.sub("", path):
         raise UnsupportedOptionError(
-            f"{where} is {path!r}; accepted of variables: $NAME and ${{NAME}}, without defaults"
+            f"{where} is {path!r}; accepted variables: $NAME and ${{NAME}}, without defaults"
         )
     if not path.startswith("~"):
         return full

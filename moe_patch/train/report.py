@@ -1,4 +1,4 @@
-"""What a run tells at its end: tables, the loss curve, and run.json."""
+"""Report a finished run: tables, the loss curve, and run.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_STEPS = 8
 
 
 def loss_table(patched: dict[int, float], unpatched: dict[int, float]) -> str:
-    """Losses side by side at a few evenly spaced steps; a dash where a run has none."""
+    """Return losses side by side at a few evenly spaced steps; a dash marks a missing one."""
     steps = sorted(patched.keys() | unpatched.keys())
     if not steps:
         return "no loss was logged"
@@ -42,7 +42,7 @@ def _spaced(steps: list[int]) -> list[int]:
 
 
 def time_line(name: str, run: Trained) -> str:
-    """What a training took, apart from its first steps, which compile kernels and fill caches."""
+    """Return a training's time without its first steps, which compile kernels and fill caches."""
     said = f"{name}: {len(run.losses)} losses logged, "
     if run.steps == 0:
         return said + f"{run.seconds:.1f} s, first steps and compilation included"
@@ -54,7 +54,7 @@ def time_line(name: str, run: Trained) -> str:
 
 
 def metrics_table(metrics: dict[int, dict[str, float]]) -> str:
-    """The routers' measures at a few evenly spaced steps."""
+    """Return the routers' measures at a few evenly spaced steps."""
     names = list(next(iter(metrics.values())))
     lines = ["  ".join([f"{'step':>6}", *names])]
     for step in _spaced(sorted(metrics)):
@@ -64,7 +64,7 @@ def metrics_table(metrics: dict[int, dict[str, float]]) -> str:
 
 
 def write_metrics(path: Path, metrics: dict[int, dict[str, float]]) -> None:
-    """A CSV file with one row per logged step."""
+    """Write a CSV file with one row per logged step."""
     names = list(next(iter(metrics.values())))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -73,7 +73,7 @@ def write_metrics(path: Path, metrics: dict[int, dict[str, float]]) -> None:
 
 
 def write_losses(path: Path, patched: dict[int, float], unpatched: dict[int, float]) -> None:
-    """A CSV file with one row per logged step; an empty cell where a run has none."""
+    """Write a CSV file with one row per logged step; a missing loss is an empty cell."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "loss_patched", "loss_unpatched"])
@@ -82,14 +82,14 @@ def write_losses(path: Path, patched: dict[int, float], unpatched: dict[int, flo
 
 
 def draw_losses(path: Path, curves: dict[str, dict[int, float]], title: str) -> str:
-    """Draw the curves into a PNG file. Returns one line that says what became of it."""
+    """Draw the curves into a PNG file; return one line that says whether it worked."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return "loss curve: not drawn, matplotlib is missing (pip install 'moe-patch[train]')"
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    # The later curve is dashed, so that two equal ones are both seen.
+    # Dash the later curve, so that both are visible where they are equal.
     for (name, losses), style in zip(curves.items(), ("-", "--"), strict=False):
         axes.plot(list(losses), list(losses.values()), style, label=name, linewidth=1.5)
     axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)", title=title)
@@ -106,7 +106,7 @@ def write_summary(
     checks: list[Check],
     patch_rows: list[Any],
 ) -> None:
-    """run.json: the configuration, versions, times, final losses, checks and the patch report."""
+    """Write run.json: configuration, versions, times, final losses, checks and patch report."""
     packages = ("torch", "transformers", "peft", "accelerate")
     summary = {
         "config": asdict(config),

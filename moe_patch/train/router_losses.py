@@ -1,8 +1,8 @@
 """Load-balance and z loss of the routers in a Trainer run, added to the language model's loss.
 
-The logits come from hooks on the routers, the losses from :mod:`moe_patch.ops.balance_loss`: no
-one-hot of the choices, whatever the number of layers and tokens. It works on a patched and an
-unpatched model alike, and for families whose model has no auxiliary loss of its own.
+Hooks on the routers collect the logits, and :mod:`moe_patch.ops.balance_loss` computes the losses.
+The choices never become a one-hot tensor, for any number of layers and tokens. This works on
+patched and unpatched models, also for families whose model has no auxiliary loss of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RouterLossConfig:
         z: the mean of logsumexp(logits)^2.
 
     Raises:
-        UnsupportedOptionError: a factor that is negative or not finite.
+        UnsupportedOptionError: a factor is negative or not finite.
     """
 
     load_balance: float = 0.0
@@ -46,7 +46,7 @@ class RouterLossTrainer(Trainer):
     """A Trainer that adds the router losses to the model's loss.
 
     Raises:
-        UnsupportedModelError: on construction, where a block's router does not record plain logits.
+        UnsupportedModelError: on construction, if a block's router does not return plain logits.
         UnsupportedOptionError: on a step whose logits carry no gradient (reentrant checkpointing).
     """
 
@@ -62,32 +62,32 @@ class RouterLossTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The model's loss plus the router losses of the same forward."""
+        """Return the model's loss plus the router losses of the same forward."""
         with recorded_logits(self.routers) as logits:
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
-        # Some may: in front of the first router of a frozen model nothing is trained.
+        # Some logits may: nothing in front of a frozen model's first router is trained.
         if model.training and not any(layer.requires_grad for layer in logits):
             raise UnsupportedOptionError(
-                "router_losses: no router's logits carry a gradient: no router, and nothing in "
-                "front of one, is trained, or reentrant checkpointing cuts it off; train the "
+                "router_losses: no router's logits carry a gradient: neither a router nor anything "
+                "in front of one is trained, or reentrant checkpointing cuts it off; train the "
                 "routers, or set gradient_checkpointing_kwargs: {use_reentrant: false}"
             )
         balance, z = router_losses(logits, self.top_k, inputs.get("attention_mask"))
         added = self.router_losses.load_balance * balance + self.router_losses.z * z
         if num_items_in_batch is not None:
-            # The Trainer then leaves the division by the accumulation steps to the loss itself.
+            # In this case the Trainer leaves the division by the accumulation steps to the loss.
             added = added / self.args.gradient_accumulation_steps
         loss = loss + added.to(loss.device, loss.dtype)
         return (loss, outputs) if return_outputs else loss
 
 
 def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
-    """The router modules of a model in layer order, and their common top-k.
+    """Return the router modules of a model in layer order, and their common top-k.
 
     Raises:
-        UnsupportedModelError: no router, one that returns other than logits first, or unequal k.
+        UnsupportedModelError: there is no router, one does not return logits first, or k differs.
     """
     blocks = [block for block in discover(model) if block.routers]
     if not blocks:
@@ -95,7 +95,7 @@ def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
     top_ks = {_top_k(block) for block in blocks}
     if len(top_ks) > 1:
         raise UnsupportedModelError(f"router_losses: layers choose {sorted(top_ks)} experts each")
-    # A block may hold two (PEFT's modules_to_save); the one that runs is the one that is heard.
+    # A block may hold two routers (PEFT's modules_to_save); only the one that runs is recorded.
     return [router for block in blocks for _, router in block.routers], top_ks.pop()
 
 
@@ -112,7 +112,7 @@ def _top_k(block: FoundBlock) -> int:
 
 @contextmanager
 def recorded_logits(routers: list[nn.Module]) -> Iterator[list[Tensor]]:
-    """The logits of each router's forward while the context is open, one tensor a call."""
+    """Collect the logits of each router's forward while the context is open, one tensor a call."""
     logits: list[Tensor] = []
     hooks = [
         router.register_forward_hook(lambda _, __, output: logits.append(output[0]))

@@ -1,4 +1,4 @@
-"""READ FIRST for training. The run from a checked TrainConfig to a finished output folder."""
+"""READ FIRST for training: the run from a checked TrainConfig to a finished output folder."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from moe_patch.train.smk import SmkConfig
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run ends with.
+    """The result of a run.
 
     Attributes:
         folder: adapter/ (or model/), base/ (of a model built from a config), losses.csv, loss.png,
             run.json, and with ``smk`` metrics.csv.
-        trained: "patched" (or "unpatched", with ``moe_patch: false``), and "unpatched" where the
-            comparison was asked for.
-        checks: the comparisons made; the run is good when all have passed.
+        trained: "patched" (or "unpatched", with ``moe_patch: false``), and "unpatched" for the
+            comparison, if requested.
+        checks: the comparisons made; the run is good if all have passed.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class RunResult:
 
     @property
     def failed(self) -> list[Check]:
-        """The checks that did not pass."""
+        """Return the checks that did not pass."""
         return [check for check in self.checks if not check.passed]
 
 
@@ -62,7 +62,7 @@ class _Inputs:
 
     @property
     def main(self) -> bool:
-        """Whether this process is the one that prints and writes."""
+        """Return whether this process prints and writes."""
         return self.args.process_index == 0
 
     def say(self, *lines: Any) -> None:
@@ -73,8 +73,8 @@ class _Inputs:
 def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     """Train, compare, reload, and leave a finished folder at ``config.output_dir``.
 
-    Every process of a distributed run (torchrun, accelerate launch) calls this; the first of them
-    prints, writes and makes the checks that need one process only.
+    Every process of a distributed run (torchrun, accelerate launch) calls this. The first process
+    prints, writes and makes the checks that need only one process.
 
     Args:
         config: the checked configuration.
@@ -83,7 +83,8 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     Raises:
         UnsupportedOptionError: an option, a file, the data or the folder cannot be used.
         UnsupportedModelError: the model cannot be patched.
-        In both cases nothing has been trained and nothing is left on the disk.
+
+    In both cases nothing has been trained, and nothing is left on disk.
     """
     start = time.perf_counter()
     output = OutputFolder(config.output_dir, overwrite)
@@ -114,7 +115,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         found = _compare(inputs, trained, dtype) if name == "patched" else []
         if logits is not None:
             found.append(_reload(inputs, folder, logits, dtype, device))
-            _tell(folder, config, trained, found, rows)
+            _print_results(folder, config, trained, found, rows)
             report.write_summary(folder, config, trained, found, rows)
     inputs.say(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
     return RunResult(output.path, trained, found)
@@ -140,7 +141,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 
 
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
-    """The model with its adapters on its device; ``plain``: quantised experts as what they mean."""
+    """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
     config = inputs.config
     base = build.build_base(
         config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
@@ -149,7 +150,7 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
-    # Moved before the patch: the backend and its self-check depend on the device.
+    # Move before patching: the backend and its self-check depend on the device.
     return build.add_adapters(base, config.lora, config.seed).to(inputs.args.device)
 
 
@@ -160,7 +161,7 @@ def _describe(model: Any) -> str:
 
 
 def _patch(model: Any, config: TrainConfig) -> tuple[str, int]:
-    """Patch in place unless the file says not to; one line about it, and how many blocks it is."""
+    """Patch in place unless the file forbids it; return one line about it and the block count."""
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
     patch_model(model, config.moe_patch)
@@ -180,15 +181,15 @@ def _router_losses(config: TrainConfig) -> RouterLossConfig | None:
 
 
 def _precision(model: Any, inputs: _Inputs) -> torch.dtype:
-    """What losses and logits are rounded to: mixed precision stays on in a trained model."""
+    """Return the dtype that rounds losses and logits; mixed precision stays on after training."""
     if inputs.args.bf16 or inputs.args.fp16:
         return torch.bfloat16 if inputs.args.bf16 else torch.float16
-    every = inputs.config.lora is None  # the base weights; adapters may have another dtype
+    every = inputs.config.lora is None  # look at base weights; adapters may have another dtype
     return next(p.dtype for p in model.parameters() if every or not p.requires_grad)
 
 
 def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
-    """The trained model in one piece, unpatched and on the CPU: one device may not hold it."""
+    """Return the whole trained model, unpatched, on the CPU: one device may be too small for it."""
     config = inputs.config
     base = build.build_base(config.model, inputs.tokenizer, config.seed)
     model = build.add_adapters(base, config.lora, config.seed)
@@ -197,12 +198,12 @@ def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
 
 
 def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool) -> Tensor:
-    """Save the trained model; returns its logits on the first examples."""
+    """Save the trained model; return its logits on the first examples."""
     config = inputs.config
     target = folder / ("model" if config.lora is None else "adapter")
     if config.lora is not None and config.model.path is None:
-        # Weights drawn at random exist nowhere else, and an adapter is worth nothing without them.
-        # In parts, they were not drawn as one process draws them.
+        # Random base weights exist nowhere else, and the adapter is useless without them. Sharded
+        # weights are not drawn as a single process would draw them, so copy those.
         base = (
             copy.deepcopy(model).unload()
             if sharded
@@ -212,7 +213,7 @@ def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool)
         inputs.tokenizer.save_pretrained(folder / "base")
         for peft_config in model.peft_config.values():
             peft_config.base_model_name_or_path = str(final / "base")
-    # The vocabulary is never resized here, and PEFT's "auto" would ask the hub about it.
+    # The vocabulary is never resized here, and PEFT's "auto" would query the hub about it.
     options = {} if config.lora is None else {"save_embedding_layers": False}
     model.save_pretrained(target, **options)
     inputs.tokenizer.save_pretrained(target)
@@ -220,7 +221,7 @@ def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool)
 
 
 def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -> list[Check]:
-    """Train again without the patch, from the same seed, if the configuration asks for it."""
+    """Train again without the patch, from the same seed, if the configuration says so."""
     compare = inputs.config.compare_unpatched
     if compare is False:
         return []
@@ -256,7 +257,7 @@ def _reload(
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
 
 
-def _tell(
+def _print_results(
     folder: Path,
     config: TrainConfig,
     trained: dict[str, Trained],

@@ -1,4 +1,4 @@
-"""Weights that several processes hold in parts (FSDP, ZeRO-3): whole again after a training."""
+"""Gather weights that several processes hold in parts (FSDP, ZeRO-3) after training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moe_patch.errors import UnsupportedOptionError
 
 
 def gather(trainer: Trainer) -> dict[str, Tensor] | None:
-    """All weights of a trained model on the CPU of the first process; every process calls this.
+    """Gather all weights of a trained model on the first process's CPU; every process calls this.
 
     Returns:
-        None where each process holds the whole model anyway; elsewhere the state by name, which is
-        of use on the first process only.
+        None if each process holds the whole model anyway; otherwise the state by name, which is
+        complete only on the first process.
 
     Raises:
-        UnsupportedOptionError: DeepSpeed was not told to gather ZeRO-3 weights.
+        UnsupportedOptionError: DeepSpeed is not configured to gather ZeRO-3 weights.
     """
     accelerator = trainer.accelerator
     if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -30,11 +30,11 @@ def gather(trainer: Trainer) -> dict[str, Tensor] | None:
             "DeepSpeed: ZeRO-3 weights cannot be saved as one model; set zero3_save_16bit_model: "
             "true in accelerate's configuration (stage3_gather_16bit_weights_on_model_save)"
         ) from error
-    # Models built from here on, by the first process alone, are whole.
+    # Models that the first process builds from here on are whole.
     unset_hf_deepspeed_config()
     return state or {}
 
 
 def size(parameter: nn.Parameter) -> int:
-    """Elements of a parameter, also of one that ZeRO-3 keeps in parts."""
+    """Return the number of elements of a parameter, also of one that ZeRO-3 keeps in parts."""
     return parameter.ds_numel if hasattr(parameter, "ds_numel") else parameter.numel()

@@ -1,6 +1,6 @@
-"""smk_loss in a Trainer run: after each backward pass, a second, small one to the routers.
+"""Add smk_loss to a Trainer run: a second, small backward to the routers after each one.
 
-What is logged beside the loss, of the newest micro-batch of a logged step, means over the layers:
+These means over the layers are logged beside the loss, for the newest micro-batch of a logged step:
 
     smk/gate_accuracy  how often a router's first choice is the target
     smk/ce, smk/kl     the two terms of the loss, before their factors
@@ -29,16 +29,16 @@ from moe_patch.train.router_losses import RouterLossTrainer
 
 @dataclass(frozen=True)
 class SmkConfig:
-    """What :func:`moe_patch.smk_loss` gets, and its factor.
+    """Arguments of :func:`moe_patch.smk_loss`, and its factor.
 
     Attributes:
         target: "delta_sc" or "surprise".
-        gradient: which norm is the surprise: "params", "output" or "expert".
+        gradient: the norm used as surprise: "params", "output" or "expert".
         ce, kl: factors of the two terms.
-        weight: factor of the whole; 0 measures and trains nothing.
+        weight: factor of the whole; 0 measures without training.
 
     Raises:
-        UnsupportedOptionError: a factor that is negative or not finite.
+        UnsupportedOptionError: a factor is negative or not finite.
     """
 
     target: str = "delta_sc"
@@ -56,9 +56,9 @@ class SmkTrainer(Trainer):
     """A Trainer that adds the gradient of smk_loss to the routers after each backward pass.
 
     Raises:
-        UnsupportedModelError: from a step, the router's parameters are sharded (FSDP2).
-        UnsupportedOptionError: from a step, one expert per token, a wrong word, or no router that
-            is trained.
+        UnsupportedModelError: in a step, the router's parameters are sharded (FSDP2).
+        UnsupportedOptionError: in a step, a token has one expert, a word is wrong, or no router is
+            trained.
     """
 
     def __init__(self, *args: Any, smk: SmkConfig, recorder: Recorder, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class SmkTrainer(Trainer):
         self.recorder = recorder
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The Trainer's own step, then the routers' share."""
+        """Run the Trainer's own step, then add the routers' gradient."""
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         if self.smk.weight:
             self._add_gradients()
@@ -86,9 +86,9 @@ class SmkTrainer(Trainer):
             loss = smk_loss(self.recorder, self.model, smk.target, smk.ce, smk.kl, smk.gradient)
         if not loss.requires_grad:
             raise UnsupportedOptionError(
-                "smk: no router is trained, and nothing else gets a gradient of this loss; train "
+                "smk: no router is trained, and this loss has no gradient for anything else; train "
                 "the routers (with adapters: lora.target_parameters or modules_to_save), set "
-                "weight: 0 to measure alone, or leave smk out"
+                "weight: 0 to only measure, or leave smk out"
             )
         loss = loss * (smk.weight / self.current_gradient_accumulation_steps)
         if self.accelerator.scaler is not None:
@@ -98,7 +98,7 @@ class SmkTrainer(Trainer):
         for parameter, grad in zip(trained, grads, strict=True):
             if grad is None:
                 continue
-            # Not by backward(): outside its own forward, data parallelism would not average it.
+            # backward() outside the model's own forward would not be averaged by data parallelism.
             grad = self.accelerator.reduce(grad, reduction="mean")
             if parameter.grad is None:
                 parameter.grad = grad
@@ -107,12 +107,12 @@ class SmkTrainer(Trainer):
 
 
 class SmkRouterLossTrainer(SmkTrainer, RouterLossTrainer):
-    """Both: router losses in the forward pass, smk_loss after the backward pass."""
+    """Combine both: router losses in the forward pass, smk_loss after the backward pass."""
 
 
 @torch.no_grad()
 def router_metrics(recorder: Recorder, model: nn.Module, smk: SmkConfig) -> dict[str, float]:
-    """The measures at the head of this module; closes the recorder's step."""
+    """Return the measures listed at the top of this module; close the recorder's step."""
     words = {"target": smk.target, "gradient": smk.gradient}
     accuracy = torch.stack(list(gate_accuracy(recorder, **words).values()))
     confidence = [_confidence(model, layer) for layer in recorder.layers.values()]
@@ -133,7 +133,7 @@ def _confidence(model: nn.Module, layer: Any) -> float:
 
 @contextmanager
 def recorded_for(model: nn.Module, smk: SmkConfig | None) -> Iterator[Recorder | None]:
-    """A recorder with the routers' inputs where smk_loss is asked for."""
+    """Record the routers' inputs if smk_loss is used; yield the recorder or None."""
     if smk is None:
         yield None
         return

@@ -1,4 +1,4 @@
-"""Reading a user's text file: UTF-8 with or without a byte order mark, any line ends."""
+"""Read a user's text file: UTF-8 with or without a byte order mark, any line ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moe_patch.errors import UnsupportedOptionError
 
-# UTF-32's little-endian mark begins with UTF-16's, so it comes first.
+# UTF-32's little-endian mark begins with that of UTF-16, so it comes first.
 MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
@@ -17,11 +17,11 @@ MARKS = (
 
 
 def read_text(path: str | Path, what: str) -> str:
-    r"""Read a file of text, with ``\n`` at the end of every line and no byte order mark.
+    r"""Read a text file, with ``\n`` at the end of every line and without a byte order mark.
 
     Args:
         path: the file.
-        what: how an error begins, such as "data: cannot read".
+        what: beginning of the error message, such as "data: cannot read".
 
     Raises:
         UnsupportedOptionError: the file cannot be read, is in another encoding, or is no text.
@@ -35,7 +35,7 @@ def read_text(path: str | Path, what: str) -> str:
             raise UnsupportedOptionError(
                 f"{what} {path}: it is {name}; accepted: UTF-8 (iconv -f {name} -t UTF-8)"
             )
-    # UTF-16 without a mark is valid UTF-8 where the text is English: each second byte is zero.
+    # English text in UTF-16 without a mark is valid UTF-8: every second byte is zero.
     if (at := raw.find(0)) >= 0:
         raise UnsupportedOptionError(
             f"{what} {path}: byte {at} is zero, as in UTF-16 or a binary file; accepted: UTF-8"

@@ -1,4 +1,4 @@
-"""Which training and serving stacks the patch was proven inside: run the tests, keep the rows.
+"""Run the tests that prove the patch inside training and serving stacks, and keep the rows.
 
     python scripts/compat/compat.py                    run every proof that this machine can run
     python scripts/compat/compat.py --rows ep tp       some of them
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# The checkout comes before an installed moe_patch.
+# Prefer the checkout to an installed moe_patch.
 sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import pytest  # noqa: E402
@@ -37,7 +37,7 @@ ROWS = ROOT / "benchmarks" / "results" / "compat.jsonl"
 PARALLEL = ROOT / "benchmarks" / "results" / "parallel.jsonl"
 DOC = ROOT / "docs" / "compatibility.md"
 PACKAGES = ("transformers", "peft", "accelerate")
-# Ends what hangs; the slowest proof takes minutes on a machine that others use too.
+# Limit for tests that hang; the slowest proof takes minutes on a busy machine.
 TIMEOUT_S = 3600
 FIELDS = (
     "row", "test", "command", "card", "world", "torch", "triton", *PACKAGES, "stack", "commit",
@@ -46,12 +46,12 @@ FIELDS = (
 
 
 def uses_cards(proof: Proof) -> bool:
-    """Whether the proof's tests compute on CUDA devices here."""
+    """Return whether the proof's tests compute on CUDA devices here."""
     return proof.on != "cpu" and torch.cuda.device_count() >= proof.world
 
 
 def version_of(distribution: str | None) -> str | None:
-    """ "name version" of an installed distribution; None without one."""
+    """Return "name version" of an installed distribution, or None if it is not installed."""
     if distribution is None:
         return None
     try:
@@ -60,8 +60,8 @@ def version_of(distribution: str | None) -> str | None:
         return None
 
 
-def obstacle(proof: Proof) -> str | None:
-    """Why the proof cannot run here."""
+def why_not(proof: Proof) -> str | None:
+    """Say why the proof cannot run here, or return None."""
     if proof.on == "card" and not uses_cards(proof):
         return f"needs {proof.world} CUDA device(s)"
     if proof.needs is not None and version_of(proof.needs) is None:
@@ -70,7 +70,7 @@ def obstacle(proof: Proof) -> str | None:
 
 
 def environment(device: str = "cpu", needs: str | None = None) -> dict[str, Any]:
-    """The card and the versions, as rows have them."""
+    """Return the card and the versions in the form that rows have."""
     place = machine(device)
     found = {name: place[name] for name in ("card", "torch", "triton")}
     found |= {name: importlib.metadata.version(name) for name in PACKAGES}
@@ -78,7 +78,7 @@ def environment(device: str = "cpu", needs: str | None = None) -> dict[str, Any]
 
 
 def row_of(proof: Proof, good: bool, seconds: float, commit: str, date: str) -> dict[str, Any]:
-    """The row of a proof that was run here just now."""
+    """Return the row of a proof that has just run here."""
     values = {
         "row": proof.row,
         "test": proof.test,
@@ -93,7 +93,7 @@ def row_of(proof: Proof, good: bool, seconds: float, commit: str, date: str) -> 
 
 
 def run_alone(proof: Proof, timeout: float) -> tuple[bool, float]:
-    """One proof in a process of its own: whether its tests passed, and the seconds."""
+    """Run one proof in its own process; return whether its tests passed, and the seconds."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{proof.file}"]
     command += ["-k", proof.select] if proof.select else []
     command += [] if proof.on == "card" else ["-m", "not gpu"]
@@ -102,7 +102,7 @@ def run_alone(proof: Proof, timeout: float) -> tuple[bool, float]:
         done = subprocess.run(
             [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout
         )
-        # A selection whose tests were all skipped is no proof.
+        # A selection of skipped tests only is no proof.
         good, output = done.returncode == 0 and " passed" in done.stdout, done.stdout
     except subprocess.TimeoutExpired:
         good, output = False, f"stopped after {timeout} s"
@@ -113,7 +113,7 @@ def run_alone(proof: Proof, timeout: float) -> tuple[bool, float]:
 
 
 def selects(proof: Proof, test: str) -> bool:
-    """Whether a proof's selection takes a test ("tests/file.py::name[case]"), as -k would."""
+    """Return whether a proof selects a test ("tests/file.py::name[case]"), as -k would."""
     file, _, name = test.partition("::")
     if file != f"tests/{proof.file}":
         return False
@@ -121,12 +121,12 @@ def selects(proof: Proof, test: str) -> bool:
     def holds(word: str) -> str:
         return word if word in ("and", "or", "not") else str(word in name)
 
-    # Words, and, or, not: checked by tests/stack/test_compat.py.
+    # tests/stack/test_compat.py checks that selections contain only words, and, or, not.
     return not proof.select or eval(" ".join(map(holds, proof.select.split())))
 
 
 class Outcomes:
-    """A pytest plugin: which tests were collected, how each ended, and its seconds."""
+    """A pytest plugin that keeps the collected tests, the outcome of each, and its seconds."""
 
     def __init__(self) -> None:
         self.expected: list[str] = []
@@ -134,11 +134,11 @@ class Outcomes:
         self._phases: dict[str, list[Any]] = {}
 
     def pytest_collection_finish(self, session: Any) -> None:
-        """All tests of the run."""
+        """Keep all tests of the run."""
         self.expected = [item.nodeid for item in session.items]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """One phase of one test, which has ended with its last: a run may be stopped in between."""
+        """Keep one phase of a test, which ends with its last; runs may stop in between."""
         phases = self._phases.setdefault(report.nodeid, [])
         phases.append(report)
         if report.when == "teardown":
@@ -148,9 +148,9 @@ class Outcomes:
 
 
 def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
-    """All proofs in this process, which pays for imports and start-up once.
+    """Run all proofs in this process, which imports and starts up only once.
 
-    Ctrl-C or a SIGTERM ends the run; a proof some of whose tests did not end is left out.
+    Ctrl-C or a SIGTERM ends the run; proofs with unfinished tests are left out.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     files = sorted({f"tests/{proof.file}" for proof in proofs})
@@ -178,13 +178,13 @@ def run_together(proofs: list[Proof]) -> dict[Proof, tuple[bool, float]]:
 
 
 def stored(path: Path = ROWS) -> list[dict[str, Any]]:
-    """All rows of a file so far; none without it."""
+    """Return all rows of a file so far; none if it does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description="Prove compatibility rows and write the table.")
     names = sorted({proof.row for proof in PROOFS})
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
@@ -206,7 +206,7 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[Proof]:
-    """The proofs to run; prints those that were asked for and cannot run here."""
+    """Return the proofs to run; print those that were selected and cannot run here."""
     proofs = []
     for proof in PROOFS:
         place = "card" if uses_cards(proof) else "cpu"
@@ -214,7 +214,7 @@ def chosen(options: argparse.Namespace) -> list[Proof]:
             continue
         if options.match not in proof.test:
             continue
-        if (why := obstacle(proof)) is not None:
+        if (why := why_not(proof)) is not None:
             print(f"{proof.row:14} {proof.test}: not run, {why}")
         elif options.on in (None, place):
             proofs.append(proof)
@@ -222,7 +222,7 @@ def chosen(options: argparse.Namespace) -> list[Proof]:
 
 
 def main() -> int:
-    """Run and store, or only write the table."""
+    """Run proofs and store their rows, or only write the table."""
     options, failed = arguments(), 0
     proofs = [] if options.table else chosen(options)
     _, date = new_run()

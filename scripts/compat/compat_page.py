@@ -1,4 +1,4 @@
-"""docs/compatibility.md: made from the rows of compat.py, matrix.py and bench_parallel.py."""
+"""Make docs/compatibility.md from the rows of compat.py, matrix.py and bench_parallel.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof
 
 
 def several_cards(rows: list[dict[str, Any]]) -> list[str]:
-    """Tokens per second on several cards, of the newest run on each number of cards."""
+    """Return tokens per second on several cards, from the newest run on each number of cards."""
     if not rows:
         return []
     runs = {row["world"]: row["run"] for row in rows}
@@ -37,20 +37,20 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def short(commit: str) -> str:
-    """A commit's first digits, and a plus where the tree had changes besides."""
+    """Return a commit's first digits, and a plus if the tree had further changes."""
     return commit[:7] + ("+" if commit.endswith("+dirty") else "")
 
 
 def place_of(row: dict[str, Any]) -> str:
-    """The card of a row as the table names it."""
+    """Return the card of a row by its name in the table."""
     card = row["card"].partition(",")[0]
     return card if card.startswith("CPU") or row["world"] == 1 else f"{row['world']} x {card}"
 
 
 def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A proof's lines of the table: one for each place and result, with all releases tested.
+    """Return a proof's lines of the table: one per place and result, with all releases tested.
 
-    A run on cards takes the place of an older one on cards of another kind.
+    A run on cards replaces an older one on cards of another kind.
     """
     newest = {
         (row["card"].startswith("CPU"), row["transformers"], row["torch"]): row
@@ -78,7 +78,7 @@ def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def document(rows: list[dict[str, Any]], parallel: list[dict[str, Any]] | None = None) -> str:
-    """docs/compatibility.md: the newest rows of every proof, and what was not run."""
+    """Return docs/compatibility.md: the newest rows of every proof, and what was not run."""
     lines = [
         INTRODUCTION, "",
         "| row | shown | result | ranks | transformers | torch | with | on | commit | tests |",
@@ -94,7 +94,7 @@ def document(rows: list[dict[str, Any]], parallel: list[dict[str, Any]] | None =
 
 
 def versions(rows: list[dict[str, Any]]) -> list[str]:
-    """The whole suite on the oldest and newest versions (scripts/matrix.py)."""
+    """Return the results of the whole suite on oldest and newest versions (scripts/matrix.py)."""
     names = ("test", "torch", "transformers", "peft", "accelerate", "result", "seconds", "commit")
     lines = ["", "## Versions", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     newest = {row["test"]: row for row in rows if row["row"] == "versions"}

@@ -1,4 +1,4 @@
-"""The proofs behind docs/compatibility.md, and what that page says beside them. Data only."""
+"""The proofs behind docs/compatibility.md, and that page's other text. Data only."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Proof:
     """One line of the table.
 
     Attributes:
-        row: what it belongs to, as in the table.
+        row: the row of the table that it belongs to.
         shows: what the tests show, in words.
         file, select: a test file and the -k expression in it ("" = the whole file).
         world: number of processes, or of cards, that the tests use.
-        on: where: "cpu", "card" (CUDA devices, ``world`` of them), or "ranks" (one CUDA device for
-            each of ``world`` processes if there are as many, else the CPU).
-        needs: the distribution that the tests need beside the dependencies; its version is kept.
-        good: what it means if the tests pass, "pass" or "refused" (by name, at patch time).
+        on: "cpu", "card" (``world`` CUDA devices), or "ranks" (one CUDA device for each of
+            ``world`` processes if there are as many, else the CPU).
+        needs: a distribution that the tests need in addition; the row keeps its version.
+        good: the result if the tests pass, "pass" or "refused" (by name, at patch time).
     """
 
     row: str
@@ -31,7 +31,7 @@ class Proof:
 
     @property
     def test(self) -> str:
-        """The selection as one text."""
+        """Return the selection as one text."""
         return f"tests/{self.file}" + (f" -k '{self.select}'" if self.select else "")
 
 

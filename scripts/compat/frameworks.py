@@ -4,8 +4,8 @@
     python scripts/compat/frameworks.py axolotl --family deepseek_v3
     python scripts/compat/frameworks.py --table [--write]           the generated part of the page
 
-Each framework has an environment of its own under --envs, made on first use (gigabytes, ten
-minutes); moe_patch comes from this checkout by PYTHONPATH. Everything runs on the CPU, offline.
+Each framework has its own environment under --envs, made on first use (gigabytes, ten minutes).
+moe_patch comes from this checkout by PYTHONPATH. Everything runs on the CPU, offline.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSIONS = ("transformers", "peft", "torch")
 
 
 def environment(envs: Path, name: str) -> Path:
-    """The environment of a framework, made where it is not there yet."""
+    """Return the environment of a framework; make it if it does not exist."""
     framework, folder = FRAMEWORKS[name], envs / f"fw_{name}"
     if not folder.exists():
         subprocess.run([f"python{framework.python}", "-m", "venv", str(folder)], check=True)
@@ -53,7 +53,7 @@ def environment(envs: Path, name: str) -> Path:
 
 
 def variables(env: Path, work: Path, trace: Path | None) -> dict[str, str]:
-    """What a run sees of the outside: offline, one thread, the trace where one is wanted."""
+    """Return a run's environment variables: offline, one thread, and the trace if requested."""
     paths = [str(ROOT), str(work)]
     if trace is not None:
         paths.insert(0, str(LIB / "site"))
@@ -69,7 +69,7 @@ def variables(env: Path, work: Path, trace: Path | None) -> dict[str, str]:
 
 
 def call(command: list[str], env: Path, work: Path, log: str, trace: Path | None = None) -> str:
-    """Run a command in ``work``; its output, which is kept in ``log``.
+    """Run a command in ``work``; return its output, which ``log`` keeps as well.
 
     Raises:
         subprocess.CalledProcessError: it failed.
@@ -84,7 +84,7 @@ def call(command: list[str], env: Path, work: Path, log: str, trace: Path | None
 
 
 def versions(env: Path, package: str) -> dict[str, str]:
-    """The versions that an environment holds."""
+    """Return the versions that an environment holds."""
     names = (package.partition("=")[0], *VERSIONS)
     code = (
         "import sys, json; from importlib.metadata import version; "
@@ -98,7 +98,7 @@ def versions(env: Path, package: str) -> dict[str, str]:
 
 
 def measure(name: str, mode: str, family: str, envs: Path, work: Path) -> dict[str, Any]:
-    """One row: a mode of a framework, unpatched and patched."""
+    """Return one row: a mode of a framework, unpatched and patched."""
     framework, env = FRAMEWORKS[name], environment(envs, name)
     work = work / f"{name}_{family}"
     if not (work / "tiny").exists():
@@ -140,7 +140,7 @@ def measure(name: str, mode: str, family: str, envs: Path, work: Path) -> dict[s
 
 
 def commit() -> str:
-    """The checkout's commit, with a + where the package differs from it."""
+    """Return the checkout's commit, with a + if the package differs from it."""
 
     def git(*args: str) -> str:
         return subprocess.run(

@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and test.sh: makes or reuses .venv and installs this package into it.
+# quickstart.sh and test.sh source this; it makes or reuses .venv and installs this package into it.
 # Needs Python >= 3.11 (with venv) and bash; sets venv_python.
 
 find_python() {
@@ -18,7 +18,7 @@ has_nvidia_gpu() {
         { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 }
 
-# Prints one line when pip is about to bring CUDA packages onto a machine that has no use for them.
+# Print one line if pip is about to install CUDA packages on a machine that cannot use them.
 warn_about_cuda() {
     local report
     report=$(mktemp)
@@ -42,11 +42,11 @@ PY
     rm -f "$report"
 }
 
-# install_moe_patch EXTRAS: does nothing when .venv already holds this pyproject.toml with these extras.
+# install_moe_patch EXTRAS: do nothing if .venv already has this pyproject.toml with these extras.
 install_moe_patch() {
     local extras=$1 venv=.venv python stamp wanted
     local -a what=(--disable-pip-version-check -e ".[$extras]")
-    # A module path or site of the caller's must not shadow what is installed here.
+    # The caller's PYTHONPATH or user site must not shadow the packages installed here.
     unset PYTHONPATH PYTHONHOME
     export PYTHONNOUSERSITE=1
     python=$(find_python)

@@ -28,7 +28,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel takes of the machine, and instructions that make its results chance.
+    """Resources of a compiled kernel, and instructions that make its results undefined.
 
     Attributes:
         name, registers, stack, shared: of the kernel; bytes of stack and shared memory.
@@ -71,7 +71,7 @@ class _Utilities:
 
     @staticmethod
     def unload_module(module: int) -> None:
-        """Do nothing: no module was loaded. A compiled kernel calls this at its end since 3.8."""
+        """Do nothing, because no module was loaded. Triton 3.8 calls this for every kernel."""
 
 
 @dataclass
@@ -94,11 +94,11 @@ class CompileOnly:
 
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[list[Usage]]:
-    """Kernels launched inside are compiled for ``capability`` only; yields what each takes."""
+    """Compile kernels launched inside for ``capability`` only; yield the usage of each."""
     usages: list[Usage] = []
     device = Device(capability, shared_memory, 132)
     initialise = CompiledKernel._init_handles
-    if known_triton():  # imported before their switches are set below
+    if known_triton():  # import them before their switches are set below
         for name in HOPPER:
             hopper_module(name)
 
@@ -122,7 +122,7 @@ def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[l
 
 
 def usage_of(kernel: CompiledKernel) -> Usage:
-    """Registers and stack from the binary, shared memory from Triton."""
+    """Return registers and stack from the binary, and shared memory from Triton."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

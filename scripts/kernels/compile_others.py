@@ -1,4 +1,4 @@
-"""The kernels that take no tile from the table, launched over meta tensors for compile_tiles.py."""
+"""Launch the kernels that use no tile of the table over meta tensors, for compile_tiles.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUTES = (
 
 
 def launch_others(dtype: torch.dtype) -> None:
-    """Every kernel that takes no tile from the table: plan, reductions, routing, losses."""
+    """Launch every kernel that uses no tile of the table: plan, reductions, routing, losses."""
     T, D, E, K = 4096, 2048, 128, 8
 
     def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -61,7 +61,7 @@ def launch_others(dtype: torch.dtype) -> None:
 
 
 def launch_packed(dtype: torch.dtype) -> None:
-    """What packed experts take beside the grouped products."""
+    """Launch the kernels that packed experts use beside the grouped products."""
     weights_TK = torch.empty(4096, 8, device="meta")
     tiles = RowTiles(plan.build_plan(weights_TK.long(), 128))
     row_tiles = tiles.rows(64)
@@ -87,7 +87,7 @@ def launch_packed(dtype: torch.dtype) -> None:
 
 
 def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:
-    """Decoding in front of the product, wherever a call of this Triton could choose it."""
+    """Launch decoding in front of the product, wherever a call of this Triton could choose it."""
     E, O, I = w.shape
     inputs = torch.empty(tiles.count, I, device="meta", dtype=w.dtype)
     low_rank = inputs[:, :16].contiguous(), torch.empty(E, O, 16, device="meta", dtype=w.dtype)

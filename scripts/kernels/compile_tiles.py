@@ -1,10 +1,9 @@
-"""Compile every kernel for every tile of the table, without a GPU, and check what comes out.
+"""Compile every kernel for every tile of the table, without a GPU, and check the results.
 
-Asserts for each that it compiles, that its shared memory fits the smallest device of its
-capability, that the hot GEMMs spill no registers, that nothing below 9.0 asks for tensor
-descriptors and that no register is written while a matrix instruction may read it. The package's
-own launchers run over meta tensors under a driver that compiles for a chosen target and launches
-nothing.
+Each kernel must compile, and its shared memory must fit the smallest device of its capability. Hot
+GEMMs must not spill registers, and kernels below 9.0 must not use tensor descriptors. No register
+may be written while a matrix instruction may read it. The package's own launchers run over meta
+tensors, under a driver that compiles for a chosen target and launches nothing.
 
     python scripts/kernels/compile_tiles.py                      the whole table, all capabilities
     python scripts/kernels/compile_tiles.py --capability 9.0 --default      one's defaults
@@ -36,9 +35,9 @@ SHARED_MEMORY = {
     (10, 0): 227 * KIB,
     (12, 0): 99 * KIB,
 }
-# Some registers saved once a tile, outside the loop over depth, are no spill worth a smaller tile.
+# A few registers saved once per tile, outside the depth loop, do not justify a smaller tile.
 STACK_BYTES = 64
-# Kernels that take no tile from the table.
+# Kernels that use no tile of the table.
 UNTILED = {"packed": launch_packed, "others": launch_others}
 LORA = ("up", "down", "dx", "dh")
 HOT = ("up", "down", "dh", "dx", "dw2", "dw13")
@@ -74,7 +73,7 @@ class Operands:
         self.a_NF, self.u_NR = random(N, F), random(N, rank)
         self.w13, self.w2, self.factor = random(E, H, D), random(E, D, F), random(E, rank, D)
         self.weights_TK = torch.rand(T, K, device=device)
-        # What a low-rank term adds to each product, by op.
+        # The low-rank term added to each product, by op.
         self.low_rank = {}
         if lora:
             outs = {"up": H, "down": D, "dx": D, "dh": F}
@@ -82,7 +81,7 @@ class Operands:
             self.low_rank["dh"] = self.u_NR, random(E, rank, F)
 
     def launch(self, op: str, tile: Tile) -> None:
-        """One launch of ``op`` with a forced tile."""
+        """Launch ``op`` once with a forced tile."""
         low_rank = self.low_rank.get(op)
         x_TD, h_NH, a_NF = self.x_TD, self.h_NH, self.a_NF
         if op == "up":
@@ -120,7 +119,7 @@ class Operands:
                 )
 
     def flops(self, op: str) -> int:
-        """Floating-point operations of one launch of a hot op."""
+        """Return the floating-point operations of one launch of a hot op."""
         D, F, E, K = self.shape
         return 2 * self.T * K * D * F * (2 if op in ("up", "dx", "dw13") and self.glu.gated else 1)
 
@@ -134,7 +133,7 @@ def check(
     *,
     default: bool,
 ) -> Iterator[tuple[str, Usage | None, str]]:
-    """Compile one cell of the table: what, its usage, and a complaint or ""."""
+    """Compile one cell of the table; yield its name, its usage, and a complaint or ""."""
     dtype, limit = DTYPES[dtype_name], SHARED_MEMORY[capability]
     cell = (
         f"{capability[0]}.{capability[1]} {dtype_name} {bucket:5} {op:8}{' lora' if lora else ''}"
@@ -163,7 +162,7 @@ def check(
 
 
 def complaint(usage: Usage, capability: tuple[int, int], op: str) -> str:
-    """What is wrong with a kernel, or ""."""
+    """Say what is wrong with a kernel, or return ""."""
     if usage.shared > SHARED_MEMORY[capability]:
         return f"more than {SHARED_MEMORY[capability]} bytes of shared memory"
     if usage.descriptors and capability < (9, 0):
@@ -176,7 +175,7 @@ def complaint(usage: Usage, capability: tuple[int, int], op: str) -> str:
 
 
 def short(tile: Tile | None) -> str:
-    """A tile in a few characters."""
+    """Describe a tile in a few characters."""
     if tile is None:
         return ""
     flags = ("persistent", "descriptors", "flatten", "specialised")
@@ -188,7 +187,7 @@ def short(tile: Tile | None) -> str:
 def cells(
     capabilities: list[tuple[int, int]], options: argparse.Namespace
 ) -> Iterator[tuple[tuple[int, int], str, str, str, bool]]:
-    """(capability, dtype, op, bucket, with a low-rank term?), each distinct list of tiles once."""
+    """Yield (capability, dtype, op, bucket, low-rank term or not), each list of tiles once."""
     seen = set()
     dtypes, ops = options.dtype or ("bf16", "fp32"), options.op or (*OPS, *UNTILED)
     buckets = options.bucket or ("many", "some", "few")

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# CUDA's memory checker over the kernels. First over a kernel that reads, and one that writes, past
-# its tensor: a checker that misses those would prove nothing.
+# Run CUDA's memory checker over the kernels. First run it over a kernel that reads, and one that
+# writes, past its tensor: a checker that misses those would prove nothing.
 # Usage: bash scripts/kernels/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
-# Not for tests that count what torch's cache holds: there is none here. Options of pytest go into
+# Do not use it for tests of torch's memory cache, which is off here. Put options of pytest into
 # PYTEST_ADDOPTS.
-# SANITIZER names compute-sanitizer where it is not on the PATH; PYTHON the interpreter (python3);
-# TOOL one of its tools (memcheck). Status 1 if the checker finds anything or a test fails.
+# SANITIZER names compute-sanitizer if it is not on the PATH, TOOL one of its tools (memcheck), and
+# PYTHON the interpreter (python3). Status 1 if the checker finds anything or a test fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 readonly python="${PYTHON:-python3}" tool="${TOOL:-memcheck}" found=99
 sanitizer="${SANITIZER:-$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)}"
 [[ -x "$sanitizer" ]] || { echo "memcheck: no compute-sanitizer at $sanitizer: name it in SANITIZER"; exit 2; }
-# Without torch's cache each tensor is an allocation, so that its end is one that the checker knows.
+# Without torch's cache each tensor is an allocation of its own, so the checker can see its end.
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1 HF_HUB_OFFLINE=1 PYTHONPATH="${PYTHONPATH:-.}"
 
 check() { "$sanitizer" --tool "$tool" --error-exitcode "$found" --print-limit 20 "$python" "$@"; }

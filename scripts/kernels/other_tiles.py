@@ -1,9 +1,9 @@
-"""Runs the tiles of older cards on the card at hand, and checks them against fp64.
+"""Run the tiles of older cards on the card at hand, and check them against fp64.
 
-A cubin runs on its own kind of card only, but the driver compiles PTX for any newer one. So Triton
-makes PTX for the capability that is asked for, that text is loaded in place of a cubin, and the
-package's self-test runs with the tiles that such a card would choose. This shows that the kernels
-are right and that they fit its shared memory. It says nothing about their speed.
+A cubin runs only on its own kind of card, but the driver compiles PTX for any newer one. Triton
+therefore makes PTX for the given capability, and that text is loaded in place of a cubin. The
+package's self-test then runs with the tiles that such a card would choose. This shows that the
+kernels are right and fit that card's shared memory. It says nothing about their speed.
 
     python scripts/kernels/other_tiles.py 8.0 8.6 8.9
 """
@@ -38,12 +38,12 @@ LIMIT = 2e-2
 
 
 def ptx_for_the_driver(self: Any, src: str, *_: Any) -> bytes:
-    """The text of a kernel, in place of ``CUDABackend.make_cubin``."""
+    """Return a kernel's PTX, in place of ``CUDABackend.make_cubin``."""
     return src.encode() + b"\0"
 
 
 def stored_as(storage: str, weight_EOI: torch.Tensor) -> Any:
-    """The weight in a storage; for MXFP4, which checkpoints bring, random bytes of its size."""
+    """Pack the weight in a storage; MXFP4, which comes from checkpoints, gets random bytes."""
     from moe_patch.formats import mxfp4
     from moe_patch.formats.packed import PackedWeight, pack
 
@@ -51,13 +51,13 @@ def stored_as(storage: str, weight_EOI: torch.Tensor) -> Any:
         return pack(weight_EOI.bfloat16(), storage, weight_EOI.device, where=storage)
     E, O, I = weight_EOI.shape
     random = partial(torch.randint, dtype=torch.uint8, device=weight_EOI.device)
-    # Scales are exponents of two, 127 for 1; the values are up to 6.
+    # Scales are exponents of two, with 127 for 1; the values are up to 6.
     scales = random(122, 126, (E, O, I // mxfp4.BLOCK))
     return PackedWeight(storage, random(0, 256, (E, O, I // 2)), (scales,), torch.bfloat16)
 
 
 def packed_errors(device: torch.device) -> dict[str, float]:
-    """Relative error of LoRA over packed experts, output and gradients, by storage."""
+    """Return relative errors of LoRA over packed experts, output and gradients, by storage."""
     from moe_patch.ops.experts import definition
     from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights, Glu, Lora
@@ -91,7 +91,7 @@ def packed_errors(device: torch.device) -> dict[str, float]:
 
 
 def run_as(capability: tuple[int, int]) -> int:
-    """Run every check as a card of that capability would; the exit status."""
+    """Run every check as a card of that capability would; return the exit status."""
     limit = SHARED_MEMORY[capability]
     from moe_patch.kernels.common import device as devices
     from moe_patch.tools.selftest import selftest
@@ -134,7 +134,7 @@ def run_as(capability: tuple[int, int]) -> int:
 
 
 def main() -> int:
-    """Each capability in a process of its own, with a cache of its own, all at once."""
+    """Run each capability in its own process, with its own cache, all at once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("capability", nargs="+", choices=[f"{a}.{b}" for a, b in SHARED_MEMORY])
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)

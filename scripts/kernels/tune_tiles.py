@@ -1,8 +1,8 @@
-"""Offline search for tiles: time the candidates of each hot GEMM beside cuBLAS's batched product.
+"""Search for tiles offline: time the candidates of each hot GEMM and cuBLAS's batched product.
 
-Never runs inside training: its winners are copied by hand into
-``moe_patch/kernels/common/tiles.py``. Candidates are compiled first, in parallel and without the
-GPU, then timed one after the other.
+This never runs inside training: winners are copied by hand into
+``moe_patch/kernels/common/tiles.py``. Candidates are first compiled in parallel, without the GPU,
+and then timed one after the other.
 
     python scripts/kernels/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
 """
@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def search_space(op: str) -> Iterator[Tile]:
-    """The Hopper tiles worth timing for an op: the specialised kernel's, then the plain one's."""
+    """Yield Hopper tiles worth timing for an op: the specialised kernel's, then the plain one's."""
     if op in ("dw2", "dw13"):
         for group in (1, 4, 8, 16):
             yield Tile(128, 256, 32, 8, 8, specialised=True, group=group)
@@ -66,7 +66,7 @@ def search_space(op: str) -> Iterator[Tile]:
 
 
 def compile_one(job: tuple[str, str, Tile]) -> str | None:
-    """Fill Triton's cache for one candidate; returns what went wrong."""
+    """Compile one candidate into Triton's cache; return an error message or None."""
     op, shape, tile = job
     with compiling_for((9, 0), 227 * 1024):
         try:
@@ -77,12 +77,12 @@ def compile_one(job: tuple[str, str, Tile]) -> str | None:
 
 
 def milliseconds(run) -> float:
-    """Median device time, cold L2."""
+    """Return the median device time with a cold L2."""
     return triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median")
 
 
 def ceiling(operands: Operands, op: str) -> float:
-    """TFLOP/s of cuBLAS's batched product with the same work, equal rows per expert."""
+    """Return TFLOP/s of cuBLAS's batched product with the same work, equal rows per expert."""
     D, F, E, K = operands.shape
     n = operands.T * K // E
     H = F if op in ("down", "dh", "dw2") else 2 * F

@@ -96,7 +96,7 @@ def test_inspect_refuses_numbers_that_cannot_be_routed(capsys, tmp_path, family,
     folder = change(only_config(tmp_path, family), **values)
     blocks = answer(capsys, "inspect", folder, status=CHECK_FAILED)["blocks"]
     assert {block["tier"] for block in blocks} == {"refused"}
-    assert all(f"by config.json {reason}" in block["reason"] for block in blocks)
+    assert all(f"in config.json {reason}" in block["reason"] for block in blocks)
     assert not any("saved_bytes_per_token" in block for block in blocks)
 
 
@@ -109,8 +109,8 @@ KINDS = [
     ({"a.gguf": "GGUF"}, "a.gguf", "is a GGUF file"),
     ({"blob": "GGUF\3"}, "blob", "is a GGUF file"),
     ({"a.gguf": "GGUF"}, "", "holds GGUF files"),
-    ({"model.safetensors": ""}, "model.safetensors", "is a file of weights alone"),
-    ({"pytorch_model.bin": ""}, "pytorch_model.bin", "is a file of weights alone"),
+    ({"model.safetensors": ""}, "model.safetensors", "is a file of weights only"),
+    ({"pytorch_model.bin": ""}, "pytorch_model.bin", "is a file of weights only"),
     ({"notes.txt": "x"}, "notes.txt", "is a file; accepted: a folder"),
     ({"model.safetensors": "", "tokenizer.json": ""}, "", "holds weights (model.safetensors) wit"),
     ({"tokenizer_config.json": "{}"}, "", "holds a tokenizer and no model"),
@@ -119,12 +119,12 @@ KINDS = [
     (
         {"run.json": "{}", "model/config.json": "{}"},
         "",
-        "holds no config.json, but its folders do; name one: model",
+        "holds no config.json, but its subfolders do; name one: model",
     ),
     (
         {"snapshots/f00/config.json": "{}"},
         "",
-        "holds no config.json, but its folders do; name one: snaps",
+        "holds no config.json, but its subfolders do; name one: snaps",
     ),
 ]
 

@@ -177,8 +177,8 @@ MISTAKES = [
     (["--device", "tpu"], "--device tpu: "),
     (["--seed", str(2**64)], f"--seed {2**64}: accepted: {-(2**63)} to {2**64 - 1}"),
     (["--seed", str(-(2**63) - 1)], f"--seed {-(2**63) - 1}: accepted: {-(2**63)} to"),
-    (["--limit", "nan"], "--limit nan: accepted: a number from 0 on"),
-    (["--limit", "-1"], "--limit -1.0: accepted: a number from 0 on"),
+    (["--limit", "nan"], "--limit nan: accepted: a number of at least 0"),
+    (["--limit", "-1"], "--limit -1.0: accepted: a number of at least 0"),
     (["--device", "meta"], "--device meta: nothing runs there"),
     (["--device", "cuda:77"], "--device cuda:77: "),
     (["--backend", "triton", "--device", "cpu"], "no Triton kernels on cpu"),
@@ -244,7 +244,7 @@ def test_weights_that_are_not_those_of_the_config_are_named(capsys, tmp_path, we
     wide = {**tensors, lost: tensors[lost].new_zeros(32, 33)}
     save_file(wide, weights, {"format": "pt"})
     said = error_of(capsys, "verify", str(tmp_path), "--device", "cpu")
-    assert f"{lost} is (32, 33) in the file, (32, 32) by config.json" in said
+    assert f"{lost} is (32, 33) in the file, (32, 32) in config.json" in said
     assert main(["verify", str(tmp_path), "--device", "cpu", "--random"]) == 0
 
 

@@ -112,7 +112,7 @@ def test_a_device_without_enough_memory_is_one_line(capsys, tmp_path, monkeypatc
 
     monkeypatch.setattr(Qwen3MoeExperts, "forward", full)
     said = error_of(capsys, "bench", only_config(tmp_path, "qwen3_moe"), "--tokens", "8")
-    assert "CUDA out of memory. Tried to allocate 2.00 GiB. Fewer tokens" in said
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB. Use fewer tokens" in said
 
 
 def test_bench_hands_ops_to_the_script_of_the_checkout(monkeypatch):

@@ -76,7 +76,7 @@ def test_a_family_without_an_entry_is_new_and_of_tier_experts(monkeypatch):
 def test_a_class_that_is_gone_is_named():
     spec = FamilySpec(model_types=("olmoe",), module="olmoe", experts="NoSuch", tier="experts")
     gone = [d for d in drift.differences((*families(), spec)) if d.kind == "gone"]
-    assert [d.what for d in gone] == ["experts class NoSuch is not there"]
+    assert [d.what for d in gone] == ["experts class NoSuch is missing"]
 
 
 def test_comments_do_not_count_and_code_does():

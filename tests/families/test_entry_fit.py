@@ -211,7 +211,7 @@ def test_a_config_that_cannot_run_keeps_its_own_message() -> None:
         layer.mlp.gate.top_k = 99
     message = refused(model)
     assert "the block does not run on random data" in message
-    assert "look at the config's values" in message
+    assert "check the config's values" in message
     assert "does not fit" not in message
 
 

@@ -236,7 +236,7 @@ def test_own_manager_passes_a_conflict_on(own_manager):
     from axolotl.utils.dict import DictDefault
 
     own_manager.register(PLUGIN)
-    with pytest.raises(UnsupportedOptionError, match="both serve the experts"):
+    with pytest.raises(UnsupportedOptionError, match="both run the experts"):
         own_manager.pre_model_load(DictDefault({"use_scattermoe": True}))
 
 

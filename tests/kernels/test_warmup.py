@@ -106,7 +106,7 @@ def test_a_config_needs_no_model() -> None:
 @pytest.mark.families("muse_spark", "jetmoe", "doge")
 def test_what_is_not_run_says_why() -> None:
     phimoe = patch_model(tiny_models.build("phimoe"))
-    assert "give top_k" in warmup(phimoe, progress=False)[0].skipped
+    assert "pass top_k" in warmup(phimoe, progress=False)[0].skipped
     assert warmup(phimoe, [2], top_k=2, progress=False)[0].tokens == [2]
     composed = patch_model(tiny_models.build("muse_spark"))
     assert warmup(composed, [2], progress=False)[0].tokens == [2]

@@ -75,7 +75,7 @@ def test_what_cannot_be_converted_is_named(tmp_path):
     with pytest.raises(UnsupportedModelError, match="fit no weight of the model's experts"):
         convert_adapter(wide, tmp_path / "here", tmp_path / "there", OTHER)
     assert not (tmp_path / "there").exists()
-    with pytest.raises(UnsupportedOptionError, match="exists; accepted: a folder to be made"):
+    with pytest.raises(UnsupportedOptionError, match="exists; accepted: a new folder"):
         convert_adapter(wide, tmp_path / "here", tmp_path / "here")
-    with pytest.raises(UnsupportedOptionError, match=r"adapter_model\.safetensors is not there"):
+    with pytest.raises(UnsupportedOptionError, match=r"adapter_model\.safetensors is missing"):
         convert_adapter(wide, tmp_path / "nothing", tmp_path / "there")

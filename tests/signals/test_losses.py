@@ -258,7 +258,7 @@ def test_what_was_not_recorded_is_named() -> None:
         with pytest.raises(UnsupportedOptionError, match=f"{next(iter(wrong))} is"):
             smk_loss(recorder, model, **wrong)
     for k in (0, -1):
-        with pytest.raises(UnsupportedOptionError, match=f"k is {k}; at least 1 expert"):
+        with pytest.raises(UnsupportedOptionError, match=f"k is {k}; accepted: at least 1 expert"):
             keep_updates(recorder, model, k)
     with pytest.raises(UnsupportedOptionError, match="keep is 'most'; accepted: min, max"):
         keep_updates(recorder, model, 2, keep="most")

@@ -180,8 +180,8 @@ def test_the_configuration_trains_and_writes_the_measures(tmp_path) -> None:
         ({"smk": {"target": "best"}}, "smk.target is 'best'"),
         ({"smk": {"gradient": "all"}}, "smk.gradient is 'all'"),
         ({"smk": {"wait": 1}}, "unknown key 'wait'; did you mean 'weight'"),
-        ({"smk": {}, "compare_unpatched": True}, "smk reads what a patched model records"),
-        ({"smk": {}, "moe_patch": False}, "smk reads what a patched model records"),
+        ({"smk": {}, "compare_unpatched": True}, "smk needs the records of a patched model"),
+        ({"smk": {}, "moe_patch": False}, "smk needs the records of a patched model"),
     ],
 )
 def test_wrong_values_are_named(changes, match) -> None:

@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_step(tmp_path, caplog) -
         step(model, batch_of(model))
     (line,) = (r.message for r in caplog.records if r.levelno == logging.ERROR)
     assert "model.layers.0.mlp (Qwen3MoeExperts): the first block" in line
-    assert "its call cannot be kept: " in line
+    assert "its call cannot be saved: " in line
     assert folder in line
 
 

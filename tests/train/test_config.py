@@ -163,9 +163,9 @@ def test_variables_and_home_are_expanded_in_every_path(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("runs/${MOE_TEST_DIR}/x", "variable MOE_TEST_DIR is not set or empty"),
-        ("$MOE_TEST_DIR", "variable MOE_TEST_DIR is not set or empty"),
-        ("${MOE_TEST_DIR:-runs}/x", "accepted of variables"),
+        ("runs/${MOE_TEST_DIR}/x", "variable MOE_TEST_DIR is unset or empty"),
+        ("$MOE_TEST_DIR", "variable MOE_TEST_DIR is unset or empty"),
+        ("${MOE_TEST_DIR:-runs}/x", "accepted variables"),
         ("~nobody_of_this_name/x", "there is no home folder for it"),
     ],
 )

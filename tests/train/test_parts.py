@@ -204,7 +204,7 @@ def test_output_never_replaces_what_is_not_a_run(tmp_path):
 def test_output_does_not_replace_what_the_run_begins_with(tmp_path):
     output = OutputFolder(tmp_path / "out", overwrite=True)
     output.check(reads=tmp_path / "outside" / "checkpoint-2")
-    with pytest.raises(UnsupportedOptionError, match="checkpoint-2 lies in it, and would be del"):
+    with pytest.raises(UnsupportedOptionError, match="checkpoint-2 is inside it, and would be"):
         output.check(reads=str(tmp_path / "out" / "checkpoints" / "checkpoint-2"))
 
 

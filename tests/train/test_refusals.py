@@ -106,7 +106,7 @@ def test_a_check_that_breaks_does_not_cost_what_was_trained(
     with pytest.raises(KeyError):
         run.run(small(tmp_path, text_file))
     kept = tmp_path / ".out.partial" / "adapter"
-    assert f"what was trained is kept in {kept.parent}" in capsys.readouterr().err
+    assert f"the trained weights are kept in {kept.parent}" in capsys.readouterr().err
     assert (kept / "adapter_model.safetensors").is_file()
     with pytest.raises(UnsupportedOptionError, match="weights of an interrupted run; move them"):
         run.run(small(tmp_path, text_file))
@@ -146,11 +146,11 @@ BAD_BUILDS = [
                 "disable_tqdm": True,
             }
         },
-        "training: no step to make",
+        "training: there is no step to train",
     ),
     (
         {"training": {"num_train_epochs": 0, "use_cpu": True, "disable_tqdm": True}},
-        "training: no step to make",
+        "training: there is no step to train",
     ),
     ({"smk": {"ce": -1}}, "smk.ce is -1; accepted: a number from 0 on"),
     ({"smk": {"weight": float("nan")}}, "smk.weight is nan"),

@@ -1,4 +1,4 @@
 """The contestants, one module each. They are run, never copied from; peers may be absent.
 
-A module here imports torch and the benchmark only; what it measures is imported in ``build``.
+A module here imports only torch and the benchmark; ``build`` imports the code that it measures.
 """

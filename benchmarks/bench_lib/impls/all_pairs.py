@@ -1,4 +1,4 @@
-"""Product-key selection the direct way: K rounds of max, argmax and mask over all P * P sums."""
+"""Select product keys the direct way: K rounds of max, argmax and mask over all P * P sums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Warps per token that were fastest on an H100, by P.
+# The fastest numbers of warps per token on an H100, by P.
 WARPS = {64: 4, 128: 8, 256: 32}
 
 
@@ -28,7 +28,7 @@ def _all_pairs_kernel(x_ptr, y_ptr, ids_ptr, sums_ptr, P: tl.constexpr, K: tl.co
 
 
 def all_pairs_loop(x_TP: Tensor, y_TP: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """int64 ids and the sums, of contiguous logits; P a power of two."""
+    """Return int64 ids and the sums, of contiguous logits; P must be a power of two."""
     T, P = x_TP.shape
     ids_TK = torch.empty(T, top_k, dtype=torch.int64, device=x_TP.device)
     sums_TK = torch.empty(T, top_k, dtype=x_TP.dtype, device=x_TP.device)

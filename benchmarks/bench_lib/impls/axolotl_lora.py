@@ -14,7 +14,7 @@ from bench_lib.spec import Impl, Program
 
 
 def layer(inputs: LayerInputs, leaves: dict[str, Tensor], sort: Any, linear: Any) -> Tensor:
-    """Both projections with their adapters, switched to the variants axolotl's own layers use."""
+    """Run both projections with their adapters, in the variants that axolotl's own layers use."""
     K, E = inputs.ids_TK.shape[1], inputs.w13_EHD.shape[0]
     experts, rows, ends = sort(inputs.ids_TK, E)
     fused = {"use_fused_dX": True, "use_fused_gather": True}
@@ -32,29 +32,29 @@ def layer(inputs: LayerInputs, leaves: dict[str, Tensor], sort: Any, linear: Any
 
 
 def to_a(a_ERI: Tensor) -> Tensor:
-    """[E, R, in] -> [E * R, in]."""
+    """Reshape [E, R, in] -> [E * R, in]."""
     return a_ERI.detach().flatten(0, 1).clone().requires_grad_()
 
 
 def to_b(b_EOR: Tensor) -> Tensor:
-    """[E, out, R] -> [out, E * R], expert-major columns."""
+    """Reshape [E, out, R] -> [out, E * R], expert-major columns."""
     return b_EOR.detach().permute(1, 0, 2).flatten(1, 2).clone().requires_grad_()
 
 
 def from_a(grad: Tensor, E: int) -> Tensor:
-    """A gradient of A back in [E, R, in]."""
+    """Reshape a gradient of A back to [E, R, in]."""
     return grad.view(E, -1, grad.shape[1])
 
 
 def from_b(grad: Tensor, E: int) -> Tensor:
-    """A gradient of B back in [E, out, R]."""
+    """Reshape a gradient of B back to [E, out, R]."""
     return grad.view(grad.shape[0], E, -1).permute(1, 0, 2)
 
 
 def tune_quickly(*modules: Any) -> None:
-    """Of a kernel's hundred tiles only those of four stages, each timed for milliseconds.
+    """Tune only the tiles of four stages, each timed for milliseconds, not all hundred of a kernel.
 
-    Compiling and timing all of them at Triton's default takes a quarter of an hour at each size.
+    Compiling and timing all of them with Triton's defaults takes a quarter of an hour per size.
     """
     from triton.runtime import Autotuner
     from triton.testing import do_bench
@@ -68,7 +68,7 @@ def tune_quickly(*modules: Any) -> None:
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's tensors, factors copied into the peer's packing."""
+    """Build the layer on the op's tensors, factors copied into the peer's packing."""
     from axolotl.integrations.kernels.libs.scattermoe_lora.kernels import lora_ops, ops
     from axolotl.integrations.kernels.libs.scattermoe_lora.parallel_experts import (
         flatten_sort_count,

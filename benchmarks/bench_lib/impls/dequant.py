@@ -1,8 +1,8 @@
-"""What one does without kernels of one's own: dequantise the stack, then split LoRA over it.
+"""The way without own kernels: dequantise the stacked experts, then run split LoRA over them.
 
-Both projections share a buffer that the stack is dequantised into, in forward and again in
-backward. NF4 goes through bitsandbytes' own kernel (from the peers folder, see scripts/peers.sh),
-FP8 through a cast and a scale in torch.
+Both projections share a buffer for the dequantised stack, in forward and again in backward. NF4
+uses bitsandbytes' own kernel (from the peers folder, see scripts/peers.sh), FP8 a cast and a scale
+in torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dequantise = Callable[[], Tensor]
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """x W with W dequantised on the spot, twice."""
+    """x W; W is dequantised in forward, and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, dequantise: Dequantise, ends_E: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def nf4_into(weight: PackedWeight, buffer: Tensor) -> Dequantise:
-    """bitsandbytes' kernel on the packed bytes as they are: the format is its own."""
+    """Run bitsandbytes' kernel on the packed bytes, whose format is its own."""
     from bitsandbytes import functional as bnb
 
     absmax, nested, code, offset, levels = weight.scales
@@ -57,7 +57,7 @@ def nf4_into(weight: PackedWeight, buffer: Tensor) -> Dequantise:
 
 
 def fp8_into(weight: PackedWeight, buffer: Tensor) -> Dequantise:
-    """A cast, and a multiplication by each block's scale where it lies."""
+    """Cast, and multiply by each block's scale in place."""
     E, rows, columns = weight.stored_shape
     B = fp8.BLOCK
     blocks = buffer.view(E, rows // B, B, columns // B, B)
@@ -72,7 +72,7 @@ def fp8_into(weight: PackedWeight, buffer: Tensor) -> Dequantise:
 
 
 def adapted(x_NI: Tensor, dequantise: Dequantise, lora: Any, ends_E: Tensor) -> Tensor:
-    """One projection with its adapter, rows in expert order."""
+    """Run one projection with its adapter, rows in expert order."""
     base_NO = _FrozenProduct.apply(x_NI, dequantise, ends_E)
     p_NR = functional.grouped_mm(x_NI, lora.A_ERI.transpose(1, 2), offs=ends_E)
     return base_NO + lora.scaling * functional.grouped_mm(
@@ -81,7 +81,7 @@ def adapted(x_NI: Tensor, dequantise: Dequantise, lora: Any, ends_E: Tensor) -> 
 
 
 def layer(inputs: QuantInputs, up: Dequantise, down: Dequantise) -> Tensor:
-    """The adapted experts' weighted sum."""
+    """Return the adapted experts' weighted sum."""
     T, K = inputs.ids_TK.shape
     order_N, inverse_N, ends_E = sort_rows(inputs.ids_TK, inputs.w13_EHD.shape[0])
     h_NH = adapted(inputs.x_TD[order_N // K], up, inputs.lora13, ends_E)
@@ -91,7 +91,7 @@ def layer(inputs: QuantInputs, up: Dequantise, down: Dequantise) -> Tensor:
 
 
 def build(inputs: QuantInputs, point: Point) -> Program:
-    """The layer on the op's packed weights."""
+    """Build the layer on the op's packed weights."""
     shapes = [inputs.w13_EHD.shape, inputs.w2_EDF.shape]
     room = torch.empty(
         max(shape.numel() for shape in shapes), dtype=point.torch_dtype, device=inputs.x_TD.device
@@ -104,14 +104,14 @@ def build(inputs: QuantInputs, point: Point) -> Program:
     return Program(partial(layer, inputs, up, down), inputs.leaves())
 
 
-def obstacle(point: Point, device: torch.device) -> str | None:
-    """bitsandbytes' own limit."""
+def why_not(point: Point, device: torch.device) -> str | None:
+    """Return bitsandbytes' own limit, if it applies."""
     if point.dtype == "nf4" and device.type != "cuda":
         return f"bitsandbytes decodes into a given buffer on CUDA devices only, this is {device}"
     return None
 
 
 DEQUANT = Impl(
-    "dequant_grouped_mm", build, peer=True, obstacle=obstacle,
+    "dequant_grouped_mm", build, peer=True, why_not=why_not,
     covers=lambda point: point.dtype in ("nf4", "fp8"),
 )  # fmt: skip

@@ -16,7 +16,7 @@ GIB = 2**30
 
 
 def experts_module(inputs: LayerInputs, point: Point, implementation: str) -> nn.Module:
-    """A Qwen3MoeExperts on the op's tensors, set to one experts implementation."""
+    """Return a Qwen3MoeExperts on the op's tensors, set to one experts implementation."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -37,7 +37,7 @@ def experts_module(inputs: LayerInputs, point: Point, implementation: str) -> nn
 
 
 def build(inputs: LayerInputs, point: Point, *, implementation: str) -> Program:
-    """The module's forward, on ids and weights as its router hands them over."""
+    """Build the module's forward, on ids and weights as its router returns them."""
     module = experts_module(inputs, point, implementation)
     leaves = inputs.leaves()
     leaves |= {"w13": module.gate_up_proj, "w2": module.down_proj}
@@ -45,8 +45,8 @@ def build(inputs: LayerInputs, point: Point, *, implementation: str) -> Program:
     return Program(forward, {name: leaves[name] for name in inputs.trained})
 
 
-def batched_mm_obstacle(point: Point, device: torch.device) -> str | None:
-    """batched_mm copies the experts' weights for every row; known before it is tried."""
+def why_not_batched_mm(point: Point, device: torch.device) -> str | None:
+    """Say before a try whether batched_mm lacks memory: it copies the weights for every row."""
     s = point.sizes
     gathered = 3 * point.rows * s.D * s.F * point.torch_dtype.itemsize
     needed = gathered * (2 if point.backward else 1)
@@ -68,7 +68,7 @@ HF_GROUPED_MM = Impl("hf_grouped_mm", partial(build, implementation="grouped_mm"
 HF_BATCHED_MM = Impl(
     "hf_batched_mm",
     partial(build, implementation="batched_mm"),
-    obstacle=batched_mm_obstacle,
+    why_not=why_not_batched_mm,
     modules=MODULES,
 )
 HF_IMPLS = (HF_EAGER, HF_GROUPED_MM, HF_BATCHED_MM)

@@ -14,13 +14,13 @@ from bench_lib.spec import Impl, Program
 
 
 def layer(inputs: LayerInputs, run: Any) -> Tensor:
-    """The whole layer; ids enter as int32."""
+    """Run the whole layer; it takes ids as int32."""
     ids_TK = inputs.ids_TK.to(torch.int32)
     return run(inputs.x_TD, inputs.w13_EHD, inputs.w2_EDF, ids_TK, inputs.weights_TK)
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's own tensors."""
+    """Build the layer on the op's own tensors."""
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     return Program(partial(layer, inputs, LigerFusedMoEFunction.apply), inputs.leaves())

@@ -1,4 +1,4 @@
-"""moe_patch itself: the experts op on the backend it would choose, and its options."""
+"""Implement the op with moe_patch itself: the backend that it would choose, and its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench_lib.moe_layer import GLU, LayerInputs
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Program
 
-# What is entered here stays so until the process ends.
+# Contexts entered here stay open until the process ends.
 _FOR_THE_PROCESS = contextlib.ExitStack()
 atexit.register(_FOR_THE_PROCESS.close)
 MODULES = ("moe_patch.ops.experts.op", "moe_patch.kernels.experts.experts")
@@ -24,7 +24,7 @@ def build(
     recompute: bool = False,
     batch_invariant: bool = False,
 ) -> Program:
-    """``moe_patch.ops.experts.op.experts_mlp`` on the op's own tensors."""
+    """Build ``moe_patch.ops.experts.op.experts_mlp`` on the op's own tensors."""
     from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights
 
@@ -38,7 +38,7 @@ def build(
 
 
 def build_portable(inputs: LayerInputs, point: Point) -> Program:
-    """The kernels that cards without Hopper's instructions run. For a process of its own."""
+    """Build the kernels of cards without Hopper's instructions. Needs a process of its own."""
     from moe_patch.kernels.common.versions import PORTABLE, opened
 
     _FOR_THE_PROCESS.enter_context(opened(PORTABLE))
@@ -57,7 +57,7 @@ BATCH_INVARIANT = Impl(
     compiles="once",
     modules=MODULES,
 )
-# A peer, since what it closes stays closed in its process.
+# A peer, because the gates that it closes stay closed in its process.
 PORTABLE = Impl(
     "moe_patch:portable", build_portable, ours=True, peer=True, needs_cuda=True, compiles="once"
 )

@@ -18,7 +18,7 @@ FACTORS = {"gate_up_proj": ("a13", "b13"), "down_proj": ("a2", "b2")}
 
 
 class _Block(nn.Module):
-    """The smallest module that PEFT can find a parameter called experts.* in."""
+    """The smallest module in which PEFT can find a parameter called experts.*."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -29,28 +29,28 @@ class _Block(nn.Module):
 
 
 def to_b(b_EOR: Tensor) -> Tensor:
-    """[E, out, R] -> [out, R * E], rank-major columns."""
+    """Reshape [E, out, R] -> [out, R * E], rank-major columns."""
     return b_EOR.permute(1, 2, 0).flatten(1, 2)
 
 
 def from_a(grad: Tensor, E: int) -> Tensor:
-    """A gradient of A back in [E, R, in]."""
+    """Reshape a gradient of A back to [E, R, in]."""
     return grad.view(E, -1, grad.shape[1])
 
 
 def from_b(grad: Tensor, E: int) -> Tensor:
-    """A gradient of B back in [E, out, R]."""
+    """Reshape a gradient of B back to [E, out, R]."""
     return grad.view(grad.shape[0], -1, E).permute(2, 0, 1)
 
 
 def set_factors(
     wrapper: Any, inputs: LayerInputs, E: int
 ) -> tuple[dict[str, Tensor], dict[str, Callable[[Tensor], Tensor]]]:
-    """Give PEFT's wrappers the op's values; the factors by the op's names, and the way back.
+    """Copy the op's values into PEFT's wrappers; return factors by name, and the way back.
 
     Args:
         wrapper: the outermost of the wrappers around the experts.
-        inputs: whose factors.
+        inputs: inputs with the factors.
         E: experts.
     """
     leaves: dict[str, Tensor] = {}
@@ -67,7 +67,7 @@ def set_factors(
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """A PEFT model around the experts, its factors set to the op's values."""
+    """Build a PEFT model around the experts, its factors set to the op's values."""
     from peft import LoraConfig, get_peft_model
 
     experts = experts_module(inputs, point, "grouped_mm")

@@ -14,7 +14,7 @@ from bench_lib.spec import Impl, Program
 
 
 def layer(inputs: LayerInputs, flatten_sort_count: Any, parallel_linear: Any) -> Tensor:
-    """Up (rows leave in expert order), activation, down (rows enter so, tokens leave weighted)."""
+    """Run up (rows leave in expert order), activation, and down (rows to weighted tokens)."""
     K, E = inputs.ids_TK.shape[1], inputs.w13_EHD.shape[0]
     experts, rows, ends = flatten_sort_count(inputs.ids_TK, E)
     up = inputs.w13_EHD.transpose(1, 2)
@@ -28,7 +28,7 @@ def layer(inputs: LayerInputs, flatten_sort_count: Any, parallel_linear: Any) ->
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's own tensors."""
+    """Build the layer on the op's own tensors."""
     from axolotl.integrations.kernels.libs.scattermoe_lora.parallel_experts import (
         flatten_sort_count,
         parallel_linear,

@@ -14,7 +14,7 @@ from bench_lib.spec import Impl, Program
 
 
 def layer(inputs: LayerInputs, run: Any, swiglu: Any) -> Tensor:
-    """The whole layer. Scores travel flat in token order, weights as [out, in, E] views."""
+    """Run the whole layer; scores are flat in token order, weights are [out, in, E] views."""
     T, K = inputs.ids_TK.shape
     tokens_N = torch.arange(T, dtype=torch.int32, device=inputs.x_TD.device).repeat_interleave(K)
     out_TD, _ = run(
@@ -36,7 +36,7 @@ def layer(inputs: LayerInputs, run: Any, swiglu: Any) -> Tensor:
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's own tensors."""
+    """Build the layer on the op's own tensors."""
     from sonicmoe import moe_general_routing_inputs
     from sonicmoe.enums import ActivationType
 
@@ -45,13 +45,13 @@ def build(inputs: LayerInputs, point: Point) -> Program:
     )
 
 
-def obstacle(point: Point, device: torch.device) -> str | None:
-    """Its kernels use instructions of compute capability 9.0."""
+def why_not(point: Point, device: torch.device) -> str | None:
+    """Return a reason below compute capability 9.0, whose instructions its kernels need."""
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 9 else f"needs compute capability 9.0, the device has {major}.{minor}"
 
 
 SONICMOE = Impl(
     "sonicmoe", build, peer=True, needs_cuda=True, compiles="shapes", modules=("sonicmoe",),
-    obstacle=obstacle,
+    why_not=why_not,
 )  # fmt: skip

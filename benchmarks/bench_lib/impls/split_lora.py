@@ -15,7 +15,7 @@ from bench_lib.spec import Impl, Program
 
 
 def adapted(x_NI: Tensor, w_EOI: Tensor, lora: Any, ends_E: Tensor) -> Tensor:
-    """One projection with its adapter, rows in expert order."""
+    """Run one projection with its adapter, rows in expert order."""
     base_NO = functional.grouped_mm(x_NI, w_EOI.transpose(1, 2), offs=ends_E)
     p_NR = functional.grouped_mm(x_NI, lora.A_ERI.transpose(1, 2), offs=ends_E)
     return base_NO + lora.scaling * functional.grouped_mm(
@@ -24,7 +24,7 @@ def adapted(x_NI: Tensor, w_EOI: Tensor, lora: Any, ends_E: Tensor) -> Tensor:
 
 
 def layer(inputs: LayerInputs) -> Tensor:
-    """The adapted experts' weighted sum."""
+    """Return the adapted experts' weighted sum."""
     T, K = inputs.ids_TK.shape
     order_N, inverse_N, ends_E = sort_rows(inputs.ids_TK, inputs.w13_EHD.shape[0])
     h_NH = adapted(inputs.x_TD[order_N // K], inputs.w13_EHD, inputs.lora13, ends_E)
@@ -34,7 +34,7 @@ def layer(inputs: LayerInputs) -> Tensor:
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's own tensors."""
+    """Build the layer on the op's own tensors."""
     return Program(partial(layer, inputs), inputs.leaves())
 
 

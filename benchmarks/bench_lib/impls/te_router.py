@@ -1,8 +1,8 @@
-"""Transformer Engine's fused router (CUDA), optional: what the environment or the peers folder has.
+"""Transformer Engine's fused router (CUDA), optional: from the environment or the peers folder.
 
-It returns a dense [T, E] of weights, zero where an expert was not chosen, in the logits' dtype, and
-is timed as it is. Only the check turns that into the op's [T, K], and into its rule for equal
-scores: Transformer Engine promises none.
+It returns a dense [T, E] of weights, zero for experts not chosen, in the logits' dtype, and is
+timed in that form. Only the check converts this to the op's [T, K] and to the op's rule for equal
+scores, because Transformer Engine promises no rule.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from moe_patch.types import RouteSpec
 
 
 def build(inputs: RotatingInputs, spec: RouteSpec, bias_E: Tensor | None) -> Program:
-    """The router on the op's own logits; ``dout`` and the results move between the two layouts."""
+    """Build the router on the op's own logits; convert ``dout`` and results between layouts."""
     from transformer_engine.pytorch.router import fused_topk_with_score_function
 
     groups = (spec.groups, spec.top_groups) if spec.groups else (None, None)
     scale = None if spec.scale == 1.0 else spec.scale
-    # Softmax after the choice, which is softmax before it with renormalised weights.
+    # Softmax after the choice equals softmax before it with renormalised weights.
     options = (spec.top_k, False, *groups, scale, spec.score, bias_E)
 
     def run(leaf: dict[str, Tensor]) -> Tensor:
@@ -44,9 +44,9 @@ def build(inputs: RotatingInputs, spec: RouteSpec, bias_E: Tensor | None) -> Pro
 
 
 class Columns:
-    """Which expert of a row stands for which, among those with equal scores.
+    """Map between the experts that two routers take among equal scores of a row.
 
-    Of equal ones this library takes the lowest ids, another router any.
+    This library takes the lowest ids of equal scores; another router may take any.
     """
 
     def __init__(self, logits_TE: Tensor, bias_E: Tensor | None, chosen_TE: Tensor) -> None:
@@ -57,12 +57,12 @@ class Columns:
         self.theirs_TE = chosen_first_TE.gather(1, order_TE)
 
     def to_ours(self, values_TE: Tensor) -> Tensor:
-        """Values by their expert, by ours."""
+        """Move values from the other router's experts to ours."""
         moved_TE = values_TE.gather(1, self.theirs_TE)
         return torch.empty_like(values_TE).scatter_(1, self.ours_TE, moved_TE)
 
     def to_theirs(self, values_TE: Tensor) -> Tensor:
-        """The inverse."""
+        """Move values from our experts to the other router's."""
         moved_TE = values_TE.gather(1, self.ours_TE)
         return torch.empty_like(values_TE).scatter_(1, self.theirs_TE, moved_TE)
 

@@ -1,7 +1,7 @@
-"""A plain layer on torch's grouped_mm, with the routing weights applied before the down projection.
+"""A plain layer on torch's grouped_mm, with routing weights applied before the down projection.
 
-What one writes first with torch alone: gather, one grouped product, activation and weight, a second
-grouped product, and a sum over each token's rows.
+A first implementation with torch alone would do this: gather, one grouped product, activation and
+weight, a second grouped product, and a sum over rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench_lib.spec import Impl, Program
 
 
 def sort_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows in expert order, their inverse, int32 end offsets per expert)."""
+    """Return (rows in expert order, their inverse, int32 end offsets per expert)."""
     order_N = torch.argsort(ids_TK.reshape(-1), stable=True)
     inverse_N = torch.empty_like(order_N)
     inverse_N[order_N] = torch.arange(order_N.numel(), device=order_N.device)
@@ -29,7 +29,7 @@ def sort_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]
 
 
 def weighted_activation(h_NH: Tensor, weights_TK: Tensor, order_N: Tensor) -> Tensor:
-    """silu(gate) * up * routing weight, rows in expert order."""
+    """Return silu(gate) * up * routing weight, rows in expert order."""
     gate_NF, up_NF = h_NH.chunk(2, dim=-1)
     return functional.silu(gate_NF) * up_NF * weights_TK.reshape(-1)[order_N, None]
 
@@ -37,7 +37,7 @@ def weighted_activation(h_NH: Tensor, weights_TK: Tensor, order_N: Tensor) -> Te
 def layer(
     x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w13_EHD: Tensor, w2_EDF: Tensor
 ) -> Tensor:
-    """The experts' weighted sum."""
+    """Return the experts' weighted sum."""
     T, K = ids_TK.shape
     order_N, inverse_N, ends_E = sort_rows(ids_TK, w13_EHD.shape[0])
     h_NH = functional.grouped_mm(x_TD[order_N // K], w13_EHD.transpose(1, 2), offs=ends_E)
@@ -47,7 +47,7 @@ def layer(
 
 
 def build(inputs: LayerInputs, point: Point) -> Program:
-    """The layer on the op's own tensors."""
+    """Build the layer on the op's own tensors."""
     forward = partial(
         layer, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, inputs.w13_EHD, inputs.w2_EDF
     )

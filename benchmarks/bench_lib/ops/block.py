@@ -1,9 +1,9 @@
 """Op ``block``: router and experts of one layer together, forward and backward, as modules.
 
-A row's ``median_ms`` is wall time of one pass among many that are issued without a wait between
-them: what a training step sees. ``host_us`` is the time until a pass is issued, and ``kernel_ms``
-what its kernels take on the device. Whichever is larger decides. ``rel_err`` is the distance of the
-output and of each gradient from transformers' own block in the same process.
+A row's ``median_ms`` is the wall time of one pass among many that are issued without a wait, as in
+a training step. ``host_us`` is the time until a pass is issued, and ``kernel_ms`` the time of its
+kernels on the device; the larger one decides. ``rel_err`` is the distance of the output and of each
+gradient from transformers' own block in the same process.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from bench_lib.ops import experts, lora
 from bench_lib.shapes import Point
 from bench_lib.spec import Impl, Op, Program, Work
 
-# Passes that follow one another, as many as fit, and how often.
+# Duration and largest number of passes issued together, and how often to repeat that.
 TOGETHER_MS = 100.0
 MOST_TOGETHER = 20
 ROUNDS = 5
-# What CUDA graphs need before they are recorded, and the largest blocks that are worth one.
+# Passes before CUDA graphs can be recorded, and the largest blocks for which they are worth it.
 WARM_PASSES = 5
 MOST_TOKENS_COMPILED = 4096
 
 
 class _State:
-    """Inputs of the size at hand, and what transformers' block gave for them."""
+    """Inputs of the current size, and the results of transformers' block for them."""
 
     def __init__(self) -> None:
         self.size: tuple | None = None
@@ -52,7 +52,7 @@ _STATE = _State()
 
 
 def _error(program: Program, results: tuple, peer: bool) -> float | None:
-    """The largest distance from transformers' block, which is kept where it is what ran."""
+    """Return the largest distance from transformers' block; keep its results if it ran."""
     out, grads = results
     found = {"out": out.detach(), **canonical_grads(program, grads)}
     if peer:
@@ -65,7 +65,7 @@ def _error(program: Program, results: tuple, peer: bool) -> float | None:
 
 
 def _wall_ms(run: timers.Run, device: torch.device) -> float:
-    """Median time of a pass among passes that follow one another."""
+    """Return the median time of a pass among passes issued one after another."""
     together, times = 1, []
     for attempt in range(ROUNDS + 1):
         timers.wait(device)
@@ -82,10 +82,10 @@ def _wall_ms(run: timers.Run, device: torch.device) -> float:
 
 
 def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) -> dict[str, Any]:
-    """One row.
+    """Return one row.
 
     Raises:
-        WrongResultError: a result is not that of transformers' block.
+        WrongResultError: a result differs from that of transformers' block.
     """
     gc.collect()
     if device.type == "cuda":
@@ -113,13 +113,13 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
 
 
 def warm(impl: Impl, point: Point, device: torch.device) -> None:
-    """One pass, which compiles the kernels."""
+    """Run one pass, which compiles the kernels."""
     inputs = moe_block.make_inputs(point, device)
     run_pass(BLOCK, point, impl.build(inputs, point), inputs.layer.dout_TD)
 
 
 def work(point: Point) -> Work:
-    """The experts' own, and the router's product."""
+    """Return the work of the experts and of the router's product."""
     s = point.sizes
     known = experts.work(point) if point.R is None else lora.work(point)
     return Work((known.flops or 0) + 6 * point.T * s.D * s.E, 0)
@@ -151,7 +151,7 @@ BLOCK = Op(
     timer="wall",
     grad=True,
     impls=(
-        # First, since the others are held to what these give.
+        # These come first, because the others are compared with their results.
         Impl("hf_grouped_mm", _UNPATCHED, covers=_full, modules=_MODULES),
         Impl("peft", _UNPATCHED, covers=_lora, modules=(*_MODULES, "peft")),
         Impl("split_lora", moe_block.build_split, covers=_lora),

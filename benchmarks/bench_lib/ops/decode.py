@@ -16,7 +16,7 @@ DECODE = dataclasses.replace(
     timer="cudagraph",
     grad=False,
     impls=(
-        # Tiles depend on how few the tokens are.
+        # Tiles depend on the number of tokens when it is this small.
         *(dataclasses.replace(i, compiles="sizes") for i in (EXPERTS_IMPLS[0], BATCH_INVARIANT)),
         HF_BATCHED_MM,
         HF_GROUPED_MM,

@@ -19,33 +19,33 @@ from bench_lib.spec import Op, Work
 
 
 def make_inputs(point: Point, device: torch.device) -> moe_layer.LayerInputs:
-    """Random inputs, every one trained."""
+    """Return random inputs, all trained."""
     return moe_layer.make_layer(point, device, train_base=True)
 
 
 def forward_matmuls(point: Point) -> tuple[tuple[int, int, int, int], ...]:
-    """(batch, m, k, n) of the up and down products with equal rows per expert."""
+    """Return (batch, m, k, n) of the up and down products with equal rows per expert."""
     s = point.sizes
     rows = -(-point.rows // s.E)
     return (s.E, rows, s.D, 2 * s.F), (s.E, rows, s.F, s.D)
 
 
 def data_gradient_matmuls(point: Point) -> tuple[tuple[int, int, int, int], ...]:
-    """The two products that carry the gradient back through both projections."""
+    """Return the two products that carry the gradient back through both projections."""
     s = point.sizes
     rows = -(-point.rows // s.E)
     return (s.E, rows, 2 * s.F, s.D), (s.E, rows, s.D, s.F)
 
 
 def weight_gradient_matmuls(point: Point) -> tuple[tuple[int, int, int, int], ...]:
-    """The two products that give dW13 and dW2."""
+    """Return the two products that give dW13 and dW2."""
     s = point.sizes
     rows = -(-point.rows // s.E)
     return (s.E, 2 * s.F, rows, s.D), (s.E, s.D, rows, s.F)
 
 
 def work(point: Point) -> Work:
-    """Forward, or forward and the gradients of x, the routing weights and both projections."""
+    """Return the work of forward, with backward also of all gradients."""
     s, size = point.sizes, moe_layer.itemsize(point)
     tokens = point.T * s.D * size
     routing = point.rows * (8 + size)

@@ -1,7 +1,7 @@
 """Op ``lora``: the same layer with a frozen base and rank-R adapters on both projections.
 
-R null is the frozen base alone (forward and dx). Rates count the base's products only, so that a
-row says how far adapters fall short of the frozen base.
+R null is the frozen base alone (forward and dx). Rates count only the base's products, so a row
+shows how far adapters fall short of the frozen base.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from bench_lib.spec import Op, Work
 
 
 def make_inputs(point: Point, device: torch.device) -> moe_layer.LayerInputs:
-    """Random inputs; x, the routing weights and the factors are trained, the experts are not."""
+    """Return random inputs; x, the routing weights and the factors are trained, experts are not."""
     return moe_layer.make_layer(point, device, train_base=False)
 
 
 def work(point: Point) -> Work:
-    """Forward, or forward and the gradients of x, the routing weights and the factors."""
+    """Return the work of forward, with backward also of x, routing weights and factors."""
     s, size, R = point.sizes, moe_layer.itemsize(point), point.R or 0
     tokens = point.T * s.D * size
     routing = point.rows * (8 + size)

@@ -1,9 +1,9 @@
-"""Op ``model``: one LoRA training step of twelve layers of Qwen3-30B-A3B, HF Trainer around it.
+"""Op ``model``: one LoRA training step of twelve layers of Qwen3-30B-A3B in HF Trainer.
 
-Unpatched with PEFT (``peft``) and patched stand side by side on the very same model object. A row's
-``rel_err`` is the distance of the first step from the unpatched model's: its loss, and the norms of
-all adapters' gradients as one vector. With Liger around the blocks either has a process of its own,
-since what Liger changes stays changed there.
+Unpatched with PEFT (``peft``) and patched runs use the very same model object. A row's ``rel_err``
+compares the first step with that of the unpatched model: the loss, and the norms of all adapters'
+gradients as one vector. With Liger around the blocks each has a process of its own, because Liger's
+changes to a process are permanent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODULES = (
 
 
 def layout(shape: str) -> tuple[int, int, bool]:
-    """(sequences, their length, gradient checkpointing) from a shape's name."""
+    """Return (sequences, their length, gradient checkpointing) from a shape's name."""
     if shape == "tiny":
         return 2, 8, False
     *_, batch, last = shape.removesuffix("_ckpt").replace("x", "_").split("_")
@@ -80,12 +80,12 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) -> dict[str, Any]:
-    """One row.
+    """Return one row.
 
     Raises:
-        WrongResultError: the patched model's first step is another one.
+        WrongResultError: the patched model's first step differs.
     """
-    # A training that ran out of memory leaves cycles.
+    # A training that ran out of memory leaves reference cycles.
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -105,7 +105,7 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
 
 
 def warm(impl: Impl, point: Point, device: torch.device) -> None:
-    """One layer with a small vocabulary: the kernels are those of the slice."""
+    """Compile with one layer and a small vocabulary; the kernels are those of the slice."""
     from bench_lib import training
     from moe_patch import patch_model
 

@@ -21,7 +21,7 @@ SEED = 2026
 
 @dataclass
 class PlanInputs:
-    """Equal copies of the ids, taken in turn so that every call finds its ids in memory."""
+    """Equal copies of the ids, taken in turn so that every call reads its ids from memory."""
 
     copies: tuple[Tensor, ...]
     dout_TD: None = None
@@ -37,7 +37,7 @@ class PlanInputs:
 
 
 def make_inputs(point: Point, device: torch.device) -> PlanInputs:
-    """K distinct experts per token, uniform, int64."""
+    """Return K distinct experts per token, uniform, int64."""
     s = point.sizes
     generator = torch.Generator(device).manual_seed(SEED)
     ids_TK = torch.rand(point.T, s.E, generator=generator, device=device).topk(s.K).indices
@@ -46,10 +46,10 @@ def make_inputs(point: Point, device: torch.device) -> PlanInputs:
 
 
 def build(inputs: PlanInputs, point: Point, *, triton: bool) -> Program:
-    """Our kernels, or the definition in torch.
+    """Build our kernels, or the definition in torch.
 
     Raises:
-        WrongResultError: the inverse or the offsets differ; rows are compared as every op's output.
+        WrongResultError: the inverse or the offsets differ; rows are compared like any output.
     """
     run: Callable[[Tensor, int], Plan] = definition.build_plan
     if triton:
@@ -63,12 +63,12 @@ def build(inputs: PlanInputs, point: Point, *, triton: bool) -> Program:
 
 
 def compare(point: Point, expected: Tensor, out: Tensor, grads: Grads) -> float:
-    """The share of rows in a wrong place."""
+    """Return the share of rows in a wrong place."""
     return float((out != expected).double().mean())
 
 
 def work(point: Point) -> Work:
-    """int64 ids read once; int32 rows, slots and offsets written once."""
+    """Return the work: int64 ids read once; int32 rows, slots and offsets written once."""
     return Work(None, point.rows * (8 + 4 + 4) + 4 * (point.sizes.E + 1))
 
 

@@ -18,12 +18,12 @@ SEED = 2026
 
 
 def keys_of(point: Point) -> int:
-    """P, of which a shape has E = P * P experts."""
+    """Return P; a shape has E = P * P experts."""
     return math.isqrt(point.sizes.E)
 
 
 def make_inputs(point: Point, device: torch.device) -> RotatingInputs:
-    """Normal logits and a normal gradient to the weights."""
+    """Return normal logits and a normal gradient of the weights."""
     P = keys_of(point)
     generator = torch.Generator(device).manual_seed(SEED)
     normal = partial(torch.randn, generator=generator, device=device, dtype=point.torch_dtype)
@@ -32,13 +32,13 @@ def make_inputs(point: Point, device: torch.device) -> RotatingInputs:
 
 
 def build(inputs: RotatingInputs, point: Point, *, triton: bool) -> Program:
-    """Our kernels, or the definition in torch."""
+    """Build our kernels, or the definition in torch."""
     run = product_key_triton if triton else product_key_reference
     return inputs.program(lambda leaf: run(leaf["x"], leaf["y"], point.sizes.K).weights_TK)
 
 
 def build_all_pairs(inputs: RotatingInputs, point: Point) -> Program:
-    """The loop and the softmax of its sums; it has no backward."""
+    """Build the loop and the softmax of its sums; it has no backward."""
     from bench_lib.impls.all_pairs import all_pairs_loop
 
     K = point.sizes.K
@@ -51,7 +51,7 @@ def build_all_pairs(inputs: RotatingInputs, point: Point) -> Program:
 
 
 def reference(point: Point, inputs: RotatingInputs) -> tuple[Tensor, Tensor]:
-    """Weights of the definition's own choice and both gradients side by side, in fp64."""
+    """Return the weights of the definition's choice, and both gradients side by side, in fp64."""
     P, leaf = keys_of(point), inputs.copies[0]
     ids_TK = product_key_reference(leaf["x"].detach(), leaf["y"].detach(), point.sizes.K).ids_TK
     wide = {name: t.detach().double().requires_grad_() for name, t in leaf.items()}
@@ -62,7 +62,7 @@ def reference(point: Point, inputs: RotatingInputs) -> tuple[Tensor, Tensor]:
 
 
 def work(point: Point) -> Work:
-    """Both rows of logits read once (and their gradients written), int64 ids and weights once."""
+    """Return the work: logits read (and gradients written), int64 ids and weights written, once."""
     size = torch.empty(0, dtype=point.torch_dtype).itemsize
     logits, chosen = 2 * point.T * keys_of(point) * size, point.rows * (8 + size)
     return Work(None, 2 * (logits + chosen) + logits if point.backward else logits + chosen)

@@ -1,7 +1,7 @@
 """Op ``quantised``: LoRA on experts stored in NF4 or FP8, beside the same layer in bf16.
 
-The reference is the layer with the dequantised weights: what is measured is arithmetic, not how
-well a format keeps a weight.
+The reference is the layer with the dequantised weights: this measures the arithmetic, not the loss
+of a format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench_lib.spec import Impl, Program, Work
 
 
 def build(inputs: QuantInputs, point: Point) -> Program:
-    """``moe_patch.ops.experts.op.experts_mlp`` on the storage as it is."""
+    """Build ``moe_patch.ops.experts.op.experts_mlp`` on the packed storage."""
     from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.types import ExpertWeights
 
@@ -38,7 +38,7 @@ def _saved_weight_bytes(point: Point) -> int:
 
 
 def work(point: Point) -> Work:
-    """That of op lora, with the experts read as they are stored."""
+    """Return the work of op lora, with the experts read in their storage."""
     of_lora = lora.work(point)
     return dataclasses.replace(
         of_lora, moved_bytes=of_lora.moved_bytes - _saved_weight_bytes(point)

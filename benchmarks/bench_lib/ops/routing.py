@@ -15,12 +15,12 @@ from moe_patch.ops.routing import route
 from moe_patch.types import RouteSpec
 
 SEED = 2026
-# Groups of the shapes that limit them; what DeepSeek-V3 does with the rest of its choices.
+# Groups of the shapes that limit them; the other values are those of DeepSeek-V3.
 GROUPS = {"E256_K8_G8": 8}
 
 
 def spec_of(point: Point) -> RouteSpec:
-    """Renormalised softmax (Qwen3-MoE), or DeepSeek-V3's sigmoid with bias and group limit."""
+    """Return renormalised softmax (Qwen3-MoE), or DeepSeek-V3's sigmoid, bias and group limit."""
     groups = GROUPS.get(point.shape, 0)
     if groups == 0:
         return RouteSpec(point.sizes.K, renormalize=True)
@@ -31,7 +31,7 @@ def spec_of(point: Point) -> RouteSpec:
 
 
 def make_inputs(point: Point, device: torch.device) -> RotatingInputs:
-    """Normal logits, a small correction bias, a normal gradient to the fp32 weights."""
+    """Return normal logits, a small correction bias, a normal gradient of the fp32 weights."""
     s = point.sizes
     generator = torch.Generator(device).manual_seed(SEED)
     normal = partial(torch.randn, generator=generator, device=device)
@@ -44,7 +44,7 @@ def _bias(inputs: RotatingInputs, point: Point) -> Tensor | None:
 
 
 def build_triton(inputs: RotatingInputs, point: Point) -> Program:
-    """``moe_patch.ops.routing_op.route`` with int32 ids."""
+    """Build ``moe_patch.ops.routing_op.route`` with int32 ids."""
     from moe_patch.ops import routing_op
 
     spec, bias_E = spec_of(point), _bias(inputs, point)
@@ -56,22 +56,22 @@ def build_triton(inputs: RotatingInputs, point: Point) -> Program:
 
 
 def build_torch(inputs: RotatingInputs, point: Point, *, compiled: bool = False) -> Program:
-    """The definition, eager or under torch.compile."""
+    """Build the definition, eager or under torch.compile."""
     spec, bias_E = spec_of(point), _bias(inputs, point)
     if compiled:
-        # Beyond a few sizes torch.compile would run the definition as it is, and say nothing.
+        # After a few sizes torch.compile would silently fall back to eager.
         torch.compiler.reset()
     run = torch.compile(route, dynamic=False) if compiled else route
     return inputs.program(lambda leaf: run(leaf["logits"], spec, bias_E).weights_TK)
 
 
 def build_te(inputs: RotatingInputs, point: Point) -> Program:
-    """Transformer Engine's router."""
+    """Build Transformer Engine's router."""
     return te_router.build(inputs, spec_of(point), _bias(inputs, point))
 
 
 def reference(point: Point, inputs: RotatingInputs) -> tuple[Tensor, Tensor]:
-    """fp64 weights and the gradient to the logits."""
+    """Return fp64 weights and the gradient of the logits."""
     wide_TE = inputs.copies[0]["logits"].detach().double().requires_grad_()
     bias_E = _bias(inputs, point)
     bias_E = None if bias_E is None else bias_E.double()
@@ -81,13 +81,13 @@ def reference(point: Point, inputs: RotatingInputs) -> tuple[Tensor, Tensor]:
 
 
 def compare(point: Point, expected: tuple[Tensor, Tensor], out: Tensor, grads: Grads) -> float:
-    """Largest relative error; a wrong id puts its gradient into a wrong column."""
+    """Return the largest relative error; a wrong id puts its gradient into a wrong column."""
     pairs = [(out, expected[0]), *((grad, expected[1]) for grad in grads.values())]
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
 
 
 def work(point: Point) -> Work:
-    """Logits read once (and their gradient written), int32 ids and fp32 weights once per pass."""
+    """Return the work: logits read (gradient written), int32 ids and fp32 weights, once a pass."""
     s, size = point.sizes, torch.empty(0, dtype=point.torch_dtype).itemsize
     moved = point.T * s.E * size + point.rows * 8
     return Work(None, 2 * moved + point.T * s.E * size if point.backward else moved)

@@ -1,6 +1,6 @@
-"""Op ``signals``: what recording the per-token, per-expert norms adds to the experts.
+"""Op ``signals``: the cost of recording the per-token, per-expert norms beside the experts.
 
-``moe_patch`` records as ``moe_patch.record`` does for a layer, ``moe_patch:off`` does not.
+``moe_patch`` records as ``moe_patch.record`` does for a layer; ``moe_patch:off`` does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bench_lib.spec import Impl, Program
 
 
 def build(inputs: LayerInputs, point: Point, *, recording: bool) -> Program:
-    """The experts as a patched layer calls them."""
+    """Build the experts as a patched layer calls them."""
     from moe_patch.ops.experts.op import experts_mlp
     from moe_patch.runtime.taps import LayerSignals
     from moe_patch.types import ExpertWeights

@@ -2,7 +2,7 @@
 
     python -c "from moe_patch.integrations.ms_swift import PLUGIN; print(PLUGIN)"
 
-ms-swift puts the plugin's folder first on ``sys.path``, so nothing else lies in that folder.
+ms-swift puts the plugin's folder first on ``sys.path``, so that folder holds nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``--external_plugins`` names: ``--callbacks moe_patch`` patches the trainer's model.
+"""The file for ``--external_plugins``; ``--callbacks moe_patch`` then patches the model.
 
 ms-swift calls the entry of its map with its arguments and the trainer.
 """

@@ -1,4 +1,4 @@
-"""compare.py FOLDER PLAIN PATCHED MODE: two runs' logs and adapters; prints one JSON line.
+"""Compare logs and adapters of two runs: compare.py FOLDER PLAIN PATCHED MODE; print JSON.
 
 Runs in a framework's own environment, without moe_patch: plain PEFT loads both adapters.
 """
@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 
 def logged(run: Path) -> list[float]:
-    """The losses, step by step, from the Trainer's own state."""
+    """Return the losses, step by step, from the Trainer's own state."""
     states = [json.loads(p.read_text()) for p in run.rglob("trainer_state.json")]
     last = max(states, key=lambda state: state["global_step"])
     return [float(entry["loss"]) for entry in last["log_history"] if "loss" in entry]

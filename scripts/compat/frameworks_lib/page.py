@@ -15,7 +15,7 @@ HEAD = (
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The Markdown table of the newest rows, by framework, family and mode."""
+    """Return the Markdown table of the newest rows, by framework, family and mode."""
     newest = {(r["framework"], r["version"], r["family"], r["mode"]): r for r in rows}
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for key in sorted(newest):
@@ -34,7 +34,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def page(rows: Path, path: Path, write: bool) -> int:
-    """Compare the page's table with the rows, or write it; 1 where it is not current."""
+    """Compare the page's table with the rows, or write it; return 1 if it is outdated."""
     made = table([json.loads(line) for line in rows.read_text().splitlines()])
     text = path.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)

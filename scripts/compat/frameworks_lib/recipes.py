@@ -1,4 +1,4 @@
-"""What is run of each framework: its packages, and the command of a mode, unpatched and patched."""
+"""Recipes per framework: its packages, and the command of each mode, unpatched and patched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Framework:
         package: its name on PyPI, with the version.
         python: the interpreter it needs.
         more: further requirements of the environment.
-        modes: that are run.
+        modes: the modes to run.
         command: (folder, name of the run, family, mode, patched) -> the command; writes its files.
     """
 
@@ -35,7 +35,7 @@ class Framework:
 
 
 def trl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """``trl sft``, ``dpo`` or ``grpo``; patched by ``moe-patch run``."""
+    """Return the command of ``trl sft``, ``dpo`` or ``grpo``; ``moe-patch run`` patches it."""
     script = "sft" if mode == "full" else mode
     config: dict[str, Any] = {
         "model_name_or_path": "tiny", "dtype": "float32", "attn_implementation": "eager",
@@ -62,7 +62,7 @@ def trl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[
 
 
 def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """``axolotl train``; patched by the plugin."""
+    """Return the command of ``axolotl train``; the plugin patches it."""
     config: dict[str, Any] = {
         "base_model": "tiny", "tokenizer_config": "tiny",
         "datasets": [{
@@ -76,7 +76,7 @@ def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> l
         "bf16": False, "fp16": False, "tf32": False, "attn_implementation": "eager",
         "logging_steps": 1, "save_steps": STEPS // 2, "seed": 42, "use_tensorboard": False,
         "save_first_step": False,
-        # axolotl makes adapters before it seeds, so two unpatched runs differ without this.
+        # axolotl makes adapters before it sets the seed, so two unpatched runs would differ.
         "plugins": ["seed_plugin.SeedPlugin"],
     }  # fmt: skip
     (folder / "seed_plugin.py").write_text(
@@ -92,7 +92,7 @@ def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> l
             "lora_target_modules": ATTENTION[family], "lora_target_parameters": EXPERTS,
         }  # fmt: skip
     if family == "deepseek_v3":
-        # axolotl 0.19's own LoRA kernels, on by default, do not know this attention.
+        # axolotl 0.19's own LoRA kernels, on by default, do not support this attention.
         config |= {f"lora_{part}_kernel": False for part in ("qkv", "o", "mlp")}
     if mode == "resume":
         config |= {
@@ -105,7 +105,7 @@ def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> l
 
 
 def swift(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """``swift sft``; patched by the plugin file of the package."""
+    """Return the command of ``swift sft``; the package's plugin file patches it."""
     values: dict[str, Any] = {
         "model": "tiny", "model_type": family, "template": "qwen3", "dataset": "sft/train.jsonl",
         "torch_dtype": "float32", "bf16": "false", "fp16": "false", "attn_impl": "eager",
@@ -133,7 +133,7 @@ PLUGIN = ""  # set by the caller: the plugin's file in the package
 
 
 def _write(path: Path, config: dict[str, Any]) -> None:
-    """JSON is YAML."""
+    """Write JSON, which is also YAML."""
     path.write_text(json.dumps(config, indent=1))
 
 

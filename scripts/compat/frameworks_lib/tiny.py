@@ -1,4 +1,4 @@
-"""tiny.py FOLDER FAMILY: a tiny model with a tokenizer of bytes, and rows of every kind of data.
+"""Make a tiny model, a tokenizer of bytes, and rows of every kind of data: tiny.py FOLDER FAMILY.
 
 Runs in a framework's own environment. Random weights, fp32; nothing comes from a hub.
 """
@@ -40,7 +40,7 @@ WORDS = ["river", "engine", "garden", "number", "window", "planet", "letter", "w
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
+    """Make a tokenizer with one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: place for place, token in enumerate(SPECIAL + alphabet)}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -56,7 +56,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rows(kind: str) -> list[dict]:
-    """One hundred rows for "sft", "dpo" or "grpo"."""
+    """Make one hundred rows for "sft", "dpo" or "grpo"."""
     draw = random.Random(0)
     made = []
     for place in range(100):
@@ -81,7 +81,7 @@ def main(folder: Path, family: str) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **SHARED, **FAMILIES[family], vocab_size=len(fast))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Routers of the default size choose almost at random; these spread the scores.
+    # Routers of the default size choose almost at random; larger weights spread the scores.
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):

@@ -1,6 +1,6 @@
-"""Counts the experts' calls of moe_patch in every Python process that has this folder on its path.
+"""Count moe_patch's calls of the experts in every Python process with this folder on its path.
 
-``$MOE_PATCH_TRACE`` is a folder; each process that computed experts here leaves a JSON file there.
+``$MOE_PATCH_TRACE`` is a folder; each process that computed experts leaves a JSON file there.
 """
 
 import atexit
@@ -24,7 +24,7 @@ def counted(function):
 
 
 class Finder:
-    """Puts counters around the two functions when a backend is imported."""
+    """Wraps the two functions in counters when a backend is imported."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
