@@ -31,10 +31,10 @@ class PatchConfig:
         fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible.
             "require" makes an adapter that cannot be fused an error. "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
-        batch_invariant: compute a token's output bit for bit the same, whatever the number of
-            tokens and whatever the other tokens are. Needs the Triton backend. Covers this
-            library's part only, from router logits to the sum over experts: the router's linear
-            and the rest of the model run in torch.
+        batch_invariant: make a token's output independent, bit for bit, of the number of tokens
+            and of the other tokens. Needs the Triton backend. Covers only what this library
+            computes, from router logits to the sum over experts. The router's linear and the rest
+            of the model run in torch.
         ties: "lower" prefers the lower expert id among equal scores, "torch" takes whatever
             torch.topk picks.
         shadow_check: interval in training forwards. At every interval one block's live call is

@@ -202,7 +202,7 @@ class ExpertsForward(NamedTuple):
 
 
 class ExpertsNeeds(NamedTuple):
-    """Flags of the gradients that a backward call computes; the others stay None and cost nothing."""
+    """Flags for the gradients that a backward call computes; the others stay None, at no cost."""
 
     x: bool = False
     weights: bool = False

@@ -1,8 +1,8 @@
-"""The record a patch leaves on each module it touches, and how forwards are bound and unbound.
+"""The record of a patch on each module, and functions to bind and unbind forwards.
 
-Everything lives on instances: the record in ``module.__dict__["_moe_patch"]``, a bound forward as
-``functools.partial(function, module)``. Both survive deepcopy and pickle pointing at the copy,
-which closures and bound methods do not.
+All state is on instances: the record is ``module.__dict__["_moe_patch"]``, and a bound forward is
+``functools.partial(function, module)``. After deepcopy or pickle both refer to the copy. Closures
+and bound methods would still refer to the original.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ _MARK = "_moe_patch_bound"
 
 @dataclass
 class ModulePatch:
-    """What was done to one module.
+    """The patch of one module.
 
     Attributes:
         role: "router", "experts", "block", "lora" or "refused".
-        spec: the family entry.
-        config: the options of the patch.
+        spec: family entry.
+        config: options of the patch.
         active: cleared by undo; bound functions then run the class's own forward.
         slots: names of the instance attributes that were bound.
-        saved: what was in each slot or attribute that was replaced (absent key = was absent).
+        saved: previous values of the replaced attributes (no key if an attribute did not exist).
         self_check: "passed", "off" or "skipped: why".
-        reason: why a module is refused or served differently from the rule.
-        taps: what records or replays this module just now (signals/slot.py), or None. An attribute
-            here, because compiled code notices when it changes.
-        probe: what looks at this module's calls (debug/probe.py), or None.
-        factors: of an experts module during a call: adapters' factors by parameter, or None.
-        taken: the parameters whose factors were read in that call. Attributes here, as ``taps`` is.
-        caller: the ident of the thread that makes that call, by the key "thread"; else empty.
+        reason: why a module is refused or patched differently from other modules.
+        taps: Taps (runtime/taps.py) while this module is recorded or replayed, or None. It is an
+            attribute of the record so that compiled code recompiles when it changes.
+        probe: Probe (debug/probe.py) that checks this module's calls, or None.
+        factors: on an experts module, factors of adapters by parameter during a call; else None.
+        taken: parameters whose factors were read in that call. Attributes for the same reason as
+            ``taps``.
+        caller: {"thread": ident} of the thread that makes that call; empty outside a call.
     """
 
     role: str
@@ -66,18 +67,18 @@ class ModulePatch:
 
 
 def record_of(module: nn.Module) -> ModulePatch | None:
-    """The module's active record, or None."""
+    """Return the active record of a module, or None."""
     record = module.__dict__.get(RECORD)
     return record if record is not None and record.active else None
 
 
 def handed_down(module: nn.Module) -> dict[str, Any]:
-    """Factors by parameter that PEFT's wrappers handed down for the call that is running.
+    """Return the factors, by parameter, that PEFT's wrappers passed for the current call.
 
-    Also while the patch is switched off for a moment.
+    Also works while the patch is temporarily inactive.
 
     Raises:
-        UnsupportedOptionError: another thread's call is running.
+        UnsupportedOptionError: a call of another thread is running.
     """
     record = module.__dict__.get(RECORD)
     if record is None or (factors := record.factors) is None:
@@ -90,22 +91,22 @@ def handed_down(module: nn.Module) -> dict[str, Any]:
 
 
 def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
-    """Give an experts module factors for one call, beside those of wrappers around this one.
+    """Pass factors to an experts module for one call, in addition to those of outer wrappers.
 
     Args:
-        record: of the experts module.
-        factors: by parameter.
-        where: names the module and parameter in errors.
+        record: record of the experts module.
+        factors: factors by parameter.
+        where: name of the module and parameter, for errors.
 
     Returns:
-        What was handed down before, for :func:`take_back`.
+        The previous factors, for :func:`take_back`.
 
     Raises:
-        UnsupportedOptionError: another thread's call is running.
+        UnsupportedOptionError: a call of another thread is running.
     """
     if not torch.compiler.is_compiling():
         me = threading.get_ident()
-        # A single atomic step: if two threads come at once, one is refused.
+        # setdefault is atomic: if two threads arrive at once, one is refused.
         _refuse_second_thread(me, record.caller.setdefault("thread", me), where)
     previous = record.factors
     record.factors = {**(previous or {}), **factors}
@@ -123,14 +124,14 @@ def take_back(record: ModulePatch, previous: dict[str, Any] | None) -> None:
 
 
 def _refuse_second_thread(me: int, owner: int, where: str) -> None:
-    """Raise unless the running call is this thread's: a record holds the factors of one call."""
+    """Raise if the running call is another thread's: a record holds the factors of one call."""
     if owner == me:
         return
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     raise UnsupportedOptionError(
         f"{where}: thread {names.get(me, me)!r} calls these experts with adapters while thread "
-        f"{names.get(owner, owner)!r} is running them with its own, and the two would mix; "
-        "accepted: one forward at a time of a model with adapters; hold a lock around the "
+        f"{names.get(owner, owner)!r} is running them with its own adapters, and the two would "
+        "mix; accepted: one forward at a time of a model with adapters; hold a lock around the "
         "forward, or give each thread a copy of the model"
     )
 
@@ -138,14 +139,14 @@ def _refuse_second_thread(me: int, owner: int, where: str) -> None:
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``function(module, record, ...)`` bindable as ``module.forward``.
 
-    The result looks up the module's record on each call and hands it over; on a module whose patch
-    was undone (a hook may still hold the old forward) the class's own forward runs.
+    On each call, the result looks up the module's record and passes it to the function. After the
+    patch is undone, it runs the class's own forward: a hook may still hold the bound one.
     """
     return bound_method("forward")(function)
 
 
 def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """:func:`bound` for another method than forward."""
+    """Return :func:`bound` for a method other than forward."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -161,7 +162,7 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                 return record.taps.heard(call, record, args)
             return function(module, record, *args, **kwargs)
 
-        # As callers see it: without the record, which is looked up.
+        # The public signature lacks the record, which is looked up.
         signature = inspect.signature(function)
         parameters = [p for place, p in enumerate(signature.parameters.values()) if place != 1]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -172,12 +173,12 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def is_ours(value: Any) -> bool:
-    """Whether a function found on an instance was bound by this library."""
+    """Return whether this library bound a function that was found on an instance."""
     return isinstance(value, functools.partial) and hasattr(value.func, _MARK)
 
 
 def origin_of(function: Any) -> str:
-    """The qualified name of what was found on an instance: a function's own, else its class's."""
+    """Return the qualified name of a function, or of the class of another callable."""
     if isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
@@ -185,14 +186,14 @@ def origin_of(function: Any) -> str:
 
 
 def slot_for(module: nn.Module) -> str:
-    """Where a forward has to be bound: behind accelerate's hook if there is one."""
+    """Return the attribute that takes a bound forward: behind accelerate's hook, if there is one."""
     return "_old_forward" if has_accelerate_hook(module) else "forward"
 
 
 def bind(
     module: nn.Module, function: Callable[..., Any], record: ModulePatch, slot: str = "forward"
 ) -> None:
-    """Bind a :func:`bound` function as an instance attribute and leave the record."""
+    """Bind a :func:`bound` function as an instance attribute, and store the record."""
     if slot == "forward":
         slot = slot_for(module)
     if slot in module.__dict__:
@@ -203,7 +204,7 @@ def bind(
 
 
 def unbind(module: nn.Module) -> None:
-    """Undo :func:`bind`, also when a hook has moved our forward to another slot since."""
+    """Undo :func:`bind`, even if a hook has since moved our forward to another attribute."""
     record = module.__dict__.pop(RECORD)
     record.active = False
     for slot in {*record.slots, "forward", "_old_forward"}:
