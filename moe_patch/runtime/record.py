@@ -186,7 +186,7 @@ def origin_of(function: Any) -> str:
 
 
 def slot_for(module: nn.Module) -> str:
-    """Return the attribute that takes a bound forward: behind accelerate's hook, if there is one."""
+    """Return the attribute to bind a forward to: the one behind accelerate's hook, if any."""
     return "_old_forward" if has_accelerate_hook(module) else "forward"
 
 
