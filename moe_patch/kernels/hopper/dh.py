@@ -1,8 +1,8 @@
 """Gradients through the activation on Hopper, in Gluon: the counterpart of experts/dh.py.
 
 One warpgroup is the producer. It gathers rows of dout by cp.async and loads W2 by TMA. Then it
-loads h through the same ring (kernels/hopper/common.py), 64 columns of gate and up per stage, so
-that h has arrived when the product ends.
+loads h through the same ring (kernels/hopper/common.py), 64 columns of gate and up per stage. So h
+has arrived when the product ends.
 
 Two warpgroups are consumers. Each multiplies 64 rows and computes dh, w·a and the partial sums from
 da' and h. Gradients overwrite h in shared memory and are stored from there by TMA, clipped at the

@@ -2,7 +2,7 @@
 
 One warpgroup is the producer, two are consumers. The producer loads BK token rows of both sides
 into the ring (kernels/hopper/common.py). TMA loads the side in plan order, with a ragged descriptor
-that clips at the expert's end. cp.async loads the gathered side, row by row. Each consumer
+that clips at the expert's end. The gathered side is loaded by cp.async, row by row. Each consumer
 multiplies 64 of the left side's 128 columns by all 256 columns of the right side.
 """
 
