@@ -106,7 +106,7 @@ def _choices(
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
     obstacle = _obstacle(spec, experts, logits, bias)
     if obstacle is None:
-        for at, kind in _NUMBERS:  # convert numbers as the operator's schema does
+        for at, kind in _NUMBERS:  # Convert numbers as the operator's schema does.
             fields[at] = kind(fields[at])
         spec = RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
     return _Choices(obstacle, tuple(fields), spec)

@@ -196,8 +196,8 @@ class Call:
             return packed_linear(inputs, rows, w, b_EO, decoding, low_rank=low_rank)
         tile, found = self.tile(op), None
         if low_rank is not None and tile.flatten:
-            # With a low-rank factor the portable kernel cannot flatten its loop, so the
-            # warp-specialised one is faster.
+            # A low-rank factor costs the portable kernel its flattened loop, and the
+            # warp-specialised kernel nothing.
             tile = resized(tile, specialised=True)
         for part in self.parts(w_EOI):
             found = grouped_linear(

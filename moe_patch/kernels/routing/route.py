@@ -22,8 +22,8 @@ from moe_patch.types import RouteSpec
 # Columns of a row per thread. More columns save shuffles, as long as there are enough registers. A
 # column needs one packed key if logits are packed, or else a logit, a score and keys.
 PACKED_COLUMNS = 32
-WIDE_PACKED_COLUMNS = 64  # of the 512 of a row
-SCORED_COLUMNS = {2: 16, 4: 8}  # by the bytes of a logit
+WIDE_PACKED_COLUMNS = 64  # for rows of up to 512 columns
+SCORED_COLUMNS = {2: 16, 4: 8}  # by bytes per logit
 BACKWARD_COLUMNS = 16
 # More rows than any program holds.
 MANY = 1 << 20
