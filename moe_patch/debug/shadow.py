@@ -85,7 +85,7 @@ def compare(
         args: copies of the call's arguments.
         kwargs: the call's keyword arguments.
     """
-    if (why := _obstacle(module, args)) is not None:
+    if (why := _why_not(module, args)) is not None:
         return Comparison(path, role, step, skipped=why)
     modules = list(module.modules())
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _obstacle(module: nn.Module, args: tuple) -> str | None:
+def _why_not(module: nn.Module, args: tuple) -> str | None:
     for m in module.modules():
         if has_accelerate_hook(m):
             return "an accelerate hook moves the weights"

@@ -28,7 +28,7 @@ class BackendChoice(NamedTuple):
     reason: str
 
 
-def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why Triton cannot run on this device and dtype, or None if it can."""
     if dtype not in TRITON_DTYPES:
         return f"Triton kernels take bf16, fp16 and fp32, not {dtype}"
@@ -113,13 +113,13 @@ def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> Backend
         return BackendChoice("torch", "requested")
     if requested not in BACKENDS:
         check_choice("backend", requested, BACKENDS)
-    obstacle = triton_obstacle(device, dtype)
+    why_not = why_not_triton(device, dtype)
     if requested == "triton":
-        if obstacle is not None:
+        if why_not is not None:
             raise UnsupportedOptionError(
-                f"backend='triton' cannot hold: {obstacle}; use backend='auto' or 'torch'"
+                f"backend='triton' cannot hold: {why_not}; use backend='auto' or 'torch'"
             )
         return BackendChoice("triton", "requested")
-    if obstacle is None and torch.version.hip is not None:
-        obstacle = "on HIP, Triton runs only on request (backend='triton')"
-    return BackendChoice("triton", "auto") if obstacle is None else BackendChoice("torch", obstacle)
+    if why_not is None and torch.version.hip is not None:
+        why_not = "on HIP, Triton runs only on request (backend='triton')"
+    return BackendChoice("triton", "auto") if why_not is None else BackendChoice("torch", why_not)

@@ -71,9 +71,9 @@ def route(
     """
     check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
     choices = _choices_of(logits_TE, spec, bias_E)
-    if choices.obstacle is not None:
+    if choices.why_not is not None:
         raise UnsupportedOptionError(
-            f"moe_patch.ops.routing_op.route: {choices.obstacle}; use moe_patch.ops.routing.route "
+            f"moe_patch.ops.routing_op.route: {choices.why_not}; use moe_patch.ops.routing.route "
             "(backend='torch')"
         )
     return _route(logits_TE, bias_E, ids_dtype, choices)
@@ -83,13 +83,13 @@ class _Choices(NamedTuple):
     """A RouteSpec in the form that the operator and the kernels take.
 
     Attributes:
-        obstacle: why the kernels cannot route by this spec, or None if they can. Unless it is
+        why_not: why the kernels cannot route by this spec, or None if they can. Unless it is
             None, ``fields`` and ``spec`` are not normalised.
         fields: fields of the spec in the operator's order, numbers converted to its schema's types.
         spec: RouteSpec made of these fields.
     """
 
-    obstacle: str | None
+    why_not: str | None
     fields: tuple[Any, ...]
     spec: RouteSpec
 
@@ -104,12 +104,12 @@ def _choices(
     spec: RouteSpec, experts: int, logits: torch.dtype, bias: torch.dtype | None
 ) -> _Choices:
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
-    obstacle = _obstacle(spec, experts, logits, bias)
-    if obstacle is None:
+    why_not = _why_not(spec, experts, logits, bias)
+    if why_not is None:
         for at, kind in _NUMBERS:  # Convert numbers as the operator's schema does.
             fields[at] = kind(fields[at])
         spec = RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
-    return _Choices(obstacle, tuple(fields), spec)
+    return _Choices(why_not, tuple(fields), spec)
 
 
 def _route(
@@ -128,13 +128,13 @@ def _route(
     return Routing(ids_TK, weights_TK, logits_TE)
 
 
-def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
+def why_not_route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
     """Return why the Triton kernels cannot route this and what they accept, or None if they can."""
     bias_dtype = None if bias_E is None else bias_E.dtype
-    return _obstacle(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+    return _why_not(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
 
 
-def _obstacle(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
+def _why_not(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
     if spec.ties != "lower":
         return f"ties={spec.ties!r} is torch.topk's own order, the kernels implement ties='lower'"
     if spec.score not in _SCORES:
@@ -175,13 +175,13 @@ def _route_on(
     triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
     if batch_invariant:
         spec = replace(spec, batch_invariant=True)
-    obstacle: str | None = ""
+    why_not: str | None = ""
     if triton:
         choices = _choices_of(logits_TE, spec, bias_E)
-        if (obstacle := choices.obstacle) is None:
+        if (why_not := choices.why_not) is None:
             return _route(logits_TE, bias_E, torch.int64, choices)
     if batch_invariant:
-        refuse_batch_invariant(f"routing with {obstacle}")
+        refuse_batch_invariant(f"routing with {why_not}")
     return torch_route(logits_TE, spec, bias_E)
 
 

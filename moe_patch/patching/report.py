@@ -11,10 +11,10 @@ from torch import nn
 
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import BackendChoice, choose_backend
-from moe_patch.ops.routing_op import route_obstacle
+from moe_patch.ops.routing_op import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
-from moe_patch.runtime.adapters import fusion_obstacle, paused
+from moe_patch.runtime.adapters import paused, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.peft_release import factor_proxies
@@ -230,8 +230,8 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     if chosen is None:
         why = f"routing: {spec.decided_by} decides what of its choice the kernels route"
         chosen = RouteSpec(1, ties=ties)
-    obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
-    return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")
+    why_not = why_not_route(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
+    return ("triton", why) if why_not is None else ("torch", f"routing: {why_not}")
 
 
 def _block_backend(found: FoundBlock) -> tuple[str, str]:
@@ -240,8 +240,8 @@ def _block_backend(found: FoundBlock) -> tuple[str, str]:
     E = _whole_shape(_a_weight(found))[0]
     chosen = spec.route_spec(block, E, ties)  # type: ignore[arg-type]
     bias = spec.bias_of(block, ())  # type: ignore[arg-type]
-    obstacle = route_obstacle(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
-    return ("triton", "") if obstacle is None else ("torch", f"routing: {obstacle}")
+    why_not = why_not_route(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
+    return ("triton", "") if why_not is None else ("torch", f"routing: {why_not}")
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -286,14 +286,14 @@ def _lora(found: FoundBlock, record: ModulePatch) -> str:
     fused: list[str] = []
     left: list[str] = []
     for path, wrapper in found.wrappers:
-        obstacle = fusion_obstacle(wrapper) or paused(wrapper)
-        if obstacle is None and record_of(wrapper) is None:
-            obstacle = "call patch_model again with the same options to fuse"
+        why_not = why_not_fused(wrapper) or paused(wrapper)
+        if why_not is None and record_of(wrapper) is None:
+            why_not = "call patch_model again with the same options to fuse"
             if not factor_proxies():
-                obstacle = f"PEFT's merged weight is read; {obstacle}"
+                why_not = f"PEFT's merged weight is read; {why_not}"
         name = wrapper.parameter_name
         if name == "weight":  # says nothing without the module it belongs to
             name = f"{path.rpartition('.')[2]}.{name}"
-        (left if obstacle else fused).append(f"{name}: {obstacle}" if obstacle else name)
+        (left if why_not else fused).append(f"{name}: {why_not}" if why_not else name)
     parts = [f"fused ({', '.join(sorted(fused))})"] if fused else []
     return "; ".join(parts + [f"peft ({entry})" for entry in left])

@@ -26,7 +26,7 @@ from moe_patch.patching.discover import (
 )
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
-from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.record import origin_of, record_of
@@ -289,7 +289,7 @@ def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
     if config.fuse_lora != "require":
         return
     for path, wrapper in block.wrappers:
-        if why := fusion_obstacle(wrapper):
+        if why := why_not_fused(wrapper):
             raise UnsupportedOptionError(
                 f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'"
             )

@@ -33,18 +33,18 @@ TOKENS = 48
 EXPERTS = 4
 
 
-def obstacle(found: FoundBlock) -> str | None:
+def why_not(found: FoundBlock) -> str | None:
     """Why a block cannot be checked here (weights elsewhere, hooks, wrappers), or None."""
     for module in involved(found):
-        if (why := _module_obstacle(module)) is not None:
+        if (why := _why_not_module(module)) is not None:
             return why
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if (why := _tensor_obstacle(tensor)) is not None:
+            if (why := _why_not_tensor(tensor)) is not None:
                 return why
     return None
 
 
-def _module_obstacle(module: nn.Module) -> str | None:
+def _why_not_module(module: nn.Module) -> str | None:
     own = module.__dict__
     computed = next((name for name, value in own.items() if isinstance(value, Tensor)), None)
     found = {
@@ -57,7 +57,7 @@ def _module_obstacle(module: nn.Module) -> str | None:
     return next((why for why, is_so in found.items() if is_so), None)
 
 
-def _tensor_obstacle(tensor: Tensor) -> str | None:
+def _why_not_tensor(tensor: Tensor) -> str | None:
     """In the order of what can be asked of a tensor: a meta or quantised one has no values."""
     if tensor.is_meta:
         return "meta weights"
@@ -120,7 +120,7 @@ def check(found: FoundBlock, backend: str, training: bool = False) -> str:
     Raises:
         UnsupportedModelError: a difference above the limit, with module, error and limit.
     """
-    if why := obstacle(found):
+    if why := why_not(found):
         return f"skipped: {why}"
     with sandbox(found, training):
         for path, router in found.routers:

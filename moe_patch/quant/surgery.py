@@ -187,7 +187,7 @@ def expert_projections(
 
 def _projections_of(block: FoundBlock) -> Iterator[Projection]:
     for path, experts in block.experts:
-        if (why := _obstacle(experts, block.spec)) is not None:
+        if (why := _why_not(experts, block.spec)) is not None:
             raise UnsupportedModelError(
                 f"{path} ({type(experts).__name__}): cannot be quantised: {why}; use exclude to "
                 "skip it"
@@ -197,7 +197,7 @@ def _projections_of(block: FoundBlock) -> Iterator[Projection]:
             yield Projection(path, experts, name, layout.is_transposed)
 
 
-def _obstacle(experts: nn.Module, spec: FamilySpec) -> str | None:
+def _why_not(experts: nn.Module, spec: FamilySpec) -> str | None:
     layout = layout_of(experts, spec)
     if experts._modules.get("parametrizations") is not None:
         return "its parameters have a parametrization"

@@ -49,7 +49,7 @@ def base_of(wrapper: Any) -> Any:
     return module
 
 
-def fusion_obstacle(wrapper: Any) -> str | None:
+def why_not_fused(wrapper: Any) -> str | None:
     """Return why this wrapper must always run PEFT's own path, or None if it can be fused."""
     if wrapper.parameter_name not in EXPERT_PARAMETERS:
         return f"parameter {wrapper.parameter_name!r} is not an expert projection"

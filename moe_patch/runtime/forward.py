@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.runtime.adapters import active_factors, base_of, fusion_obstacle, paused
+from moe_patch.runtime.adapters import active_factors, base_of, paused, why_not_fused
 from moe_patch.runtime.experts import run_experts
 from moe_patch.runtime.modules import child_of, undecorated_forward
 from moe_patch.runtime.record import (
@@ -137,7 +137,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     """Run PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
 
     PEFT's own forward runs if adapters are disabled, merged or chosen per sample. It also runs if
-    :func:`fusion_obstacle` gives a reason, or if the experts below are no longer patched.
+    :func:`why_not_fused` gives a reason, or if the experts below are no longer patched.
 
     Raises:
         UnsupportedModelError: the experts ran other code, which did not use the factors.
@@ -145,7 +145,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
             thread is running them with adapters.
     """
     by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
-    if by_peft or fusion_obstacle(wrapper) is not None:
+    if by_peft or why_not_fused(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     base = base_of(wrapper)
     below, name = record_of(base), wrapper.parameter_name

@@ -176,7 +176,7 @@ def require_whole(module: nn.Module, where: str) -> None:
             )
 
 
-def router_obstacle(block: FoundBlock) -> str | None:
+def why_no_logits(block: FoundBlock) -> str | None:
     """Why a block's router does not run the common router forward, or None if it does."""
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
@@ -194,7 +194,7 @@ def router_obstacle(block: FoundBlock) -> str | None:
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
     """An empty layer that knows what this block cannot give."""
     layer = LayerSignals(block.path, keeps_input=router_input)
-    layer.no_logits = router_obstacle(block)
+    layer.no_logits = why_no_logits(block)
     own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
     if layer.no_logits and not (own and all(own) and fused(block.spec)):
         seen = ("logits", "router_weights", "router_input")

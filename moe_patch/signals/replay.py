@@ -32,7 +32,7 @@ from moe_patch.signals.recorder import (
     drop_idle,
     patched_blocks,
     record,
-    router_obstacle,
+    why_no_logits,
 )
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import RouteSpec, Routing
@@ -207,7 +207,7 @@ def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
 def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = patched_blocks(model, caller)
     for block in blocks:
-        if (why := router_obstacle(block)) is not None:
+        if (why := why_no_logits(block)) is not None:
             raise UnsupportedModelError(
                 f"{caller}: {block.path}: {why}; accepted: blocks whose router runs moe_patch's "
                 "common router forward"

@@ -22,7 +22,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.patching.patch import patch_model
-from moe_patch.patching.selfcheck import kind_of, obstacle
+from moe_patch.patching.selfcheck import kind_of, why_not
 from moe_patch.runtime.described import layout_of
 from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.record import ModulePatch, record_of
@@ -221,7 +221,7 @@ def _unready(found: FoundBlock) -> str:
             f"{found.path}: a recorder is attached, which would count the random tokens of a "
             "warm-up; call warmup before record"
         )
-    if why := obstacle(found):
+    if why := why_not(found):
         return why
     choice = choose_backend(record.config.backend, weight.device, weight.dtype)
     if choice.name == "torch":
