@@ -159,7 +159,7 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
                 return record.probe.run(call, module, args, kwargs)
             if record.taps is not None and record.role == "router":
                 call = functools.partial(function, module, record, **kwargs)
-                return record.taps.heard(call, record, args)
+                return record.taps.observe_router(call, record, args)
             return function(module, record, *args, **kwargs)
 
         # The public signature lacks the record, which is looked up.

@@ -70,14 +70,16 @@ class Taps:
             self.layer.routed(self.path, spec, hidden, args, routing)
         return routing
 
-    def heard(self, call: Callable[..., Any], record: Any, args: tuple) -> Any:
+    def observe_router(self, call: Callable[..., Any], record: Any, args: tuple) -> Any:
         """Call a router, and record the result if the family has its own router forward."""
         spec = record.spec
         if self.layer is None or spec.router_forward is None:
             return call(*args)
-        return self.eagerly(self._heard, call, spec, *args)
+        return self.eagerly(self._observe_router, call, spec, *args)
 
-    def _heard(self, call: Callable[..., Any], spec: FamilySpec, hidden: Tensor, *args: Any) -> Any:
+    def _observe_router(
+        self, call: Callable[..., Any], spec: FamilySpec, hidden: Tensor, *args: Any
+    ) -> Any:
         out = call(hidden, *args)
         if self.layer is not None and isinstance(out, tuple) and fused(spec):
             # Llama-4's router returns dense scores and logits; others logits, weights and ids.
