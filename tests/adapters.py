@@ -200,4 +200,4 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 def no_factors_left(model: nn.Module) -> bool:
     """Whether no experts module still holds factors that were handed down for a call."""
     records = [record_of(experts) for experts in expert_modules(model)]
-    return all(r is None or (r.factors, r.taken, r.caller) == (None, (), {}) for r in records)
+    return all(r is None or (r.factors, r.used, r.caller) == (None, (), {}) for r in records)

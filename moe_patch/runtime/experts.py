@@ -105,7 +105,7 @@ def read_projection(
     else:
         weight, factors = projection(experts, name), given.get(name, [])
         if factors and (record := record_of(experts)) is not None:
-            record.taken += (name,)
+            record.used += (name,)
     where = f"{type(experts).__name__}.{name}"
     require_float(weight, where)
     w_EOI: Any = weight if live is None else own_version(weight)

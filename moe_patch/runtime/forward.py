@@ -162,7 +162,7 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
     previous = hand_down(below, {name: factors}, f"{type(base).__name__}.{name}")
     try:
         out_TD: Tensor = child_of(wrapper, "base_layer")(x, *args, **kwargs)
-        left_out = factors and name not in below.taken
+        left_out = factors and name not in below.used
     finally:
         take_back(below, previous)
     if left_out:

@@ -46,7 +46,7 @@ class ModulePatch:
             attribute of the record so that compiled code recompiles when it changes.
         probe: Probe (debug/probe.py) that checks this module's calls, or None.
         factors: on an experts module, factors of adapters by parameter during a call; else None.
-        taken: parameters whose factors were read in that call. Attributes for the same reason as
+        used: parameters whose factors were read in that call. Attributes for the same reason as
             ``taps``.
         caller: {"thread": ident} of the thread that makes that call; empty outside a call.
     """
@@ -62,7 +62,7 @@ class ModulePatch:
     taps: Any = None
     probe: Any = None
     factors: dict[str, Any] | None = None
-    taken: tuple[str, ...] = ()
+    used: tuple[str, ...] = ()
     caller: dict[str, int] = field(default_factory=dict)
 
 
@@ -110,7 +110,7 @@ def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[
         _refuse_second_thread(me, record.caller.setdefault("thread", me), where)
     previous = record.factors
     record.factors = {**(previous or {}), **factors}
-    record.taken = ()
+    record.used = ()
     return previous
 
 
@@ -118,7 +118,7 @@ def take_back(record: ModulePatch, previous: dict[str, Any] | None) -> None:
     """Undo :func:`hand_down`."""
     record.factors = previous
     if previous is None:
-        record.taken = ()
+        record.used = ()
         if not torch.compiler.is_compiling():
             record.caller.clear()
 
