@@ -21,7 +21,7 @@ from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import plain
 from moe_patch.runtime.adapters import Factors
 from moe_patch.runtime.modules import is_sharded
-from moe_patch.runtime.record import handed_down, record_of
+from moe_patch.runtime.record import current_factors, record_of
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")
@@ -71,7 +71,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
     tensors = dict(zip(ARGUMENTS, (a for a in args if isinstance(a, Tensor)), strict=False))
     tensors |= {f"parameters.{name}": t for name, t in _tensors(module).items()}
     scalings: dict[str, list[float]] = {}
-    for name, given in handed_down(module).items():
+    for name, given in current_factors(module).items():
         scalings[name] = [f.scaling for f in given]
         for i, factors in enumerate(given):
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}

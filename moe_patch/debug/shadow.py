@@ -22,7 +22,7 @@ from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
 from moe_patch.runtime.compare import LIMITS, Direct
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
-from moe_patch.runtime.record import RECORD, handed_down, is_ours, record_of
+from moe_patch.runtime.record import RECORD, current_factors, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
 # A live batch has more rows and less even values than the self-check's, whose limits these extend.
@@ -152,7 +152,7 @@ def _run(
     named = {name: _copy(p) for name, p in module.named_parameters()}
     factors = {
         parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
-        for parameter, given in handed_down(module).items()
+        for parameter, given in current_factors(module).items()
     }
     tensors = {f"module.{name}": p for name, p in named.items()}
     if merge:

@@ -17,7 +17,7 @@ from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.routing import topk_softmax
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.experts import compute_dtype, read_projection, stored_weight
-from moe_patch.runtime.record import ModulePatch, bound, handed_down
+from moe_patch.runtime.record import ModulePatch, bound, current_factors
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import Plan
 
@@ -49,7 +49,7 @@ def gating_forward(
 def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
     """W_e x_n for rows in plan order, with the adapters on the stack."""
     dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
-    fuse_lora, given = record.config.fuse_lora, handed_down(experts)
+    fuse_lora, given = record.config.fuse_lora, current_factors(experts)
     w_EOI, lora = read_projection(experts, "weight", False, dtype, fuse_lora, given)
     backend = record.config.backend
     return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora, backend=backend)

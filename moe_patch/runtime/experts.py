@@ -22,7 +22,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
-from moe_patch.runtime.record import handed_down, record_of
+from moe_patch.runtime.record import current_factors, record_of
 from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, Layout, read
 from moe_patch.runtime.taps import LayerSignals
@@ -60,7 +60,7 @@ def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: st
             back).
         fuse_lora: option of the patch; "off" reads PEFT's merged weight instead of factors.
     """
-    up, given = layout.up_name, handed_down(experts)
+    up, given = layout.up_name, current_factors(experts)
     args = layout.is_transposed, dtype, fuse_lora, given
     w13, lora13 = read_projection(experts, up, *args)
     w2, lora2 = read_projection(experts, "down_proj", *args)

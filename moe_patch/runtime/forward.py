@@ -31,10 +31,10 @@ from moe_patch.runtime.record import (
     ModulePatch,
     bound,
     bound_method,
-    hand_down,
     origin_of,
     record_of,
-    take_back,
+    restore_factors,
+    set_factors,
 )
 
 EXPERTS_NAME = "moe_patch"
@@ -159,12 +159,12 @@ def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwa
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     wrapper._check_forward_args(x, *args, **kwargs)
     factors = active_factors(wrapper)
-    previous = hand_down(below, {name: factors}, f"{type(base).__name__}.{name}")
+    previous = set_factors(below, {name: factors}, f"{type(base).__name__}.{name}")
     try:
         out_TD: Tensor = child_of(wrapper, "base_layer")(x, *args, **kwargs)
         left_out = factors and name not in below.used
     finally:
-        take_back(below, previous)
+        restore_factors(below, previous)
     if left_out:
         raise UnsupportedModelError(
             f"{type(base).__name__}.{name}: the adapter was left out, because the experts ran a "

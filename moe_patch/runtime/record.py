@@ -72,7 +72,7 @@ def record_of(module: nn.Module) -> ModulePatch | None:
     return record if record is not None and record.active else None
 
 
-def handed_down(module: nn.Module) -> dict[str, Any]:
+def current_factors(module: nn.Module) -> dict[str, Any]:
     """Return the factors, by parameter, that PEFT's wrappers passed for the current call.
 
     Also works while the patch is temporarily inactive.
@@ -85,12 +85,12 @@ def handed_down(module: nn.Module) -> dict[str, Any]:
         return {}
     if not torch.compiler.is_compiling():
         me = threading.get_ident()
-        # Reading claims nothing, because only take_back releases a claim.
+        # Reading claims nothing, because only restore_factors releases a claim.
         _refuse_second_thread(me, record.caller.get("thread", me), type(module).__name__)
     return factors
 
 
-def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
+def set_factors(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
     """Pass factors to an experts module for one call, in addition to those of outer wrappers.
 
     Args:
@@ -99,7 +99,7 @@ def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[
         where: name of the module and parameter, for errors.
 
     Returns:
-        The previous factors, for :func:`take_back`.
+        The previous factors, for :func:`restore_factors`.
 
     Raises:
         UnsupportedOptionError: a call of another thread is running.
@@ -114,8 +114,8 @@ def hand_down(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[
     return previous
 
 
-def take_back(record: ModulePatch, previous: dict[str, Any] | None) -> None:
-    """Undo :func:`hand_down`."""
+def restore_factors(record: ModulePatch, previous: dict[str, Any] | None) -> None:
+    """Undo :func:`set_factors`."""
     record.factors = previous
     if previous is None:
         record.used = ()
