@@ -135,7 +135,7 @@ def redefined(module: nn.Module, name: str) -> Any:
     return None if written in (own.__module__.partition(".")[0], *DECORATING) else found
 
 
-def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
+def overridden_by_user(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
     """Which of the modules whose forwards are ours in a patch has one of the user's, in words."""
     slots = {path: (b.module, b.slot) for path, b in bindings if b.record.role != "lora"}
     served = {path: (module, "forward") for path, module in block.experts}

@@ -13,7 +13,7 @@ from moe_patch.errors import EntryMismatchError, UnsupportedModelError, Unsuppor
 from moe_patch.families import is_shipped, later_release
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
-from moe_patch.patching.bindings import bindings_of, customised, foreign_forward, overridden
+from moe_patch.patching.bindings import bindings_of, foreign_forward, overridden, overridden_by_user
 from moe_patch.patching.discover import (
     DECORATED,
     WHOLE_MODEL,
@@ -173,7 +173,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
             return f"{name} already has a {slot} bound by {origin_of(foreign)}"
-    if (conflict := overridden(block) or customised(block, bindings)) is not None:
+    if (conflict := overridden(block) or overridden_by_user(block, bindings)) is not None:
         return conflict
     try:
         _check_attributes(block)
