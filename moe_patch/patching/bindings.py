@@ -14,7 +14,7 @@ from moe_patch.families import entry_class
 from moe_patch.patching.discover import FoundBlock, Named
 from moe_patch.runtime import forward
 from moe_patch.runtime.modules import undecorated_forward
-from moe_patch.runtime.record import ModulePatch, is_ours, origin_of, slot_for
+from moe_patch.runtime.record import ModulePatch, attribute_for, is_ours, origin_of
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 # Whose decorators belong to a class as its library defines it.
@@ -27,7 +27,7 @@ class Binding(NamedTuple):
     module: Any
     function: Callable[..., Any]
     record: ModulePatch
-    slot: str
+    attribute: str
 
 
 def bindings_of(
@@ -41,13 +41,13 @@ def bindings_of(
     spec = block.spec
     todo: list[tuple[str, Binding]] = []
 
-    def add(found: Named, function: Any, role: str, slot: str = "forward") -> None:
+    def add(found: Named, function: Any, role: str, attribute: str = "forward") -> None:
         if function is not None:
             path, module = found
             own = block.spec_of(module) if role == "router" else spec
             why = block.mismatch if role == "experts" else ""
             record = ModulePatch(role, own, config, self_check=self_check, reason=why)
-            todo.append((path, Binding(module, function, record, slot)))
+            todo.append((path, Binding(module, function, record, attribute)))
 
     for router in block.routers:
         if wrapped_by_parallelism(router[1]):
@@ -68,12 +68,12 @@ def bindings_of(
     return todo
 
 
-def foreign_forward(module: nn.Module, slot: str) -> Any:
-    """What another library bound in a slot, or None; a module's own bound method is its own."""
-    if slot == "forward":
-        slot = slot_for(module)
-    found = module.__dict__.get(slot)
-    own = getattr(type(module), "forward" if slot == "_old_forward" else slot)
+def foreign_forward(module: nn.Module, attribute: str) -> Any:
+    """What another library bound in an attribute, or None; a module's own bound method is its own."""
+    if attribute == "forward":
+        attribute = attribute_for(module)
+    found = module.__dict__.get(attribute)
+    own = getattr(type(module), "forward" if attribute == "_old_forward" else attribute)
     if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
         return None
     return None if is_ours(found) else found
@@ -95,7 +95,7 @@ def replaced_forward(module: nn.Module) -> Any:
     found = foreign_forward(module, "forward")
     if found is not None:
         return found if isinstance(found, MethodType) else None
-    if is_ours(module.__dict__.get(slot_for(module))):
+    if is_ours(module.__dict__.get(attribute_for(module))):
         return None
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     found = vars(owner)["forward"]
@@ -137,10 +137,10 @@ def redefined(module: nn.Module, name: str) -> Any:
 
 def overridden_by_user(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
     """Which of the modules whose forwards are ours in a patch has one of the user's, in words."""
-    slots = {path: (b.module, b.slot) for path, b in bindings if b.record.role != "lora"}
+    attributes = {path: (b.module, b.attribute) for path, b in bindings if b.record.role != "lora"}
     served = {path: (module, "forward") for path, module in block.experts}
-    for path, (module, slot) in {**served, **slots}.items():
-        if (found := redefined(module, slot)) is not None:
+    for path, (module, attribute) in {**served, **attributes}.items():
+        if (found := redefined(module, attribute)) is not None:
             name = type(module).__name__
             return (
                 f"{path} ({name}) runs {origin_of(found)}, which is not what the family's entry "

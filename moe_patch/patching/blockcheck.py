@@ -37,9 +37,9 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     ours, theirs = twins(block), twins(block)
     for _, experts in found.experts:
         _run_eagerly(ours[experts], theirs[experts])
-    for module, function, record, slot in bindings:
+    for module, function, record, attribute in bindings:
         if record.role != "lora":
-            bind(ours[module], function, record, slot)
+            bind(ours[module], function, record, attribute)
     with fitting(block):
         router: nn.Module = getattr(theirs[block], found.spec.router_attr)
         tensors = random_tensors(router, f"module.{found.spec.router_attr}.")

@@ -167,12 +167,12 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if not block.experts and block.spec.experts is not None:
         return _no_experts(block)
     bindings = bindings_of(block, config)
-    for path, (module, _, _, slot) in bindings:
+    for path, (module, _, _, attribute) in bindings:
         # A wrapper put around our own forward after patching is no obstacle to patching again.
-        foreign = foreign_forward(module, slot) if record_of(module) is None else None
+        foreign = foreign_forward(module, attribute) if record_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
-            return f"{name} already has a {slot} bound by {origin_of(foreign)}"
+            return f"{name} already has a {attribute} bound by {origin_of(foreign)}"
     if (conflict := overridden(block) or overridden_by_user(block, bindings)) is not None:
         return conflict
     try:

@@ -74,7 +74,7 @@ def experts_forward(
         return undecorated_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
     args = (hidden_states, top_k_index, top_k_weights)
     # A bound forward (it has slots) already ran under the probe.
-    if record.probe is not None and not record.slots:
+    if record.probe is not None and not record.attributes:
         return record.probe.run(functools.partial(_experts, experts, record), experts, args, {})
     return _experts(experts, record, *args)
 

@@ -38,7 +38,7 @@ class ModulePatch:
         spec: family entry.
         config: options of the patch.
         active: cleared by undo; bound functions then run the class's own forward.
-        slots: names of the instance attributes that were bound.
+        attributes: names of the instance attributes that were bound.
         saved: previous values of the replaced attributes (no key if an attribute did not exist).
         self_check: "passed", "off" or "skipped: why".
         reason: why a module is refused or patched differently from other modules.
@@ -55,7 +55,7 @@ class ModulePatch:
     spec: FamilySpec
     config: PatchConfig
     active: bool = True
-    slots: list[str] = field(default_factory=list)
+    attributes: list[str] = field(default_factory=list)
     saved: dict[str, Any] = field(default_factory=dict)
     self_check: str = ""
     reason: str = ""
@@ -185,21 +185,21 @@ def origin_of(function: Any) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def slot_for(module: nn.Module) -> str:
+def attribute_for(module: nn.Module) -> str:
     """Return the attribute to bind a forward to: the one behind accelerate's hook, if any."""
     return "_old_forward" if has_accelerate_hook(module) else "forward"
 
 
 def bind(
-    module: nn.Module, function: Callable[..., Any], record: ModulePatch, slot: str = "forward"
+    module: nn.Module, function: Callable[..., Any], record: ModulePatch, attribute: str = "forward"
 ) -> None:
     """Bind a :func:`bound` function as an instance attribute, and store the record."""
-    if slot == "forward":
-        slot = slot_for(module)
-    if slot in module.__dict__:
-        record.saved[slot] = module.__dict__[slot]
-    module.__dict__[slot] = functools.partial(function, module)
-    record.slots.append(slot)
+    if attribute == "forward":
+        attribute = attribute_for(module)
+    if attribute in module.__dict__:
+        record.saved[attribute] = module.__dict__[attribute]
+    module.__dict__[attribute] = functools.partial(function, module)
+    record.attributes.append(attribute)
     module.__dict__[RECORD] = record
 
 
@@ -207,12 +207,12 @@ def unbind(module: nn.Module) -> None:
     """Undo :func:`bind`, even if a hook has since moved our forward to another attribute."""
     record = module.__dict__.pop(RECORD)
     record.active = False
-    for slot in {*record.slots, "forward", "_old_forward"}:
-        if not is_ours(module.__dict__.get(slot)):
+    for attribute in {*record.attributes, "forward", "_old_forward"}:
+        if not is_ours(module.__dict__.get(attribute)):
             continue
-        if slot in record.saved:
-            module.__dict__[slot] = record.saved[slot]
-        elif slot == "_old_forward":
-            module.__dict__[slot] = MethodType(type(module).forward, module)
+        if attribute in record.saved:
+            module.__dict__[attribute] = record.saved[attribute]
+        elif attribute == "_old_forward":
+            module.__dict__[attribute] = MethodType(type(module).forward, module)
         else:
-            del module.__dict__[slot]
+            del module.__dict__[attribute]
