@@ -1,6 +1,6 @@
 """What looks at the calls of a patched module, where ``shadow_check`` or ``debug_nan`` ask for it.
 
-A probed module has a :class:`Probe` in its patch record (``ModulePatch.probe``); everywhere else it
+A probed module has a :class:`Probe` in its patch (``ModulePatch.probe``); everywhere else it
 is None, and a forward pays that one look. The experts module is probed, or the block where the
 family's experts are not called as transformers' are; with ``shadow_check`` the router as well.
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
 from moe_patch.errors import MoePatchError
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.taps import eagerly, inside_backward
 
 logger = logging.getLogger("moe_patch")
@@ -151,14 +151,14 @@ def attach(
             folder=config.debug_dir,
         )
         for role, module in watched[path]:
-            record = record_of(module)
-            if record is None or record.probe is not None:
+            patch = patch_of(module)
+            if patch is None or patch.probe is not None:
                 continue
-            record.probe = make(role)
+            patch.probe = make(role)
             if role == "router" or nan is None:
                 continue
-            if "config" in record.saved or record.probe.model_config is not None:
-                record.probe.nan = nan
+            if "config" in patch.saved or patch.probe.model_config is not None:
+                patch.probe.nan = nan
             else:
                 homeless.append(path)
     _name(

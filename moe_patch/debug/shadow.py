@@ -21,8 +21,8 @@ from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
 from moe_patch.runtime.compare import LIMITS, Direct
+from moe_patch.runtime.module_patch import PATCH_KEY, current_factors, is_ours, patch_of
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
-from moe_patch.runtime.record import RECORD, current_factors, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
 # A live batch has more rows and less even values than the self-check's, whose limits these extend.
@@ -69,8 +69,8 @@ class Comparison:
 
 def shadow_results(model: nn.Module) -> list[Comparison]:
     """Every comparison that ``shadow_check`` has made in a patched model, by step."""
-    records = [record for m in model.modules() if (record := record_of(m)) is not None]
-    found = [r for record in records if record.probe is not None for r in record.probe.results]
+    patches = [patch for m in model.modules() if (patch := patch_of(m)) is not None]
+    found = [r for patch in patches if patch.probe is not None for r in patch.probe.results]
     return sorted(found, key=lambda result: result.step)
 
 
@@ -200,13 +200,13 @@ def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
 
 @contextmanager
 def _handed_down(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterator[None]:
-    record = module.__dict__[RECORD]
-    before = record.factors
+    patch = module.__dict__[PATCH_KEY]
+    before = patch.factors
     try:
-        record.factors = factors or None
+        patch.factors = factors or None
         yield
     finally:
-        record.factors = before
+        patch.factors = before
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from moe_patch.config import PatchConfig
 from moe_patch.families import entry_class
 from moe_patch.patching.discover import FoundBlock, Named
 from moe_patch.runtime import forward
+from moe_patch.runtime.module_patch import ModulePatch, attribute_for, is_ours, origin_of
 from moe_patch.runtime.modules import undecorated_forward
-from moe_patch.runtime.record import ModulePatch, attribute_for, is_ours, origin_of
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 # Whose decorators belong to a class as its library defines it.
@@ -22,11 +22,11 @@ DECORATING = ("transformers", "torch")
 
 
 class Binding(NamedTuple):
-    """One forward that the patch binds; the arguments of :func:`moe_patch.runtime.record.bind`."""
+    """One forward to bind: the arguments of :func:`moe_patch.runtime.module_patch.bind`."""
 
     module: Any
     function: Callable[..., Any]
-    record: ModulePatch
+    patch: ModulePatch
     attribute: str
 
 
@@ -46,8 +46,8 @@ def bindings_of(
             path, module = found
             own = block.spec_of(module) if role == "router" else spec
             why = block.mismatch if role == "experts" else ""
-            record = ModulePatch(role, own, config, self_check=self_check, reason=why)
-            todo.append((path, Binding(module, function, record, attribute)))
+            patch = ModulePatch(role, own, config, self_check=self_check, reason=why)
+            todo.append((path, Binding(module, function, patch, attribute)))
 
     for router in block.routers:
         if wrapped_by_parallelism(router[1]):
@@ -69,7 +69,7 @@ def bindings_of(
 
 
 def foreign_forward(module: nn.Module, attribute: str) -> Any:
-    """What another library bound in an attribute, or None; a module's own bound method is its own."""
+    """Return what another library bound to an attribute, or None for the module's own method."""
     if attribute == "forward":
         attribute = attribute_for(module)
     found = module.__dict__.get(attribute)
@@ -137,7 +137,7 @@ def redefined(module: nn.Module, name: str) -> Any:
 
 def overridden_by_user(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
     """Which of the modules whose forwards are ours in a patch has one of the user's, in words."""
-    attributes = {path: (b.module, b.attribute) for path, b in bindings if b.record.role != "lora"}
+    attributes = {path: (b.module, b.attribute) for path, b in bindings if b.patch.role != "lora"}
     served = {path: (module, "forward") for path, module in block.experts}
     for path, (module, attribute) in {**served, **attributes}.items():
         if (found := redefined(module, attribute)) is not None:

@@ -22,7 +22,7 @@ from moe_patch.patching.resolve import refusals
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import run_experts, stored_weight
 from moe_patch.runtime.forward import EXPERTS_NAME, experts_forward, refuse_fp8
-from moe_patch.runtime.record import RECORD, ModulePatch
+from moe_patch.runtime.module_patch import PATCH_KEY, ModulePatch
 from moe_patch.runtime.spec import FamilySpec
 
 # The key of the entry that serves an experts module by name, beside the module's parameters.
@@ -33,7 +33,7 @@ _passed: set[tuple] = set()
 
 
 class ExpertsPatch(ModulePatch):
-    """The record on an experts module; loading it in a fresh process registers EXPERTS_NAME."""
+    """Patch of an experts module; loading it in a new process registers EXPERTS_NAME."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -62,8 +62,8 @@ def experts_by_name(
     Raises:
         UnsupportedModelError: the experts cannot run on the operator, or differ from transformers.
     """
-    record = experts.__dict__.get(RECORD)
-    if record is not None and record.role == "experts":
+    patch = experts.__dict__.get(PATCH_KEY)
+    if patch is not None and patch.role == "experts":
         return experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     spec = experts.__dict__.get(SPEC)
     if spec is None:

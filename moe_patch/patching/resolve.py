@@ -29,7 +29,7 @@ from moe_patch.patching.window import OLDEST_TRANSFORMERS
 from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
-from moe_patch.runtime.record import origin_of, record_of
+from moe_patch.runtime.module_patch import origin_of, patch_of
 from moe_patch.runtime.spec import FamilySpec, read
 
 
@@ -169,7 +169,7 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     bindings = bindings_of(block, config)
     for path, (module, _, _, attribute) in bindings:
         # A wrapper put around our own forward after patching is no obstacle to patching again.
-        foreign = foreign_forward(module, attribute) if record_of(module) is None else None
+        foreign = foreign_forward(module, attribute) if patch_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
             return f"{name} already has a {attribute} bound by {origin_of(foreign)}"

@@ -25,8 +25,8 @@ from moe_patch.patching.entry_fit import fitting, require_call, require_form
 from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import run_experts, stored_weight
+from moe_patch.runtime.module_patch import is_ours
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
-from moe_patch.runtime.record import is_ours
 from moe_patch.runtime.spec import Arg, FamilySpec
 
 TOKENS = 48

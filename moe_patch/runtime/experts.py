@@ -22,7 +22,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
-from moe_patch.runtime.record import current_factors, record_of
+from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, Layout, read
 from moe_patch.runtime.taps import LayerSignals
@@ -104,8 +104,8 @@ def read_projection(
         weight, factors = live
     else:
         weight, factors = projection(experts, name), given.get(name, [])
-        if factors and (record := record_of(experts)) is not None:
-            record.used += (name,)
+        if factors and (patch := patch_of(experts)) is not None:
+            patch.used += (name,)
     where = f"{type(experts).__name__}.{name}"
     require_float(weight, where)
     w_EOI: Any = weight if live is None else own_version(weight)

@@ -58,10 +58,10 @@ class FamilySpec:
             (logits, weights, ids).
         ids_first: the router returns (logits, ids, weights).
         router_forward, experts_forward, block_forward: functions made with
-            :func:`moe_patch.runtime.record.bound`, for a module with another calling convention.
-            By default the router gets the common forward, and the experts use transformers'
-            registry (with a ``layout``, the common experts forward). A block with a shared expert
-            gets the common block forward.
+            :func:`moe_patch.runtime.module_patch.bound`, for a module with another calling
+            convention. By default the router gets the common forward, and the experts use
+            transformers' registry (with a ``layout``, the common experts forward). A block with a
+            shared expert gets the common block forward.
         block_slot: the block's attribute that ``block_forward`` replaces. For a routing function
             without a router class: the block's own method, logits -> (ids, weights).
         block_choice: (block, ties) -> RouteSpec, used by ``block_forward`` if the router only

@@ -1,6 +1,6 @@
 """Recording of one MoE layer, called by the bound forwards.
 
-While a layer is recorded or replayed, the records of its router and experts have a :class:`Taps`
+While a layer is recorded or replayed, the patches of its router and experts have a :class:`Taps`
 (``ModulePatch.taps``). Otherwise ``taps`` is None, and a forward only checks for that.
 
 The router's forward calls ``routed``, which keeps the logits and, on request, the router's input.
@@ -70,9 +70,9 @@ class Taps:
             self.layer.routed(self.path, spec, hidden, args, routing)
         return routing
 
-    def observe_router(self, call: Callable[..., Any], record: Any, args: tuple) -> Any:
+    def observe_router(self, call: Callable[..., Any], patch: Any, args: tuple) -> Any:
         """Call a router, and record the result if the family has its own router forward."""
-        spec = record.spec
+        spec = patch.spec
         if self.layer is None or spec.router_forward is None:
             return call(*args)
         return self.eagerly(self._observe_router, call, spec, *args)

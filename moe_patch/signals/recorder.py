@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.modules import is_sharded
-from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import SIGNALS, LayerSignals, Taps, fused
 from moe_patch.schema import check_choice
@@ -123,7 +123,7 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
     try:
         for block in blocks:
             for path, module in [*block.routers, *block.experts]:
-                if (patch := record_of(module)) is None:
+                if (patch := patch_of(module)) is None:
                     continue
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.layer is not None:
@@ -152,7 +152,7 @@ def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = []
     for block in discover(model):
         modules = [m for _, m in block.experts] or [block.block]
-        records = [record_of(m) for m in modules if m is not None]
+        records = [patch_of(m) for m in modules if m is not None]
         if any(r is not None and r.role != "refused" for r in records):
             blocks.append(block)
     if not blocks:
@@ -184,7 +184,7 @@ def why_no_logits(block: FoundBlock) -> str | None:
         return "the block routes without a router module that is known"
     for _, router in block.routers:
         spec = block.spec_of(router)
-        if record_of(router) is None or spec.tier == "experts":
+        if patch_of(router) is None or spec.tier == "experts":
             return "transformers routes this block"
         if spec.routing is None or spec.router_forward is not None:
             return f"the routers of {block.model_type} run a forward of their own"

@@ -25,7 +25,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
 from moe_patch.patching.discover import FoundBlock
-from moe_patch.runtime.record import ModulePatch, record_of
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.taps import Taps
 from moe_patch.signals.recorder import (
     Recorder,
@@ -114,7 +114,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     try:
         for block, layer in zip(blocks, layers, strict=True):
             for path, router in block.routers:
-                patch = record_of(router)
+                patch = patch_of(router)
                 assert patch is not None
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.replay is not None:

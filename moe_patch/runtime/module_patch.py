@@ -1,6 +1,6 @@
-"""The record of a patch on each module, and functions to bind and unbind forwards.
+"""ModulePatch: the patch of one module, and functions to bind and unbind forwards.
 
-All state is on instances: the record is ``module.__dict__["_moe_patch"]``, and a bound forward is
+All state is on instances: the patch is ``module.__dict__["_moe_patch"]``, and a bound forward is
 ``functools.partial(function, module)``. After deepcopy or pickle both refer to the copy. Closures
 and bound methods would still refer to the original.
 """
@@ -25,7 +25,7 @@ from moe_patch.runtime.modules import has_accelerate_hook
 if TYPE_CHECKING:
     from moe_patch.runtime.spec import FamilySpec
 
-RECORD = "_moe_patch"
+PATCH_KEY = "_moe_patch"
 _MARK = "_moe_patch_bound"
 
 
@@ -43,7 +43,7 @@ class ModulePatch:
         self_check: "passed", "off" or "skipped: why".
         reason: why a module is refused or patched differently from other modules.
         taps: Taps (runtime/taps.py) while this module is recorded or replayed, or None. It is an
-            attribute of the record so that compiled code recompiles when it changes.
+            attribute of the patch so that compiled code recompiles when it changes.
         probe: Probe (debug/probe.py) that checks this module's calls, or None.
         factors: on an experts module, factors of adapters by parameter during a call; else None.
         used: parameters whose factors were read in that call. Attributes for the same reason as
@@ -66,10 +66,10 @@ class ModulePatch:
     caller: dict[str, int] = field(default_factory=dict)
 
 
-def record_of(module: nn.Module) -> ModulePatch | None:
-    """Return the active record of a module, or None."""
-    record = module.__dict__.get(RECORD)
-    return record if record is not None and record.active else None
+def patch_of(module: nn.Module) -> ModulePatch | None:
+    """Return the active patch of a module, or None."""
+    patch = module.__dict__.get(PATCH_KEY)
+    return patch if patch is not None and patch.active else None
 
 
 def current_factors(module: nn.Module) -> dict[str, Any]:
@@ -80,21 +80,21 @@ def current_factors(module: nn.Module) -> dict[str, Any]:
     Raises:
         UnsupportedOptionError: a call of another thread is running.
     """
-    record = module.__dict__.get(RECORD)
-    if record is None or (factors := record.factors) is None:
+    patch = module.__dict__.get(PATCH_KEY)
+    if patch is None or (factors := patch.factors) is None:
         return {}
     if not torch.compiler.is_compiling():
         me = threading.get_ident()
         # Reading claims nothing, because only restore_factors releases a claim.
-        _refuse_second_thread(me, record.caller.get("thread", me), type(module).__name__)
+        _refuse_second_thread(me, patch.caller.get("thread", me), type(module).__name__)
     return factors
 
 
-def set_factors(record: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
+def set_factors(patch: ModulePatch, factors: dict[str, Any], where: str) -> dict[str, Any] | None:
     """Pass factors to an experts module for one call, in addition to those of outer wrappers.
 
     Args:
-        record: record of the experts module.
+        patch: patch of the experts module.
         factors: factors by parameter.
         where: name of the module and parameter, for errors.
 
@@ -107,24 +107,24 @@ def set_factors(record: ModulePatch, factors: dict[str, Any], where: str) -> dic
     if not torch.compiler.is_compiling():
         me = threading.get_ident()
         # setdefault is atomic: if two threads arrive at once, one is refused.
-        _refuse_second_thread(me, record.caller.setdefault("thread", me), where)
-    previous = record.factors
-    record.factors = {**(previous or {}), **factors}
-    record.used = ()
+        _refuse_second_thread(me, patch.caller.setdefault("thread", me), where)
+    previous = patch.factors
+    patch.factors = {**(previous or {}), **factors}
+    patch.used = ()
     return previous
 
 
-def restore_factors(record: ModulePatch, previous: dict[str, Any] | None) -> None:
+def restore_factors(patch: ModulePatch, previous: dict[str, Any] | None) -> None:
     """Undo :func:`set_factors`."""
-    record.factors = previous
+    patch.factors = previous
     if previous is None:
-        record.used = ()
+        patch.used = ()
         if not torch.compiler.is_compiling():
-            record.caller.clear()
+            patch.caller.clear()
 
 
 def _refuse_second_thread(me: int, owner: int, where: str) -> None:
-    """Raise if the running call is another thread's: a record holds the factors of one call."""
+    """Raise if the running call is another thread's: a patch holds the factors of one call."""
     if owner == me:
         return
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -137,9 +137,9 @@ def _refuse_second_thread(me: int, owner: int, where: str) -> None:
 
 
 def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make ``function(module, record, ...)`` bindable as ``module.forward``.
+    """Make ``function(module, patch, ...)`` bindable as ``module.forward``.
 
-    On each call, the result looks up the module's record and passes it to the function. After the
+    On each call, the result looks up the module's patch and passes it to the function. After the
     patch is undone, it runs the class's own forward: a hook may still hold the bound one.
     """
     return bound_method("forward")(function)
@@ -151,18 +151,18 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            record = record_of(module)
-            if record is None:
+            patch = patch_of(module)
+            if patch is None:
                 return getattr(type(module), name)(module, *args, **kwargs)
-            if record.probe is not None:
-                call = functools.partial(function, module, record)
-                return record.probe.run(call, module, args, kwargs)
-            if record.taps is not None and record.role == "router":
-                call = functools.partial(function, module, record, **kwargs)
-                return record.taps.observe_router(call, record, args)
-            return function(module, record, *args, **kwargs)
+            if patch.probe is not None:
+                call = functools.partial(function, module, patch)
+                return patch.probe.run(call, module, args, kwargs)
+            if patch.taps is not None and patch.role == "router":
+                call = functools.partial(function, module, patch, **kwargs)
+                return patch.taps.observe_router(call, patch, args)
+            return function(module, patch, *args, **kwargs)
 
-        # The public signature lacks the record, which is looked up.
+        # The public signature lacks the patch, which is looked up.
         signature = inspect.signature(function)
         parameters = [p for place, p in enumerate(signature.parameters.values()) if place != 1]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -191,27 +191,27 @@ def attribute_for(module: nn.Module) -> str:
 
 
 def bind(
-    module: nn.Module, function: Callable[..., Any], record: ModulePatch, attribute: str = "forward"
+    module: nn.Module, function: Callable[..., Any], patch: ModulePatch, attribute: str = "forward"
 ) -> None:
-    """Bind a :func:`bound` function as an instance attribute, and store the record."""
+    """Bind a :func:`bound` function as an instance attribute, and store the patch."""
     if attribute == "forward":
         attribute = attribute_for(module)
     if attribute in module.__dict__:
-        record.saved[attribute] = module.__dict__[attribute]
+        patch.saved[attribute] = module.__dict__[attribute]
     module.__dict__[attribute] = functools.partial(function, module)
-    record.attributes.append(attribute)
-    module.__dict__[RECORD] = record
+    patch.attributes.append(attribute)
+    module.__dict__[PATCH_KEY] = patch
 
 
 def unbind(module: nn.Module) -> None:
     """Undo :func:`bind`, even if a hook has since moved our forward to another attribute."""
-    record = module.__dict__.pop(RECORD)
-    record.active = False
-    for attribute in {*record.attributes, "forward", "_old_forward"}:
+    patch = module.__dict__.pop(PATCH_KEY)
+    patch.active = False
+    for attribute in {*patch.attributes, "forward", "_old_forward"}:
         if not is_ours(module.__dict__.get(attribute)):
             continue
-        if attribute in record.saved:
-            module.__dict__[attribute] = record.saved[attribute]
+        if attribute in patch.saved:
+            module.__dict__[attribute] = patch.saved[attribute]
         elif attribute == "_old_forward":
             module.__dict__[attribute] = MethodType(type(module).forward, module)
         else:
