@@ -73,7 +73,7 @@ def test_a_marker_of_another_combination_is_ignored(field: str, value: object) -
         (b"", "cannot be read"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
-        (b"[1]", "no JSON object"),
+        (b"[1]", "not a JSON object"),
         ({"in_front": "true"}, "in_front"),
         ({"hazards": None}, "hazards"),
         ({"hazards": ["k: line 5"]}, "despite hazards"),

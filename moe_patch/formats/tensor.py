@@ -89,8 +89,8 @@ class QuantTensor(Tensor):
         if handler is None:
             raise UnsupportedModelError(
                 f"{func} was called on experts stored in 4 or 8 bits; accepted: moving, copying, "
-                "saving and indexing them by expert. Call patch_model to run them (again after "
-                "adding adapters), or dequantize_experts to get plain weights"
+                "saving and indexing them by expert. patch_model runs them (call it again after "
+                "adding adapters); dequantize_experts gives plain weights"
             )
         return handler(*args, **(kwargs or {}))
 
