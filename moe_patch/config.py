@@ -1,4 +1,4 @@
-"""PatchConfig: every option of patch_model, with the same names as the YAML keys."""
+"""PatchConfig: all options of patch_model, under the same names as the YAML keys."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ class PatchConfig:
 
     Attributes:
         backend: "auto" (Triton on CUDA, torch elsewhere), "torch" or "triton".
-        strict: an MoE block that cannot be patched is an error; otherwise it is left alone, with
-            one warning and a row in the report.
+        strict: raise an error for an MoE block that cannot be patched. If False, leave the block
+            alone, warn once and list it in the report.
         self_check: compare each distinct kind of block with transformers before binding anything.
-        fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible,
-            "require" makes an adapter that cannot be fused an error, "off" leaves them to PEFT.
+        fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible.
+            "require" makes an adapter that cannot be fused an error. "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
-        batch_invariant: what an expert gives a token is the same bits for any number of tokens and
-            any neighbours; needs the Triton backend. Covers what this library computes, from router
-            logits to the experts' sum: the router's own linear and the rest of the model are torch.
-        ties: "lower" gives equal scores to the lower expert id, "torch" whatever torch.topk picks.
-        shadow_check: every so many training forwards, one block's live call is compared with
-            transformers and the errors are logged; 0 never. The step is not changed; the one that
-            is compared waits for the device and for both paths of that block.
-        debug_nan: the call of the first block with a non-finite output is written to a file that
-            ``python -m moe_patch replay`` runs. Waits for the device once per block and forward.
-        debug_dir: the folder of that file.
-        include, exclude: glob pattern or patterns on block paths, kept as a tuple; an empty
-            ``include`` means every block. What PEFT, DDP or torch.compile puts into a path may be
-            left out. A pattern that matches no block is an error, with ``strict`` off a warning.
+        batch_invariant: make a token's output independent, bit for bit, of the number of tokens
+            and of the other tokens. Needs the Triton backend. Covers only what this library
+            computes, from router logits to the sum over experts. The router's linear and the rest
+            of the model run in torch.
+        ties: "lower" prefers the lower expert id among equal scores, "torch" takes whatever
+            torch.topk picks.
+        shadow_check: interval in training forwards. At every interval one block's live call is
+            compared with transformers and the errors are logged; 0 disables the check. The result
+            of the step does not change. A checked step synchronises with the device and runs both
+            paths of that block.
+        debug_nan: write the call of the first block with a non-finite output to a file, which
+            ``python -m moe_patch replay`` runs. Synchronises once per block and forward.
+        debug_dir: folder for that file.
+        include, exclude: glob pattern or patterns on block paths, stored as a tuple; an empty
+            ``include`` means every block. Patterns may omit the path components that PEFT, DDP or
+            torch.compile add. A pattern that matches no block is an error, or a warning if
+            ``strict`` is off.
     """
 
     backend: str = "auto"
@@ -65,29 +69,29 @@ class PatchConfig:
         check_fields("moe_patch", self)
         if self.batch_invariant and self.ties == "torch":
             raise UnsupportedOptionError(
-                "moe_patch: batch_invariant=True needs ties='lower': torch.topk's choice among "
-                "equal scores may change with the number of rows"
+                "moe_patch: batch_invariant=True needs ties='lower': torch.topk may break ties "
+                "differently for another number of rows"
             )
         if self.shadow_check < 0:
             raise UnsupportedOptionError(
                 f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
-                "or 0 for never"
+                "or 0 to disable it"
             )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
 
     @classmethod
     def parse(cls, value: Any = None, **options: Any) -> PatchConfig | None:
-        """A config from what a user or a YAML file gives; None means "do not patch".
+        """Build a config from a user's or a YAML file's value; return None for "do not patch".
 
         Args:
             value: None or True (defaults), False (do not patch), a PatchConfig, a mapping, or a
-                YAML node of these.
-            options: override single keys.
+                YAML node of one of these.
+            options: overrides of single keys.
 
         Raises:
-            UnsupportedOptionError: unknown key (the nearest is named, or all where none is near)
-                or a wrong value.
+            UnsupportedOptionError: a wrong value or an unknown key. For an unknown key the message
+                suggests the nearest one, or lists all.
         """
         if type(value).__module__ == "yaml.nodes":
             from yaml.constructor import SafeConstructor
@@ -96,7 +100,8 @@ class PatchConfig:
         if value is False:
             if options:
                 raise UnsupportedOptionError(
-                    f"moe_patch: false together with options {sorted(options)}"
+                    f"moe_patch: found false together with options {sorted(options)}; accepted: "
+                    "false alone, or the options alone"
                 )
             return None
         if isinstance(value, PatchConfig):
@@ -111,7 +116,7 @@ class PatchConfig:
         return cls(**_normalise({**value, **options}))
 
     def unlike(self, other: PatchConfig) -> str:
-        """The options of this config that another has otherwise, as arguments of patch_model."""
+        """Return the options that differ from another config's, as arguments of patch_model."""
         return ", ".join(
             f"{field.name}={value!r}"
             for field in dataclasses.fields(self)

@@ -1,6 +1,6 @@
-"""Every error this library raises on purpose.
+"""All errors that this library raises on purpose.
 
-A message names the module (fully qualified), what was found, what is accepted and what to do.
+Each message names the module (fully qualified), what was found, what is accepted and what to do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LOGITS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class MoePatchError(RuntimeError):
-    """Root of all errors raised on purpose by moe_patch."""
+    """Base class of all errors that moe_patch raises on purpose."""
 
 
 class UnsupportedModelError(MoePatchError):
@@ -23,62 +23,65 @@ class UnsupportedModelError(MoePatchError):
 
 
 class EntryMismatchError(UnsupportedModelError):
-    """A router or block class of the installed transformers is unlike what its entry describes."""
+    """A router or block class of the installed transformers does not match its family entry."""
 
 
 class UnsupportedOptionError(MoePatchError):
-    """An option is unknown, has a wrong value, or cannot hold on this model or machine."""
+    """An option is unknown, has a wrong value, or is not supported on this model or machine."""
 
 
 class PatchStateError(MoePatchError):
-    """The model's patch state does not allow the call: not patched, patched differently, recorded,
-    or its kernels not loaded where that has to be before.
+    """The model is in a state that does not allow the call.
+
+    Examples: it is not patched, it is patched differently, it is being recorded, or its kernels
+    have to be loaded first.
     """
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> Any:
-    """What every backward operator of this library has for a backward."""
+    """Backward of a backward operator: raises, because no second derivative exists."""
     raise UnsupportedOptionError(
-        "moe_patch: a second derivative was asked for (backward through a backward that "
-        "ran with create_graph=True); accepted: first derivatives; unpatch_model gives "
-        "transformers' own modules, which have them"
+        "moe_patch: a second derivative was requested (backward through a backward that "
+        "ran with create_graph=True); accepted: first derivatives; call unpatch_model to go "
+        "back to transformers' own modules, which support second derivatives"
     )
 
 
 def refuse_forward_mode(*inputs: Tensor | None, what: str = "experts") -> None:
-    """An operator without a forward-mode rule would return a tangent of zero in silence.
+    """Refuse inputs with tangents: without a forward-mode rule the result's tangent would be zero.
 
     Args:
-        inputs: the operator's differentiable inputs.
-        what: the operator, for the message.
+        inputs: differentiable inputs of the operator.
+        what: name of the operator, for the message.
 
     Raises:
         UnsupportedOptionError: an input carries a tangent (torch.func.jvp, dual numbers).
     """
-    # Tangents exist at a level of forward mode only; to look at each input costs the host more.
+    # Tangents exist only inside a forward-mode level. Checking the level is cheaper for the host
+    # than checking every input.
     if torch.compiler.is_compiling() or vars(forward_ad).get("_current_level", 0) < 0:
         return
     for t in inputs:
         if t is None or forward_ad.unpack_dual(t).tangent is None:
             continue
         raise UnsupportedOptionError(
-            f"moe_patch {what}: a forward-mode derivative was asked for (torch.func.jvp); "
-            "accepted: reverse mode (backward, torch.autograd.grad); unpatch_model gives "
-            "transformers' own modules, which have it"
+            f"moe_patch {what}: a forward-mode derivative was requested (torch.func.jvp); "
+            "accepted: reverse mode (backward, torch.autograd.grad); call unpatch_model to go "
+            "back to transformers' own modules, which support forward mode"
         )
 
 
 def check_logits(logits: Any, where: str, name: str, rows: str = "tokens, experts") -> None:
-    """Refuse router logits that are no floating-point matrix.
+    """Refuse router logits that are not a floating-point matrix.
 
     Args:
-        logits: what a caller gave for them.
-        where: the function, for the message.
-        name: the argument, for the message.
-        rows: the two axes, for the message.
+        logits: the caller's value.
+        where: name of the function, for the message.
+        name: name of the argument, for the message.
+        rows: names of the two axes, for the message.
 
     Raises:
-        UnsupportedOptionError: no tensor, another number of axes, or a dtype that holds no logits.
+        UnsupportedOptionError: not a tensor, not two-dimensional, or not one of the dtypes LOGITS.
     """
     if not isinstance(logits, Tensor):
         found = f"a {type(logits).__name__}"

@@ -1,4 +1,4 @@
-"""Checks of options against a dataclass: a wrong key, type or word becomes one clear line."""
+"""Checks of options against a dataclass: a wrong key, type or word gives a one-line error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_patch.errors import UnsupportedOptionError
 
-# Other hints (enums, nested dataclasses, protocols) are left to the class that owns them.
+# Only plain types are checked here. The class itself checks enums, nested dataclasses, protocols.
 CHECKED = {
     bool: "a bool (true, false)", int: "an int", float: "a number", str: "a string",
     dict: "a mapping", list: "a list",
@@ -21,15 +21,15 @@ UNIONS = (typing.Union, types.UnionType)
 
 
 def nearest(value: Any, accepted: Iterable[str]) -> str | None:
-    """The accepted name that a value may have been meant for."""
+    """Return the accepted name closest to a value, or None if none is close."""
     return next(iter(difflib.get_close_matches(str(value), accepted, n=1)), None)
 
 
 def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
-    """Refuse a name that is not among the accepted ones.
+    """Refuse a name that is not accepted.
 
     Raises:
-        UnsupportedOptionError: names the nearest accepted one, or all of them when none is near.
+        UnsupportedOptionError: suggests the closest accepted name, or lists all if none is close.
     """
     known = sorted(accepted)
     if value not in known:
@@ -39,7 +39,7 @@ def check_known(what: str, value: Any, accepted: Iterable[str]) -> None:
 
 
 def check_choice(where: str, value: Any, accepted: Iterable[str]) -> None:
-    """Refuse a value that is not among a few words.
+    """Refuse a value that is not one of the accepted words.
 
     Raises:
         UnsupportedOptionError: lists all accepted words.
@@ -50,7 +50,7 @@ def check_choice(where: str, value: Any, accepted: Iterable[str]) -> None:
 
 
 def check_type(where: str, value: Any, hint: Any) -> None:
-    """Refuse a value that no member of the hint accepts, as far as the hint is of plain types.
+    """Refuse a value of the wrong type; hints that are not built from plain types are not checked.
 
     Raises:
         UnsupportedOptionError: names the key, the value and the accepted types.
@@ -68,7 +68,7 @@ def check_type(where: str, value: Any, hint: Any) -> None:
 
 
 def _fits(value: Any, plain: Iterable[Any], words: Iterable[Any]) -> bool:
-    # bool is a subclass of int, and a whole number is a fine float.
+    # Compare exact types: bool is a subclass of int. An int is accepted where a float is.
     kinds = {*plain, int} if float in plain else {*plain}
     return type(value) in kinds or any(
         type(value) is type(word) and value == word for word in words
@@ -76,20 +76,20 @@ def _fits(value: Any, plain: Iterable[Any], words: Iterable[Any]) -> bool:
 
 
 def check_factor(where: str, value: float) -> None:
-    """Refuse a factor of a loss that no training can mean.
+    """Refuse a loss factor that makes no sense in training.
 
     Raises:
         UnsupportedOptionError: it is negative or not finite.
     """
     if not 0 <= value < math.inf:
         raise UnsupportedOptionError(
-            f"{where} is {value!r}; accepted: a number from 0 on (a negative factor would reward "
-            "what the loss is to lower)"
+            f"{where} is {value!r}; accepted: a finite number >= 0 (a negative factor would "
+            "reward what the loss penalises)"
         )
 
 
 def check_fields(where: str, instance: Any) -> None:
-    """Check the plain types of a dataclass's fields, as :func:`check_type` does.
+    """Check the fields of a dataclass instance with :func:`check_type`.
 
     Raises:
         UnsupportedOptionError: for the first value of a wrong type.
@@ -103,7 +103,7 @@ def check_mapping(where: str, given: Any, cls: type, exclude: Iterable[str] = ()
     """Check keys and plain types of ``given`` against the init fields of the dataclass ``cls``.
 
     Raises:
-        UnsupportedOptionError: for anything but a mapping, an unknown key or a wrong type.
+        UnsupportedOptionError: not a mapping, an unknown key, or a value of a wrong type.
     """
     if not isinstance(given, Mapping):
         raise UnsupportedOptionError(f"{where} is {given!r}; expected a mapping")

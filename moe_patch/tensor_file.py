@@ -1,4 +1,4 @@
-"""Files of this library's own: safetensors whose metadata says which kind it is."""
+"""Files written by this library: safetensors files whose metadata names their kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_patch.errors import UnsupportedOptionError
 def write(
     file: str | Path, kind: str, tensors: Mapping[str, Tensor], about: Mapping[str, str]
 ) -> None:
-    """Write tensors, detached and from whatever device, with ``about`` and the kind beside them.
+    """Write tensors from any device, detached; the kind and ``about`` become the file's metadata.
 
     Raises:
         UnsupportedOptionError: the file cannot be written.
@@ -29,15 +29,15 @@ def write(
 
 
 def read(file: str | Path, kind: str, writer: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file that :func:`write` wrote, on the CPU, and what is said about them.
+    """Read a file written by :func:`write`; return its tensors, on the CPU, and its metadata.
 
     Args:
-        file: its path.
-        kind: what it must be.
-        writer: what writes such files, for the error.
+        file: path of the file.
+        kind: the kind that the file must have.
+        writer: name of what writes such files, for the error message.
 
     Raises:
-        UnsupportedOptionError: there is no such file, or it is of another kind.
+        UnsupportedOptionError: the file does not exist, is not safetensors, or has another kind.
     """
     from safetensors import SafetensorError, safe_open
 

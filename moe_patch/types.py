@@ -1,7 +1,7 @@
-"""The data that flows between the stages, and the one shape legend of the code base.
+"""Data types passed between the stages, and the shape legend of the whole code base.
 
 Legend (suffixes of tensor names):
-    T tokens            K top-k                N = T*K rows (a row = one (token, slot) pair)
+    T tokens            K top-k                N = T*K rows (a row = one (token, choice) pair)
     E experts           D hidden size          F expert width
     H = 2F with a gate, F without (the output width of the up projection)
     R LoRA rank         G groups               P = sqrt(E) product-key axis
@@ -24,22 +24,25 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class RouteSpec:
-    """The choices that tell one family's routing from another's.
+    """Options that distinguish one family's routing from another's.
 
     Attributes:
         top_k: experts per token.
         score: "softmax", "sigmoid", "sqrtsoftplus" or "none".
         order: "score_topk" scores all experts and picks the best; "topk_score" picks the best
             logits and scores only those.
-        fp32: evaluate the score in fp32; otherwise in the dtype of the logits.
-        bias_on: the correction bias is added to "scores" or to "logits" (for the choice only).
+        fp32: evaluate the score in fp32; if False, in the dtype of the logits.
+        bias_on: add the correction bias to the "scores" or to the "logits". It affects the choice
+            of experts only.
         groups, top_groups: keep only the experts of the best ``top_groups`` of ``groups`` groups;
             0 means no group limit.
-        group_score: a group's score is the sum of its two best ("top2") or its best ("max").
-        group_fill: what excluded experts' scores become: -inf, or 0.0 in some families.
-        renormalize: divide a token's weights by their sum plus ``eps`` (or, with ``clamp_eps``, by
-            their sum clamped to at least ``eps``).
-        scale: multiplies the weights at the end.
+        group_score: score a group by the sum of its two best experts ("top2") or by its best
+            expert ("max").
+        group_fill: value that replaces the scores of excluded experts: -inf, or 0.0 in some
+            families.
+        renormalize: divide a token's weights by their sum plus ``eps``. With ``clamp_eps``, divide
+            by their sum clamped to at least ``eps``.
+        scale: factor applied to the weights at the end.
         weights_dtype: dtype of the weights; None keeps the dtype of the score.
         ties: "lower" (stable, lower id first) or "torch" (whatever torch.topk picks).
         batch_invariant: the Triton kernels sum a row in the same order for any number of rows.
@@ -65,12 +68,12 @@ class RouteSpec:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router decided.
+    """Output of a router: the chosen experts and their weights.
 
     Attributes:
-        ids_TK: integer expert ids; an id outside [0, E) is an empty slot.
-        weights_TK: floating-point routing weights, in the family's own dtype.
-        logits_TE: the raw router logits (what transformers records for the auxiliary loss).
+        ids_TK: integer expert ids; an id outside [0, E) means an empty slot.
+        weights_TK: floating-point routing weights, in the dtype that the family uses.
+        logits_TE: raw router logits, which transformers records for the auxiliary loss.
     """
 
     ids_TK: Tensor
@@ -78,19 +81,21 @@ class Routing:
     logits_TE: Tensor
 
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``(token_N, expert_N, weight_N)`` in row order n = t*K + k."""
+        """Return ``(token_N, expert_N, weight_N)`` in row order n = t*K + k."""
         T, K = self.ids_TK.shape
         token_N = torch.arange(T, device=self.ids_TK.device).repeat_interleave(K)
         return token_N, self.ids_TK.reshape(-1), self.weights_TK.reshape(-1)
 
 
 class Plan(NamedTuple):
-    """The deterministic alignment of rows to experts: a stable sort by expert id.
+    """Deterministic assignment of rows to experts: a stable sort of the rows by expert id.
+
+    A slot is a position in the sorted order ("plan order").
 
     Attributes:
-        row_of_N: int32. Sorted slot -> row t*K + k. Slots past the last valid row hold -1.
-        slot_of_TK: int32. The inverse: row (t, k) -> sorted slot; -1 for an id outside [0, E).
-        offsets_S: int32. Expert e owns the sorted slots offsets_S[e] .. offsets_S[e + 1] - 1.
+        row_of_N: int32. Maps a slot to its row t*K + k. Slots past the last valid row hold -1.
+        slot_of_TK: int32. The inverse: maps row (t, k) to its slot; -1 for an id outside [0, E).
+        offsets_S: int32. Expert e owns slots offsets_S[e] to offsets_S[e + 1] - 1.
     """
 
     row_of_N: Tensor
@@ -100,18 +105,19 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True)
 class Glu:
-    """How the up projection's output h becomes the expert activation a.
+    """Activation of the experts: computes a from h, the output of the up projection.
 
-    ``kind`` names the formula, all evaluated in fp32 (fp64 for fp64) and rounded once:
+    ``kind`` names the formula. Every formula is evaluated in fp32 (fp64 for fp64 inputs) and
+    rounded once:
         silu, gelu, gelu_tanh, relu, relu2   a = act(gate) * up, or act(h) when not ``gated``
         swiglu_oai                           g = min(gate, limit), u = clamp(up, -limit, limit),
                                              a = (u + 1) * g * sigmoid(alpha * g)
-    ``limit`` is finite only for families that clamp: for the other kinds gate is clamped from above
-    and up from both sides before the activation (DeepSeek-V4, GLM-5).
+    ``limit`` is finite only for families that clamp. For kinds other than swiglu_oai, gate is
+    clamped from above and up from both sides before the activation (DeepSeek-V4, GLM-5).
 
     Attributes:
         gated: h holds gate and up (H = 2F); otherwise H = F and a = act(h).
-        interleaved: gate and up alternate column by column (gpt_oss) instead of lying side by side.
+        interleaved: gate and up alternate column by column (gpt_oss) instead of being two halves.
     """
 
     kind: str
@@ -130,12 +136,12 @@ class Glu:
 
 
 class Lora(NamedTuple):
-    """Low-rank factors of one projection: W_e + scaling * B_e @ A_e, never formed.
+    """Low-rank factors of one projection: W_e + scaling * B_e @ A_e, never materialised.
 
     Attributes:
         A_ERI: [E, R, in features].
         B_EOR: [E, out features, R].
-        scaling: multiplies the product; several active adapters are concatenated along R with
+        scaling: factor of the product. Several active adapters are concatenated along R, with
             their scalings folded into B and scaling = 1.
     """
 
@@ -145,12 +151,11 @@ class Lora(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """The experts' parameters in logical [E, out, in] orientation, whatever the storage.
+    """Parameters of the experts in logical [E, out, in] orientation, however they are stored.
 
-    A transposed storage ([E, in, out], gpt_oss and llama4) arrives as a transposed view, so strides
-    are arbitrary and gradients are allocated with the strides of the weight they belong to. Frozen
-    weights in 4 or 8 bits arrive as :class:`moe_patch.formats.packed.PackedWeight`, both
-    projections alike.
+    Transposed storage ([E, in, out], gpt_oss and llama4) is passed as a transposed view, so strides
+    are arbitrary. A gradient is allocated with the strides of its weight. Frozen 4-bit or 8-bit
+    weights are :class:`moe_patch.formats.packed.PackedWeight`, for both projections.
 
     Attributes:
         w13_EHD: up projection (gate and up together when gated).
@@ -165,15 +170,14 @@ class ExpertWeights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What forward leaves for backward beside its inputs and the plan, in plan order.
+    """Activations that forward saves for backward, in plan order, besides its inputs and the plan.
 
-    Each is an empty tensor where it was not asked for; backward computes what it misses again, to
-    the same bits.
+    A tensor that was not saved is empty. Backward recomputes it, bit for bit the same.
 
     Attributes:
-        h_NH: the up projection's output.
-        u13_NR, u2_NR: A x and A a, what the low-rank factors B of the up and the down projection
-            are multiplied with; times the scaling where the backend's products want it there.
+        h_NH: output of the up projection.
+        u13_NR, u2_NR: A x and A a, the inputs of the low-rank factors B of the up and the down
+            projection. A backend may store them already multiplied by the scaling.
     """
 
     h_NH: Tensor
@@ -182,12 +186,12 @@ class Kept(NamedTuple):
 
 
 class ExpertsForward(NamedTuple):
-    """What one forward of the experts leaves behind.
+    """Results of one forward of the experts.
 
     Attributes:
-        out_TD: the weighted sum over a token's experts, in the dtype of x.
-        plan: the plan that was used; backward reuses it.
-        kept: what backward needs not compute again.
+        out_TD: weighted sum over a token's experts, in the dtype of x.
+        plan: plan of this forward; backward reuses it.
+        kept: activations saved for backward.
         act_norm_TK: fp32 (fp64 for fp64) row norms of each expert's output, or an empty tensor.
     """
 
@@ -198,7 +202,7 @@ class ExpertsForward(NamedTuple):
 
 
 class ExpertsNeeds(NamedTuple):
-    """Which gradients a backward call has to compute; the others stay None and cost nothing."""
+    """Flags for the gradients that a backward call computes; the others stay None, at no cost."""
 
     x: bool = False
     weights: bool = False
@@ -214,11 +218,11 @@ class ExpertsNeeds(NamedTuple):
 
 
 class ExpertsBackward(NamedTuple):
-    """Gradients in the order of :class:`ExpertsNeeds`; None where not asked for.
+    """Gradients in the order of :class:`ExpertsNeeds`; None where not requested.
 
-    ``grad_norm_out_TK`` is ||dL/dy_tk||, ``grad_norm_params_TK`` the row's share of the norm of the
-    gradient of w13, w2 and the biases, ``grad_norm_lora_TK`` the same for the low-rank factors
-    (DESIGN: per-token, per-expert signals).
+    ``grad_norm_out_TK`` is ||dL/dy_tk||. ``grad_norm_params_TK`` is the norm of the row's
+    contribution to the gradients of w13, w2 and the biases; ``grad_norm_lora_TK`` is the same for
+    the low-rank factors.
     """
 
     x: Tensor | None = None

@@ -269,7 +269,7 @@ def nothing_launched() -> Iterator[None]:
         with (
             mock.patch.object(compile_only, "usage_of", _nothing),
             mock.patch.object(offline, "Recorder", silent),
-            mock.patch("moe_patch.ops.backend.triton_obstacle", _nothing),
+            mock.patch("moe_patch.ops.backend.why_not_triton", _nothing),
             mock.patch.object(offline.CompileOnly, "launcher_cls", recording),
             mock.patch.multiple(offline.CompileOnly.utils, create=True, **offline.IN_C),
             offline.compiling_for((9, 0), 227 * 1024),

@@ -21,8 +21,8 @@ from moe_patch import tensor_file
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import plain
 from moe_patch.runtime.adapters import Factors
+from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.modules import is_sharded
-from moe_patch.runtime.record import handed_down, record_of
 
 FORMAT = "moe_patch nan 1"
 ARGUMENTS = ("input", "ids", "weights")
@@ -66,13 +66,13 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
     """
     import transformers
 
-    record = record_of(module)
-    assert record is not None
-    config = record.saved.get("config", probe.model_config)
+    patch = patch_of(module)
+    assert patch is not None
+    config = patch.saved.get("config", probe.model_config)
     tensors = dict(zip(ARGUMENTS, (a for a in args if isinstance(a, Tensor)), strict=False))
     tensors |= {f"parameters.{name}": t for name, t in _tensors(module).items()}
     scalings: dict[str, list[float]] = {}
-    for name, given in handed_down(module).items():
+    for name, given in current_factors(module).items():
         scalings[name] = [f.scaling for f in given]
         for i, factors in enumerate(given):
             tensors |= {f"lhs.{i}.{name}": factors.lhs, f"rhs.{i}.{name}": factors.rhs}
@@ -89,7 +89,7 @@ def write(probe: Any, module: nn.Module, args: tuple, file: Path) -> None:
         "class": json.dumps([own.__module__, own.__name__]),
         "config_class": json.dumps([type(config).__module__, type(config).__name__]),
         "config": json.dumps(config.to_dict(), default=str),
-        "backend": record.config.backend,
+        "backend": patch.config.backend,
         "scalings": json.dumps(scalings),
         "versions": json.dumps(
             {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -1,6 +1,6 @@
 """Probes: observe the calls of patched modules for ``shadow_check`` and ``debug_nan``.
 
-A probed module has a :class:`Probe` in its patch record (``ModulePatch.probe``). In all other
+A probed module has a :class:`Probe` in its patch (``ModulePatch.probe``). In all other
 modules it is None, and checking for that is the only cost of a forward. The experts module is
 probed, or the whole block if its family calls experts otherwise than transformers; ``shadow_check``
 also probes the router.
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moe_patch.config import PatchConfig
 from moe_patch.debug import nan_file, shadow
 from moe_patch.errors import MoePatchError
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.taps import eagerly, inside_backward
 
 logger = logging.getLogger("moe_patch")
@@ -152,14 +152,14 @@ def attach(
             folder=config.debug_dir,
         )
         for role, module in watched[path]:
-            record = record_of(module)
-            if record is None or record.probe is not None:
+            patch = patch_of(module)
+            if patch is None or patch.probe is not None:
                 continue
-            record.probe = make(role)
+            patch.probe = make(role)
             if role == "router" or nan is None:
                 continue
-            if "config" in record.saved or record.probe.model_config is not None:
-                record.probe.nan = nan
+            if "config" in patch.saved or patch.probe.model_config is not None:
+                patch.probe.nan = nan
             else:
                 homeless.append(path)
     _name(

@@ -21,8 +21,8 @@ from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
 from moe_patch.runtime.compare import LIMITS, Direct
+from moe_patch.runtime.module_patch import PATCH_KEY, current_factors, is_ours, patch_of
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
-from moe_patch.runtime.record import RECORD, handed_down, is_ours, record_of
 
 INPUTS = ("hidden states", "ids", "routing weights")
 # Live batches have more rows and less even values than the self-check, so extend its limits.
@@ -69,8 +69,8 @@ class Comparison:
 
 def shadow_results(model: nn.Module) -> list[Comparison]:
     """Return every comparison that ``shadow_check`` has made in a patched model, by step."""
-    records = [record for m in model.modules() if (record := record_of(m)) is not None]
-    found = [r for record in records if record.probe is not None for r in record.probe.results]
+    patches = [patch for m in model.modules() if (patch := patch_of(m)) is not None]
+    found = [r for patch in patches if patch.probe is not None for r in patch.probe.results]
     return sorted(found, key=lambda result: result.step)
 
 
@@ -85,7 +85,7 @@ def compare(
         args: copies of the call's arguments.
         kwargs: the call's keyword arguments.
     """
-    if (why := _obstacle(module, args)) is not None:
+    if (why := _why_not(module, args)) is not None:
         return Comparison(path, role, step, skipped=why)
     modules = list(module.modules())
     with ExitStack() as stack:
@@ -107,7 +107,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _obstacle(module: nn.Module, args: tuple) -> str | None:
+def _why_not(module: nn.Module, args: tuple) -> str | None:
     for m in module.modules():
         if has_accelerate_hook(m):
             return "an accelerate hook moves the weights"
@@ -152,13 +152,13 @@ def _run(
     named = {name: _copy(p) for name, p in module.named_parameters()}
     factors = {
         parameter: [Factors(_leaf(f.lhs), _leaf(f.rhs), f.scaling) for f in given]
-        for parameter, given in handed_down(module).items()
+        for parameter, given in current_factors(module).items()
     }
     tensors = {f"module.{name}": p for name, p in named.items()}
     if merge:
         for parameter, given in factors.items():
             tensors[f"module.{parameter}"] = merged_weight(named[parameter], given)
-    with _handed_down(module, {} if merge else factors), _forked(args):
+    with _with_factors(module, {} if merge else factors), _forked(args):
         out = torch.func.functional_call(Direct(module, function), tensors, tuple(inputs), kwargs)
     outs = out if isinstance(out, tuple) else (out,)
     return outs, _gradients(outs[0], _leaves(inputs, named, factors))
@@ -199,14 +199,14 @@ def merged_weight(weight: Tensor, factors: list[Factors]) -> Tensor:
 
 
 @contextmanager
-def _handed_down(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterator[None]:
-    record = module.__dict__[RECORD]
-    before = record.factors
+def _with_factors(module: nn.Module, factors: dict[str, list[Factors]]) -> Iterator[None]:
+    patch = module.__dict__[PATCH_KEY]
+    before = patch.factors
     try:
-        record.factors = factors or None
+        patch.factors = factors or None
         yield
     finally:
-        record.factors = before
+        patch.factors = before
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from moe_patch.errors import PatchStateError
-from moe_patch.runtime.record import RECORD, ModulePatch, record_of
+from moe_patch.runtime.module_patch import PATCH_KEY, ModulePatch, patch_of
 
 Model = TypeVar("Model", bound=nn.Module)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -34,7 +34,7 @@ def reference(model: Model) -> Iterator[Model]:
     Raises:
         PatchStateError: the model is not patched, or is already inside such a ``with``.
     """
-    touched = [m for m in model.modules() if record_of(m) is not None]
+    touched = [m for m in model.modules() if patch_of(m) is not None]
     if not touched:
         raise PatchStateError(
             f"reference: {type(model).__name__} has no patched MoE block; accepted: a patched "
@@ -50,22 +50,22 @@ def paused(modules: Iterable[nn.Module]) -> Iterator[None]:
     touched: list[tuple[Any, ModulePatch, Any]] = []
     try:
         for module in modules:
-            record = record_of(module)
-            if record is None:
+            patch = patch_of(module)
+            if patch is None:
                 continue
             ours = module.__dict__.get("config")
-            touched.append((module, record, ours))
-            record.active = False
-            if "config" in record.saved:
-                module.config = record.saved["config"]
+            touched.append((module, patch, ours))
+            patch.active = False
+            if "config" in patch.saved:
+                module.config = patch.saved["config"]
         yield
     finally:
-        for module, record, ours in touched:
+        for module, patch, ours in touched:
             # unpatch_model may have been called inside.
-            if module.__dict__.get(RECORD) is not record:
+            if module.__dict__.get(PATCH_KEY) is not patch:
                 continue
-            record.active = True
-            if "config" in record.saved:
+            patch.active = True
+            if "config" in patch.saved:
                 module.config = ours
 
 
@@ -78,10 +78,10 @@ def unobserved(modules: Iterable[nn.Module]) -> Iterator[None]:
             for name in HOOKS:
                 undo.append((module.__dict__, name, module.__dict__[name]))
                 module.__dict__[name] = OrderedDict()
-            if (record := record_of(module)) is not None:
+            if (patch := patch_of(module)) is not None:
                 for name in ("taps", "probe"):
-                    undo.append((record.__dict__, name, record.__dict__[name]))
-                    record.__dict__[name] = None
+                    undo.append((patch.__dict__, name, patch.__dict__[name]))
+                    patch.__dict__[name] = None
         yield
     finally:
         for owner, name, value in undo:

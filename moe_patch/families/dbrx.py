@@ -17,13 +17,13 @@ from moe_patch.ops.experts.composed import combine_rows, gather_rows, grouped_li
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.experts import compute_dtype
-from moe_patch.runtime.record import ModulePatch, bound, bound_method
+from moe_patch.runtime.module_patch import ModulePatch, bound, bound_method
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import RouteSpec
 
 
 @bound
-def router_forward(router: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
+def router_forward(router: Any, patch: ModulePatch, hidden_states: Tensor) -> Tensor:
     """Return logits_TE; in training, jitter the hidden states in place first."""
     if router.training and router.moe_jitter_eps is not None:
         eps = router.moe_jitter_eps
@@ -38,11 +38,11 @@ def choice(block: Any, ties: str) -> RouteSpec:
 
 @bound_method("route_tokens_to_experts")
 def softmax_topk_norm(
-    block: Any, record: ModulePatch, router_logits: Tensor
+    block: Any, patch: ModulePatch, router_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return weights_TK (softmax in the logits' dtype, L_p-normalised if configured) and ids_TK."""
-    impl = route_impl(record.config.backend, record.config.batch_invariant)
-    routing = impl(router_logits, choice(block, record.config.ties), None)
+    impl = route_impl(patch.config.backend, patch.config.batch_invariant)
+    routing = impl(router_logits, choice(block, patch.config.ties), None)
     weights_TK = routing.weights_TK
     if block.moe_normalize_expert_weights is not None:
         p = float(block.moe_normalize_expert_weights)
@@ -53,7 +53,7 @@ def softmax_topk_norm(
 
 @bound
 def experts_forward(
-    experts: Any, record: ModulePatch, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    experts: Any, patch: ModulePatch, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Return sum_k w_tk * w2_e (act(w1_e x_t) * (v1_e x_t)), in the shape of the hidden states."""
     mlp, E, F, D = experts.mlp, experts.num_experts, experts.ffn_hidden_size, experts.hidden_size
@@ -64,7 +64,7 @@ def experts_forward(
     w1_EFD, v1_EFD, w2_EFD = (weight.view(E, F, D).to(dtype) for weight in stored.values())
     plan = build_plan(ids_TK, E)
     x_ND = gather_rows(hidden.reshape(-1, D).to(dtype), plan)
-    linear = functools.partial(grouped_linear, plan=plan, backend=record.config.backend)
+    linear = functools.partial(grouped_linear, plan=plan, backend=patch.config.backend)
     a_NF = mlp.activation_fn(linear(x_ND, w1_EFD)) * linear(x_ND, v1_EFD)
     y_ND = linear(a_NF, w2_EFD.mT)
     out_TD = combine_rows(y_ND, weights_TK, plan)

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_patch.families.logits import linear
 from moe_patch.families.score_fn import score_name, scored_topk
 from moe_patch.ops.routing import score
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 
 EPS = 1e-20
@@ -21,7 +21,7 @@ EPS = 1e-20
 
 @bound
 def hash_router_forward(
-    router: Any, record: ModulePatch, hidden_states: Tensor, input_ids: Tensor
+    router: Any, patch: ModulePatch, hidden_states: Tensor, input_ids: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits, weights and ids of the experts that the table lists for each token id."""
     logits_TE = linear(router, hidden_states)

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from moe_patch.config import PatchConfig
 from moe_patch.ops.product_key import product_key_topk
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import Routing
 
 
 @bound
 def product_key_block(
-    block: Any, record: ModulePatch, hidden_states: Tensor, **_: Any
+    block: Any, patch: ModulePatch, hidden_states: Tensor, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """Return dense MLP plus retrieved experts, and the two rows of key logits, [2, T, P].
 
@@ -29,7 +29,7 @@ def product_key_block(
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     # Rows of the two axes come from different tokens; transformers splits the logits in this way.
     logits_2TP = block.router_gate(hidden_states).view(2, x_TD.shape[0], block.num_keys)
-    routing = choose(block, logits_2TP, record.config)
+    routing = choose(block, logits_2TP, patch.config)
     ids_TK = routing.ids_TK.clamp(min=0)
     down_TKD, up_TKD = block.down_embed(ids_TK), block.up_embed(ids_TK)
     a_TK = (down_TKD @ x_TD.unsqueeze(-1)).squeeze(-1)

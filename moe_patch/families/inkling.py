@@ -10,13 +10,13 @@ from torch import Tensor
 from moe_patch.families.logits import linear_fp32_no_autocast
 from moe_patch.ops.routing import sigmoid_topk
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec
 
 
 @bound
 def router_forward(
-    router: Any, record: ModulePatch, hidden_states: Tensor
+    router: Any, patch: ModulePatch, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return routed logits, routing weights, ids, and the shared experts' weights.
 
@@ -26,12 +26,12 @@ def router_forward(
     shared = router.n_shared_experts
     logits = linear_fp32_no_autocast(router, hidden_states)
     routed_TE, shared_logits = logits[:, :-shared], logits[:, -shared:]
-    ids_TK = record.spec.choose(
+    ids_TK = patch.spec.choose(
         router,
         routed_TE,
         hidden_states,
-        ties=record.config.ties,
-        impl=route_impl(record.config.backend, record.config.batch_invariant),
+        ties=patch.config.ties,
+        impl=route_impl(patch.config.backend, patch.config.batch_invariant),
     ).ids_TK
     with torch.autocast(hidden_states.device.type, enabled=False):
         joint = torch.nn.functional.logsigmoid(

@@ -17,7 +17,7 @@ from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.routing import topk_softmax
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime.experts import compute_dtype, read_projection, stored_weight
-from moe_patch.runtime.record import ModulePatch, bound, handed_down
+from moe_patch.runtime.module_patch import ModulePatch, bound, current_factors
 from moe_patch.runtime.spec import FamilySpec, Layout
 from moe_patch.types import Plan
 
@@ -29,15 +29,15 @@ def inner_linear_then_fp32(router: Any, hidden: Tensor) -> Tensor:
 
 @bound
 def gating_forward(
-    router: Any, record: ModulePatch, hidden_TD: Tensor
+    router: Any, patch: ModulePatch, hidden_TD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Plan, Tensor]:
     """Return rows by expert, their tokens, their weights, the plan, and the logits."""
-    routing = record.spec.route(
+    routing = patch.spec.route(
         router,
         hidden_TD,
         (),
-        ties=record.config.ties,
-        impl=route_impl(record.config.backend, record.config.batch_invariant),
+        ties=patch.config.ties,
+        impl=route_impl(patch.config.backend, patch.config.batch_invariant),
     )
     plan = build_plan(routing.ids_TK, router.num_experts)
     row_of_N = plan.row_of_N.long()
@@ -46,17 +46,17 @@ def gating_forward(
 
 
 @bound
-def stacked_linear(experts: Any, record: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
+def stacked_linear(experts: Any, patch: ModulePatch, inputs_ND: Tensor, plan: Plan) -> Tensor:
     """Return W_e x_n for rows in plan order, including the adapters on the stack."""
-    dtype = compute_dtype(inputs_ND, stored_weight(experts, record.spec))
-    fuse_lora, given = record.config.fuse_lora, handed_down(experts)
+    dtype = compute_dtype(inputs_ND, stored_weight(experts, patch.spec))
+    fuse_lora, given = patch.config.fuse_lora, current_factors(experts)
     w_EOI, lora = read_projection(experts, "weight", False, dtype, fuse_lora, given)
-    backend = record.config.backend
+    backend = patch.config.backend
     return grouped_linear(inputs_ND.to(dtype), w_EOI, plan, lora=lora, backend=backend)
 
 
 @bound
-def block_forward(block: Any, record: ModulePatch, layer_input: Tensor) -> Tensor:
+def block_forward(block: Any, patch: ModulePatch, layer_input: Tensor) -> Tensor:
     """Return sum_k w_tk * out_e(act(gate) * up) + bias; gate and up are the halves of in_e(x_t)."""
     x_TD = layer_input.reshape(-1, layer_input.shape[-1])
     _, _, weight_N, plan, _ = block.router(x_TD)

@@ -16,26 +16,26 @@ from moe_patch.families.logits import linear
 from moe_patch.ops.routing import RouteRule, stable_topk
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.runtime import forward
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 
 
 @bound
-def router_forward(router: Any, record: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+def router_forward(router: Any, patch: ModulePatch, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
     """Return transformers' scores, [T, E] and zero for experts not chosen, and the logits."""
-    routing = record.spec.route(
+    routing = patch.spec.route(
         router,
         hidden_TD,
         (),
-        ties=record.config.ties,
-        impl=route_impl(record.config.backend, record.config.batch_invariant),
+        ties=patch.config.ties,
+        impl=route_impl(patch.config.backend, patch.config.batch_invariant),
     )
     dense_TE = torch.zeros_like(routing.logits_TE)
     return dense_TE.scatter(1, routing.ids_TK, routing.weights_TK), routing.logits_TE
 
 
 @bound
-def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def block_forward(block: Any, patch: ModulePatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return shared plus routed experts, [T, D], and the router logits."""
     x_TD = hidden.reshape(-1, hidden.shape[-1])
     # Take the scores from the router module's output, so that a hook on it can steer the block.
@@ -48,7 +48,7 @@ def block_forward(block: Any, record: ModulePatch, hidden: Tensor) -> tuple[Tens
 @bound
 def experts_forward(
     experts: Any,
-    record: ModulePatch,
+    patch: ModulePatch,
     hidden: Tensor,
     ids_TK: Tensor | None = None,
     weights_TK: Tensor | None = None,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime.forward import experts_forward
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec, Layout
 
 
@@ -25,7 +25,7 @@ def classifier_fp32(router: Any, hidden: Tensor) -> Tensor:
 
 @bound
 def experts_with_identity(
-    experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    experts: Any, patch: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     """Return the routed experts' output plus x times the weights of the identity experts."""
     out_TD = experts_forward(experts, hidden_TD, ids_TK, weights_TK)

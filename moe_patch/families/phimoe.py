@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_patch.families.logits import linear
 from moe_patch.ops.routing import stable_topk
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import NEG_INF
 
@@ -26,14 +26,14 @@ CUT, REST = 0.3333, 0.6667
 
 @bound
 def sparsemixer(
-    router: Any, record: ModulePatch, hidden_states: Tensor
+    router: Any, patch: ModulePatch, hidden_states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logits_TE, weights_T2 and ids_T2; in training, jitter hidden states in place."""
     noise = router.input_jitter_noise
     if router.training and noise > 0:
         hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
     logits_TE = linear(router, hidden_states)
-    ties = record.config.ties
+    ties = patch.config.ties
     left_TE, ids, weights = logits_TE, [], []
     for turn in range(2):
         gates_TE, best_T1 = near_best(logits_TE, left_TE, router.router_jitter_noise, ties)

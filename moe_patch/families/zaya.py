@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_patch.ops.routing import softmax_topk
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.runtime.record import ModulePatch, bound
+from moe_patch.runtime.module_patch import ModulePatch, bound
 from moe_patch.runtime.spec import Const, FamilySpec
 
 
@@ -31,17 +31,17 @@ def class_logits(router: Any, state: Tensor) -> Tensor:
 
 @bound
 def router_forward(
-    router: Any, record: ModulePatch, hidden_states: Tensor, router_states: Tensor | None = None
+    router: Any, patch: ModulePatch, hidden_states: Tensor, router_states: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return logits, weights, ids, and the router state for the next layer."""
     state = router_state(router, hidden_states, router_states)
     logits = class_logits(router, state)
-    routing = record.spec.choose(
+    routing = patch.spec.choose(
         router,
         logits,
         hidden_states,
-        ties=record.config.ties,
-        impl=route_impl(record.config.backend, record.config.batch_invariant),
+        ties=patch.config.ties,
+        impl=route_impl(patch.config.backend, patch.config.batch_invariant),
     )
     skipped_TK = routing.ids_TK == router.num_experts
     return (

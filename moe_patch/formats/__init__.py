@@ -1,1 +1,1 @@
-"""Number formats of stored weights: NF4, FP8 and MXFP4, and the tensors that hold them."""
+"""Number formats of stored weights (NF4, FP8 and MXFP4), and tensors that hold them."""

@@ -1,4 +1,4 @@
-"""FP8 e4m3 with one fp32 scale per 128 x 128 block, as DeepSeek and Qwen publish checkpoints.
+"""FP8 e4m3 with one fp32 scale per 128 x 128 block, the format of DeepSeek and Qwen checkpoints.
 
 A weight is its e4m3 value times ``scale_inv[row // 128, column // 128]``.
 """
@@ -13,10 +13,11 @@ DTYPE = torch.float8_e4m3fn
 
 
 def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A weight [E, rows, columns] as e4m3 values and scales [E, rows / 128, columns / 128].
+    """Quantise a weight [E, rows, columns] to e4m3 values and fp32 scales.
 
-    Blocks at the edges may be smaller. Expert by expert, so that the fp32 working memory is that of
-    one; the weight may lie on another device.
+    The scales are [E, rows / 128, columns / 128], rounded up: blocks at the edges may be smaller.
+    The function works expert by expert, so its fp32 temporaries are the size of one expert. The
+    weight may be on another device.
     """
     E, rows, columns = weight.shape
     values = torch.empty(weight.shape, dtype=DTYPE, device=device)
@@ -31,11 +32,11 @@ def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def spread(scales: Tensor, rows: int, columns: int) -> Tensor:
-    """Scales [.., rows / 128, columns / 128] for every element, [.., rows, columns]."""
+    """Repeat scales [.., rows / 128, columns / 128] for every element, [.., rows, columns]."""
     wide = scales.repeat_interleave(BLOCK, dim=-2).repeat_interleave(BLOCK, dim=-1)
     return wide[..., :rows, :columns]
 
 
 def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight that values and scales stand for; the product is rounded to ``dtype`` once."""
+    """Multiply values by their scales; round the product to ``dtype`` once."""
     return (values.to(torch.float32) * spread(scales, *values.shape[-2:])).to(dtype)

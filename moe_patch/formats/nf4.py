@@ -1,10 +1,12 @@
 """NF4 with double quantisation, in the layout of bitsandbytes.
 
-Along the flattened weight, every 64 values share a scale, their largest magnitude, and each value
-is the index of the nearest of 16 levels (Dettmers et al. 2023, QLoRA: the quantiles of a normal
-distribution, scaled to [-1, 1]); two indices to a byte, the earlier value in the high half. The
-scales, less their mean, are themselves stored in 8 bits: every 256 share their largest magnitude,
-and each is the index of the nearest of 256 levels of a dynamic float (Dettmers 2016).
+In the flattened weight, every 64 values share a scale, which is their largest magnitude. Each value
+is the index of the nearest of 16 levels: quantiles of a normal distribution, scaled to [-1, 1]
+(Dettmers et al. 2023, QLoRA). A byte holds two indices, the earlier value in the high half.
+
+The scales, minus their mean, are stored in 8 bits: every 256 share a nested scale, which is their
+largest magnitude. Each one is the index of the nearest of 256 levels of a dynamic float (Dettmers
+2016).
 
     weight = level[index] * scale        scale = code[absmax] * nested_absmax + offset      all fp32
 """
@@ -25,20 +27,20 @@ LEVELS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-# Values quantised at a time: bounds the fp32 working memory, whatever the weight's size.
+# Number of values quantised at a time, which limits the fp32 temporaries for any weight size.
 _PIECE = 1 << 24
 
 
 class Nf4Scales(NamedTuple):
-    """The scales of one weight.
+    """Scales of one weight.
 
     Attributes:
         absmax: uint8, one per 64 values.
-        nested_absmax: fp32, one per 256 of those.
+        nested_absmax: fp32, one per 256 values of ``absmax``.
         code: fp32 [256], the levels of the 8-bit scales, ascending.
-        offset: fp32 scalar, the scales' mean.
-        levels: fp32 [16], :data:`LEVELS`. They travel with the weight, as in bitsandbytes: a tensor
-            kept by device could be one of a fake mode, or of the memory of a CUDA graph.
+        offset: fp32 scalar, mean of the scales.
+        levels: fp32 [16], :data:`LEVELS`, stored with the weight as in bitsandbytes. A tensor
+            cached per device could belong to a fake mode or to the memory of a CUDA graph.
     """
 
     absmax: Tensor
@@ -49,16 +51,16 @@ class Nf4Scales(NamedTuple):
 
 
 def dynamic_code() -> Tensor:
-    """The 256 levels of a signed 8-bit dynamic float, ascending, fp32 on the CPU."""
+    """Return the 256 levels of a signed 8-bit dynamic float, ascending, fp32 on the CPU."""
     return torch.tensor(_dynamic_levels(), dtype=torch.float32, device="cpu")
 
 
 @functools.cache
 def _dynamic_levels() -> tuple[float, ...]:
-    """Those levels.
+    """Return the 256 levels as floats, in ascending order.
 
-    Decade i of seven, from 1e-6 to 1, holds 2^i evenly spaced fractions of either sign, the centres
-    of equal cells over [0.1, 1]; with 0 and 1 that makes 256.
+    Of seven decades from 1e-6 to 1, decade i has 2^i evenly spaced fractions of either sign: the
+    centres of equal cells over [0.1, 1]. Together with 0 and 1 these are 256 levels.
     """
     found = [0.0, 1.0]
     for decade in range(7):
@@ -70,12 +72,12 @@ def _dynamic_levels() -> tuple[float, ...]:
 
 
 def quantize(weight: Tensor, device: torch.device) -> tuple[Tensor, Nf4Scales]:
-    """A weight [E, rows, columns] as packed indices [E, rows, columns / 2] and scales.
+    """Quantise a weight [E, rows, columns] to packed indices [E, rows, columns / 2] and scales.
 
     Args:
-        weight: floating; columns a multiple of 64. May lie on another device: it is moved and
-            worked on in pieces of some million values.
-        device: where the result goes.
+        weight: any floating dtype; columns are a multiple of 64. The weight may be on another
+            device: it is moved and quantised in pieces of some million values.
+        device: device of the result.
     """
     flat = weight.detach().contiguous().view(-1)
     levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)
@@ -102,7 +104,7 @@ def _quantize_scales(scale: Tensor, levels: Tensor) -> Nf4Scales:
 
 
 def _nearest(blocks: Tensor, ascending: Tensor) -> tuple[Tensor, Tensor]:
-    """Each value's nearest level after division by its block's largest magnitude, and those."""
+    """Return the nearest level of each value over its block's largest magnitude, and the latter."""
     largest = blocks.abs().amax(dim=1)
     scaled = blocks * (1.0 / largest.clamp(min=1e-38))[:, None]
     between = (ascending[:-1] + ascending[1:]) / 2
@@ -110,19 +112,19 @@ def _nearest(blocks: Tensor, ascending: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded_scales(scales: Nf4Scales, first: int = 0, count: int | None = None) -> Tensor:
-    """fp32 scales of the blocks ``first`` to ``first + count``."""
+    """Decode the fp32 scales of blocks ``first`` to ``first + count``."""
     absmax = scales.absmax[first : None if count is None else first + count]
     block = torch.arange(first, first + len(absmax), device=absmax.device) // NESTED_BLOCK
     return scales.code[absmax.long()] * scales.nested_absmax[block] + scales.offset
 
 
 def dequantize(packed: Tensor, scales: Nf4Scales, dtype: torch.dtype, first: int = 0) -> Tensor:
-    """The weight that a packed tensor [.., columns / 2] stands for.
+    """Dequantise a packed tensor [.., columns / 2].
 
     Args:
-        packed, scales: what :func:`quantize` returned, or a contiguous part of packed.
-        dtype: of the result; the product is rounded to it once.
-        first: the part's first block of 64.
+        packed, scales: results of :func:`quantize`; ``packed`` may be a contiguous part.
+        dtype: dtype of the result, to which the product is rounded once.
+        first: index of the part's first block of 64 values.
     """
     byte = packed.reshape(-1)
     index = torch.stack([byte >> 4, byte & 15], dim=1).view(-1, BLOCK)

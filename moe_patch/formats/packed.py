@@ -1,4 +1,4 @@
-"""A projection's weights in low precision, as the experts operator takes them."""
+"""PackedWeight: one projection's expert weights in 4 or 8 bits for the experts operator."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8, mxfp4, nf4
 from moe_patch.types import ExpertWeights
 
-# What weights can be packed into; and with what checkpoints hold already.
+# Storages into which weights can be packed; READABLE adds those found only in checkpoints.
 STORAGES = ("nf4", "fp8")
 READABLE = (*STORAGES, "mxfp4")
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """What stands in for an [E, out, in] weight that is stored in 4 or 8 bits.
+    """Stand-in for an [E, out, in] weight that is stored in 4 or 8 bits.
 
-    It has as much of a tensor's face as the backends use (shape, device, transpose, one expert by
-    index); no arithmetic is defined on it, so packed bytes cannot enter a product.
+    It has the part of a tensor's interface that the backends use: shape, device, transpose, and one
+    expert by index. It defines no arithmetic, so packed bytes cannot enter a product.
 
     Attributes:
         storage: a name in :data:`FORMATS`.
         packed: uint8 [E, rows, columns / 2] or e4m3 [E, rows, columns], contiguous.
-        scales: what the format keeps beside them.
-        dtype: what an expert is dequantised to.
-        transposed: rows are inputs and columns outputs, rather than the other way round.
+        scales: scales of the format.
+        dtype: dtype of a dequantised expert.
+        transposed: rows are inputs and columns are outputs; if False, the other way round.
     """
 
     storage: str
@@ -60,40 +60,40 @@ class PackedWeight:
         return math.prod(self.stored_shape)
 
     def to(self, dtype: torch.dtype) -> PackedWeight:
-        """The same storage, dequantised to another dtype."""
+        """Return the same storage with another dtype for dequantised experts."""
         return replace(self, dtype=dtype)
 
     def transpose(self, first: int, second: int) -> PackedWeight:
-        """In and out exchanged; nothing is moved."""
+        """Exchange in and out, without moving data."""
         assert {first % 3, second % 3} == {1, 2}, (first, second)
         return replace(self, transposed=not self.transposed)
 
     def __getitem__(self, e: int) -> Tensor:
-        """One expert, [out, in], dequantised."""
+        """Dequantise one expert, [out, in]."""
         return self.experts(e, e + 1)[0]
 
     def stored_experts(self, start: int, end: int) -> Tensor:
-        """Experts ``start`` to ``end`` dequantised, as stored: [end - start, rows, columns]."""
+        """Dequantise experts ``start`` to ``end`` as stored, [end - start, rows, columns]."""
         return FORMATS[self.storage].dequantize(self, start, end)
 
     def experts(self, start: int, end: int) -> Tensor:
-        """Experts ``start`` to ``end`` dequantised, [end - start, out, in]."""
+        """Dequantise experts ``start`` to ``end``, [end - start, out, in]."""
         stored = self.stored_experts(start, end)
         return stored.transpose(1, 2) if self.transposed else stored
 
     def nbytes(self) -> int:
-        """What the storage takes, scales included."""
+        """Return the size in bytes, scales included."""
         return sum(t.numel() * t.element_size() for t in (self.packed, *self.scales))
 
 
 @dataclass(frozen=True)
 class Format:
-    """What the rest needs to know of a storage.
+    """Description of a storage.
 
     Attributes:
-        per_element: values to an element of the packed tensor.
-        scales: tensors that are kept beside it.
-        dequantize: experts ``start`` to ``end`` of a weight, as stored, in the weight's dtype.
+        per_element: number of values per element of the packed tensor.
+        scales: number of scale tensors.
+        dequantize: dequantises experts ``start`` to ``end`` of a weight, as stored, to its dtype.
     """
 
     per_element: int
@@ -102,7 +102,7 @@ class Format:
 
 
 def _nf4_experts(w: PackedWeight, start: int, end: int) -> Tensor:
-    """The blocks of 64 are counted through the whole stack."""
+    """Dequantise experts; blocks of 64 are numbered through the weights of all experts."""
     _, rows, columns = w.stored_shape
     first = start * rows * columns // nf4.BLOCK
     return nf4.dequantize(w.packed[start:end], nf4.Nf4Scales(*w.scales), w.dtype, first)
@@ -124,15 +124,15 @@ FORMATS = {
 
 
 def check_packable(weight: Tensor, storage: str, where: str) -> None:
-    """Refuse what cannot be stored so.
+    """Refuse a weight that cannot be packed into a storage.
 
     Args:
         weight: [E, rows, columns], as stored.
         storage: one of :data:`STORAGES`.
-        where: names the parameter in errors.
+        where: name of the parameter, for errors.
 
     Raises:
-        UnsupportedModelError: the storage is unknown or the weight's shape or dtype is not for it.
+        UnsupportedModelError: the storage is unknown or does not support the shape or dtype.
     """
     if storage not in STORAGES:
         raise UnsupportedModelError(
@@ -151,7 +151,7 @@ def check_packable(weight: Tensor, storage: str, where: str) -> None:
 
 
 def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> PackedWeight:
-    """Quantise a weight [E, rows, columns], as stored, onto a device.
+    """Quantise a weight [E, rows, columns], as stored; the result is on ``device``.
 
     Raises:
         UnsupportedModelError: as :func:`check_packable`.
@@ -167,10 +167,10 @@ def pack(weight: Tensor, storage: str, device: torch.device, where: str) -> Pack
 
 
 def plain_weights(w: ExpertWeights) -> tuple[ExpertWeights, list[Tensor], str]:
-    """Weights as plain tensors, the scales that belong to them, and the storage ("" if none).
+    """Split weights into plain tensors, their scales, and the storage ("" if not packed).
 
     Raises:
-        UnsupportedOptionError: the two projections are not stored in the same way.
+        UnsupportedOptionError: the two projections have different storage.
     """
     w13: Any = w.w13_EHD
     w2: Any = w.w2_EDF
@@ -180,7 +180,7 @@ def plain_weights(w: ExpertWeights) -> tuple[ExpertWeights, list[Tensor], str]:
     if len(storages) > 1:
         raise UnsupportedOptionError(
             f"experts_mlp: the two projections are stored as {' and '.join(sorted(storages))}; "
-            "accepted: both in the same way"
+            "accepted: the same storage for both"
         )
     plain = w._replace(w13_EHD=w13.packed, w2_EDF=w2.packed)
     return plain, [*w13.scales, *w2.scales], storages.pop()
@@ -189,7 +189,7 @@ def plain_weights(w: ExpertWeights) -> tuple[ExpertWeights, list[Tensor], str]:
 def packed_weights(
     w: ExpertWeights, scales: list[Tensor], storage: str, dtype: torch.dtype
 ) -> ExpertWeights:
-    """The inverse of :func:`plain_weights`; experts are dequantised to ``dtype``."""
+    """Invert :func:`plain_weights`; experts are dequantised to ``dtype``."""
     if not storage:
         return w
     kind, _, transposed = storage.partition(" ")

@@ -1,8 +1,9 @@
-"""QuantTensor: an expert parameter whose storage is 4 or 8 bits and whose face is the weight's.
+"""QuantTensor: an expert parameter stored in 4 or 8 bits that looks like the original weight.
 
-To modules, optimisers and PEFT it is a frozen parameter of the weight's shape and dtype. It can be
-moved, copied, saved and indexed by expert (which dequantises that expert); every other operation is
-a named error, so that packed bytes never enter a product and a stack is never dequantised unseen.
+For modules, optimisers and PEFT it is a frozen parameter of the weight's shape and dtype. It can be
+moved, copied, saved and indexed by expert, which dequantises that expert. Every other operation
+raises an error. So packed bytes never enter a product, and a whole weight is never dequantised
+silently.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ SCALES = ("scale_0", "scale_1", "scale_2", "scale_3", "scale_4")
 
 
 class QuantTensor(Tensor):
-    """A tensor [E, rows, columns] of floating dtype, as the module stores it, over packed bytes.
+    """A floating tensor [E, rows, columns], in the module's layout, backed by packed bytes.
 
     Attributes:
-        stored_in, packed: storage and bytes, see :class:`PackedWeight`.
-        columns_first: the bytes run along the axis that is the first of an expert's in the module.
-        scale_0, ..: its scales. Tensors are attributes of their own so that Dynamo finds them.
+        stored_in, packed: storage and bytes, as in :class:`PackedWeight`.
+        columns_first: the bytes are contiguous along the first axis of an expert in the module.
+        scale_0, ..: scales; separate attributes, so that Dynamo finds these tensors.
     """
 
     stored_in: str
@@ -47,7 +48,7 @@ class QuantTensor(Tensor):
 
     @property
     def weight(self) -> PackedWeight:
-        """The storage, its axes as the module has them."""
+        """Packed storage, with the axes in the module's order."""
         return packed_weight(self)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -63,7 +64,7 @@ class QuantTensor(Tensor):
         return memo[id(self)]
 
     def share_memory_(self) -> QuantTensor:
-        """As of any tensor; this one's own storage holds nothing."""
+        """Share the packed bytes and scales; the wrapper's own storage is empty."""
         for name in ("packed", *_scale_names(self.stored_in)):
             getattr(self, name).share_memory_()
         return self
@@ -95,13 +96,13 @@ class QuantTensor(Tensor):
 
 
 def packed_weight(tensor: QuantTensor) -> PackedWeight:
-    """The storage of a quantised parameter, also while Dynamo traces."""
+    """Return the packed storage of a quantised parameter; Dynamo can trace this."""
     scales = tuple(getattr(tensor, name) for name in _scale_names(tensor.stored_in))
     return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype, tensor.columns_first)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The weight itself: a quantised one dequantised whole, any other as it is."""
+    """Return a plain weight: dequantise a quantised one whole, return any other unchanged."""
     if not isinstance(tensor, QuantTensor):
         return tensor
     return packed_weight(tensor).experts(0, tensor.shape[0])
@@ -117,7 +118,7 @@ def _rebuild(weight: PackedWeight, is_parameter: bool) -> QuantTensor:
 
 
 def parameter(tensor: QuantTensor) -> Any:
-    """The tensor as a frozen parameter; its class stays QuantTensor."""
+    """Return the tensor as a frozen parameter; its class stays QuantTensor."""
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
@@ -143,13 +144,13 @@ def _to_copy(
     non_blocking: bool = False,
     **_: Any,
 ) -> QuantTensor:
-    """Another device moves the storage; another dtype is what it is dequantised to."""
+    """Move the storage to ``device``; ``dtype`` only changes the dtype of dequantised experts."""
     moved = _each(tensor.weight, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     return QuantTensor(replace(moved, dtype=dtype or tensor.dtype))
 
 
 def _copy(tensor: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor:
-    """In-place copy between equal storages: what load_state_dict does."""
+    """Copy in place between equal storages, for load_state_dict."""
     if not isinstance(source, QuantTensor) or source.weight.storage != tensor.weight.storage:
         found = source.weight.storage if isinstance(source, QuantTensor) else source.dtype
         raise UnsupportedModelError(
@@ -182,7 +183,7 @@ def _not_by_expert(tensor: QuantTensor, how: str) -> UnsupportedModelError:
 
 
 def _expert(tensor: QuantTensor, index: int) -> int:
-    """A negative index counts from the end."""
+    """Normalise an expert index; a negative one counts from the end."""
     E = tensor.shape[0]
     if not -E <= index < E:
         raise IndexError(f"expert {index} of {E} experts stored in {tensor.weight.storage}")
@@ -190,10 +191,10 @@ def _expert(tensor: QuantTensor, index: int) -> int:
 
 
 def _index(tensor: QuantTensor, indices: list[Tensor | None]) -> Tensor:
-    """By one tensor of expert ids, or by a mask of experts."""
+    """Index by one tensor of expert ids, or by a mask of experts."""
     ids = indices[0]
     if ids is None or len(indices) > 1 or (ids.dtype == torch.bool and ids.dim() != 1):
-        raise _not_by_expert(tensor, "along several axes, or along another than the first")
+        raise _not_by_expert(tensor, "along several axes, or along an axis other than the first")
     if ids.dtype == torch.bool:
         ids = ids.nonzero().squeeze(1)
     chosen = [tensor.weight[_expert(tensor, e)] for e in ids.reshape(-1).tolist()]

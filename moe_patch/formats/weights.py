@@ -1,7 +1,8 @@
-"""Which expert weights the operator may read: plain numbers of 16 bits or more, or our own packing.
+"""Checks of expert weights: the operator reads plain floats of 16 bits or more, or QuantTensor.
 
-A tensor subclass of another library decides in its ``__torch_dispatch__`` what an operator sees. It
-knows none of ours, so its weights are refused by name, when patching and in every call.
+A tensor subclass of another library controls by its ``__torch_dispatch__`` what an operator sees,
+and does not support our operators. Its weights are refused by name, in patch_model and in every
+call.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def is_packed(dtype: torch.dtype) -> bool:
-    """Whether a storage dtype holds packed or 8-bit values, which no product here may read."""
+    """Return whether a dtype holds packed or 8-bit values, which no product may read."""
     return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def foreign_class(tensor: Tensor) -> str | None:
-    """The class of a tensor whose operators another library runs; None for every other tensor.
+    """Return the name of a tensor's class if another library runs its operators, or else None.
 
-    torch's own subclasses (DTensor, those of tracing) stand for a plain tensor when the operator
-    runs, and a subclass without a dispatch of its own is one.
+    torch's own subclasses (DTensor, those of tracing) become plain tensors when the operator runs.
+    A subclass without its own ``__torch_dispatch__`` counts as a plain tensor.
     """
     cls = type(tensor)
     if cls is Tensor or cls is nn.Parameter or isinstance(tensor, QuantTensor):
@@ -38,21 +39,21 @@ def foreign_class(tensor: Tensor) -> str | None:
 
 
 def require_float(weight: Tensor, where: str) -> None:
-    """Packed or 8-bit storage is never taken for numbers, nor for what can be trained.
+    """Refuse packed or 8-bit storage as numbers, and quantised weights that require a gradient.
 
     Raises:
-        UnsupportedModelError: the weight is a tensor subclass of another library, its dtype is not
-            a floating one of 16 bits or more, or it is quantised and asks for a gradient.
+        UnsupportedModelError: the weight is a tensor subclass of another library, is not a float of
+            16 bits or more, or is quantised and requires a gradient.
     """
     if type(weight) is nn.Parameter and weight.dtype in _NUMBERS:
-        return  # the common case first
+        return
     if (foreign := foreign_class(weight)) is not None:
         raise UnsupportedModelError(
-            f"{where}: expert weights are stored in {foreign}, a tensor subclass that knows no "
-            "operator of this library; accepted: plain bf16, fp16, fp32 and fp64 weights, a "
-            "parametrization that yields one of them, or what quantize_experts(model, 'nf4' or "
-            "'fp8') makes of plain weights; leave such a model to transformers (unpatch_model if "
-            "it was quantised after patching)"
+            f"{where}: expert weights are stored in {foreign}, a tensor subclass that does not "
+            "support this library's operators; accepted: plain bf16, fp16, fp32 and fp64 weights, "
+            "a parametrization that yields one of them, or the result of quantize_experts(model, "
+            "'nf4' or 'fp8'); leave such a model to transformers (unpatch_model if it was "
+            "quantised after patching)"
         )
     if isinstance(weight, QuantTensor) and weight.requires_grad:
         raise UnsupportedModelError(
@@ -65,19 +66,19 @@ def require_float(weight: Tensor, where: str) -> None:
         raise UnsupportedModelError(
             f"{where}: expert weights are stored in {weight.dtype}; accepted: bf16, fp16, fp32 and "
             "fp64, or a parametrization that yields one of them"
-            + (", or what quantize_experts(model, 'fp8') takes over" if fp8 else "")
+            + (", or the result of quantize_experts(model, 'fp8')" if fp8 else "")
             + "; leave such a model to transformers (unpatch_model if it was quantised after "
             "patching)"
         )
 
 
 def projection(experts: Any, name: str) -> Tensor:
-    """A stacked weight of an experts module, evaluated if it is parametrized.
+    """Return a stacked weight of an experts module, evaluated if it is parametrized.
 
     Raises:
-        UnsupportedModelError: the module has none of that name.
+        UnsupportedModelError: the module has no weight of that name.
     """
-    # Module.__getattr__ takes ten times as long.
+    # Read _parameters directly: Module.__getattr__ takes ten times as long.
     if (own := experts._parameters.get(name)) is not None:
         return own
     try:
@@ -86,8 +87,8 @@ def projection(experts: Any, name: str) -> Tensor:
         children = ", ".join(experts._modules) or "no modules"
         raise UnsupportedModelError(
             f"{type(experts).__module__}.{type(experts).__name__} has no stacked weight {name!r} "
-            f"but holds {children}: its experts were taken apart (quantisation tools make single "
-            "Linear modules of them) or renamed; accepted: the stacked weights that transformers "
+            f"but holds {children}: its experts were split (quantisation tools turn them into "
+            "single Linear modules) or renamed; accepted: the stacked weights that transformers "
             "builds; leave such a model to transformers (unpatch_model if it was changed after "
             "patching)"
         ) from error

@@ -1,4 +1,4 @@
-"""Triton kernels. They know nothing of autograd, modules, transformers or peft.
+"""Triton kernels. They do not depend on autograd, modules, transformers or peft.
 
-Imported only where the backend resolves to triton: ``import moe_patch`` works without the package.
+Imported only if the backend resolves to triton: ``import moe_patch`` works without that package.
 """

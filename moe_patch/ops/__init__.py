@@ -1,1 +1,1 @@
-"""Operators: tensors in, tensors out, under autograd, without modules."""
+"""Operators on tensors, with autograd. They use no modules."""

@@ -1,4 +1,4 @@
-"""Which backend runs a block, and why. Pure functions of the request, the device and the dtype."""
+"""Choice of the backend that runs a block, from the request, the device and the dtype."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from moe_patch.schema import check_choice
 
 BACKENDS = ("auto", "torch", "triton")
 _INTERPRETED = (
-    "TRITON_INTERPRET is set, with which Triton runs each kernel in NumPy on the host; unset it"
+    "TRITON_INTERPRET is set, so Triton would run each kernel in NumPy on the host; unset it"
 )
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class BackendChoice(NamedTuple):
-    """The backend that runs ("torch" or "triton") and the reason, in words for the report."""
+    """The backend that runs ("torch" or "triton") and the reason, worded for the report."""
 
     name: str
     reason: str
 
 
-def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton cannot run here, or None if it can."""
+def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why Triton cannot run on this device and dtype, or None if it can."""
     if dtype not in TRITON_DTYPES:
         return f"Triton kernels take bf16, fp16 and fp32, not {dtype}"
     if device.type != "cuda":
         return f"no Triton kernels on {device.type}"
-    # find_spec walks the file system; this runs on every call of a block.
+    # Look at sys.modules first: find_spec walks the file system, and every call of a block runs
+    # this.
     if "triton" not in sys.modules and importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if _interpreting():
@@ -48,45 +49,45 @@ def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _interpreting() -> bool:
-    # As above: Dynamo warns of caches.
+    # Dynamo warns about functools.cache in code that it traces.
     return _set_to_interpret() if torch.compiler.is_compiling() else _read_once()
 
 
 def _set_to_interpret() -> bool:
-    """Return whether Triton is set to its interpreter, by the values that it takes for true."""
+    """Return whether TRITON_INTERPRET has one of the values that Triton accepts as true."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @functools.cache
 def _read_once() -> bool:
-    """Triton reads it where a kernel is defined, which is once a process."""
+    """Read TRITON_INTERPRET once per process, as Triton does when a kernel is defined."""
     found = _set_to_interpret()
     if found:
-        warnings.warn(f"moe_patch: the torch backend runs: {_INTERPRETED}", stacklevel=2)
+        warnings.warn(f"moe_patch: using the torch backend: {_INTERPRETED}", stacklevel=2)
     return found
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    # Dynamo knows torch's function as a constant, and warns of caches in what it traces.
+    # Dynamo treats torch's function as a constant but warns about functools.cache in traced code.
     if device.index is None or torch.compiler.is_compiling():
         return torch.cuda.get_device_capability(device)
-    return _asked_once(device)
+    return _cached_capability(device)
 
 
 @functools.cache
-def _asked_once(device: torch.device) -> tuple[int, int]:
-    """4 µs of the host's time for every call of a block, were it asked each time."""
+def _cached_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability, cached: torch's function takes the host 4 µs per call."""
     return torch.cuda.get_device_capability(device)
 
 
 def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> BackendChoice:
-    """Resolve ``backend``: auto takes Triton on CUDA (capability >= 8.0), torch elsewhere.
+    """Resolve ``requested``: "auto" means Triton on CUDA (capability >= 8.0) and torch elsewhere.
 
     Raises:
-        UnsupportedOptionError: ``triton`` was asked for and cannot run on this device and dtype, or
-            ``batch_invariant`` was and the torch backend would run.
+        UnsupportedOptionError: "triton" was requested and cannot run on this device and dtype, or
+            ``batch_invariant`` was requested and the torch backend would run.
     """
     choice = _choose(requested, device, dtype)
     if batch_invariant and choice.name == "torch":
@@ -95,30 +96,30 @@ def choose_backend(
 
 
 def refuse_batch_invariant(why: str) -> NoReturn:
-    """What runs on torch cannot promise the same bits for any number of rows.
+    """Raise: torch cannot guarantee the same bits for any number of rows.
 
     Raises:
-        UnsupportedOptionError: always, with the reason.
+        UnsupportedOptionError: always, with the reason ``why``.
     """
     raise UnsupportedOptionError(
-        f"batch_invariant=True cannot hold: {why}, and torch chooses its products by the number of "
-        "rows; accepted: experts on the Triton backend (CUDA, capability 8.0 and up, in bf16, fp16 "
-        "or fp32); use batch_invariant=False"
+        f"batch_invariant=True cannot hold: {why}, and torch selects its matrix products by the "
+        "number of rows; accepted: experts on the Triton backend (CUDA, capability 8.0 and up, in "
+        "bf16, fp16 or fp32); use batch_invariant=False"
     )
 
 
 def _choose(requested: str, device: torch.device, dtype: torch.dtype) -> BackendChoice:
     if requested == "torch":
-        return BackendChoice("torch", "asked for")
+        return BackendChoice("torch", "requested")
     if requested not in BACKENDS:
         check_choice("backend", requested, BACKENDS)
-    obstacle = triton_obstacle(device, dtype)
+    why_not = why_not_triton(device, dtype)
     if requested == "triton":
-        if obstacle is not None:
+        if why_not is not None:
             raise UnsupportedOptionError(
-                f"backend='triton' cannot hold: {obstacle}; use backend='auto' or 'torch'"
+                f"backend='triton' cannot hold: {why_not}; use backend='auto' or 'torch'"
             )
-        return BackendChoice("triton", "asked for")
-    if obstacle is None and torch.version.hip is not None:
-        obstacle = "on HIP Triton runs only when asked for (backend='triton')"
-    return BackendChoice("triton", "auto") if obstacle is None else BackendChoice("torch", obstacle)
+        return BackendChoice("triton", "requested")
+    if why_not is None and torch.version.hip is not None:
+        why_not = "on HIP, Triton runs only on request (backend='triton')"
+    return BackendChoice("triton", "auto") if why_not is None else BackendChoice("torch", why_not)

@@ -1,8 +1,8 @@
 """Auxiliary router losses from recorded router logits: load balance and z.
 
-Both come from per-layer sums over rows, which hold no intermediate beyond [tokens, experts]: no
-one-hot of the choices, and for backward nothing but the logits themselves. A single pass over the
-logits serves both (:func:`router_losses`).
+Both losses are computed from per-layer sums over rows. No intermediate is larger than
+[tokens, experts], the choices are never one-hot encoded, and backward saves only the logits. A
+single pass over the logits computes both (:func:`router_losses`).
 
 Sources: load balance, Switch Transformer (arXiv:2101.03961 equations 4 to 6) in the form of
 transformers' ``load_balancing_loss_func``; z loss, ST-MoE (arXiv:2202.08906 equation 5).
@@ -32,24 +32,24 @@ def load_balancing_loss(
     top_k: int = 2,
     attention_mask: Tensor | None = None,
 ) -> Tensor | int:
-    """E * sum_e f_e * p_e: f_e the share of choices, p_e the mean probability of expert e.
+    """Return E * sum_e f_e * p_e; expert e has the share f_e of choices and mean probability p_e.
 
-    Stands in for transformers' ``load_balancing_loss_func``: same arguments, same number, also
-    where the softmax is rounded to bf16. The one difference is a tie for the k-th place, which goes
-    to the lower id here and anywhere there.
+    Drop-in replacement for transformers' ``load_balancing_loss_func``: same arguments and same
+    result, including where the softmax is rounded to bf16. Only a tie for the k-th place differs:
+    here the lower id wins, in transformers the winner is undefined.
 
     Args:
-        gate_logits: one tensor per layer, each [batch * sequence, experts]; a single tensor is one
-            layer. Anything else gives 0, as in transformers (a model that recorded no logits).
-        num_experts: E; must equal the logits' width.
+        gate_logits: one tensor per layer, each [batch * sequence, experts]; a single tensor means
+            one layer. Anything else gives 0, as in transformers (a model that recorded no logits).
+        num_experts: E; must equal the last dimension of the logits.
         top_k: experts chosen per token.
-        attention_mask: [batch, sequence], 0 where a token does not count.
+        attention_mask: [batch, sequence], 0 for tokens to ignore.
 
     Returns:
         fp32 scalar, differentiable in the logits.
 
     Raises:
-        UnsupportedOptionError: as :func:`router_losses`; or another number of experts.
+        UnsupportedOptionError: as :func:`router_losses`, or ``num_experts`` does not match.
     """
     layers = _layers(gate_logits)
     if not layers:
@@ -57,7 +57,7 @@ def load_balancing_loss(
     _check(layers, top_k)
     if num_experts is not None and num_experts != (width := layers[0].shape[1]):
         raise UnsupportedOptionError(
-            f"balance_loss: num_experts={num_experts}, the logits have {width} columns"
+            f"balance_loss: num_experts={num_experts}, but the logits have {width} columns"
         )
     balance, _ = router_losses(layers, top_k, attention_mask)
     return balance
@@ -66,7 +66,10 @@ def load_balancing_loss(
 def router_z_loss(
     gate_logits: Tensor | Sequence[Tensor] | None, attention_mask: Tensor | None = None
 ) -> Tensor | int:
-    """The mean over layers and unmasked tokens of logsumexp(logits)^2; arguments as above."""
+    """Return the mean of logsumexp(logits)^2 over layers and unmasked tokens.
+
+    Takes the arguments of :func:`load_balancing_loss`.
+    """
     layers = _layers(gate_logits)
     if not layers:
         return 0
@@ -77,11 +80,11 @@ def router_z_loss(
 def router_losses(
     layers: Sequence[Tensor], top_k: int, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(load_balancing_loss, router_z_loss) of at least one layer, from one pass over the logits.
+    """Compute (load_balancing_loss, router_z_loss) in one pass over the logits of all layers.
 
     Raises:
-        UnsupportedOptionError: no layer, logits that are no floating-point matrix or of several
-            widths, ``top_k`` beyond the experts, a mask of another number of tokens.
+        UnsupportedOptionError: no layers; logits that are not floating-point matrices of one width;
+            ``top_k`` greater than the number of experts; a mask for another number of tokens.
     """
     _check(layers, top_k)
     device = layers[0].device
@@ -110,13 +113,13 @@ def router_losses(
 
 
 def _check_mask(mask: Tensor, layers: Sequence[Tensor]) -> None:
-    """The kernel reads a number of the mask for each row, whatever there is."""
+    """Refuse a mask of another size, because the kernel reads one mask value per row, unchecked."""
     for place, logits_TE in enumerate(layers):
         if mask.numel() != logits_TE.shape[0]:
             raise UnsupportedOptionError(
-                f"balance_loss: attention_mask is {tuple(mask.shape)}, {mask.numel()} "
-                f"tokens, the logits of layer {place} are of {logits_TE.shape[0]}; accepted: "
-                "[batch, sequence] of the tokens that the logits are of"
+                f"balance_loss: attention_mask is {tuple(mask.shape)}, {mask.numel()} tokens, but "
+                f"the logits of layer {place} have {logits_TE.shape[0]}; accepted: a mask [batch, "
+                "sequence] with one value for each token of the logits"
             )
 
 
@@ -129,14 +132,14 @@ def _layers(gate_logits: Tensor | Sequence[Tensor] | None) -> list[Tensor]:
 def _check(layers: Sequence[Tensor], top_k: int) -> None:
     if not layers:
         raise UnsupportedOptionError(
-            "moe_patch.ops.balance_loss: no router logits; accepted: those of at least one layer"
+            "moe_patch.ops.balance_loss: no router logits; accepted: logits of at least one layer"
         )
     for place, logits_TE in enumerate(layers):
         check_logits(logits_TE, "moe_patch.ops.balance_loss", f"gate_logits of layer {place}")
         if logits_TE.shape[1] != (width := layers[0].shape[1]):
             raise UnsupportedOptionError(
-                f"balance_loss: the logits of layer {place} have {logits_TE.shape[1]} "
-                f"columns, those of layer 0 have {width}; accepted: one number of experts"
+                f"balance_loss: the logits of layer {place} have {logits_TE.shape[1]} columns, the "
+                f"logits of layer 0 have {width}; accepted: the same number in all layers"
             )
     if not 1 <= top_k <= width:
         raise UnsupportedOptionError(
@@ -156,7 +159,7 @@ def _sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
 
 
 def sums_torch(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> Sums:
-    """(tokens_E, probabilities_E, z): what ``kernels.routing_losses.router_sums`` computes."""
+    """Compute (tokens_E, probabilities_E, z), as ``kernels.routing.losses.router_sums`` does."""
     T, E = logits_TE.shape
     softmax_TE = torch.softmax(logits_TE, dim=-1)
     ids_TK = best_ids(softmax_TE, top_k)
@@ -184,7 +187,7 @@ def _sums_backward(
 def sums_backward_torch(
     dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
 ) -> Tensor:
-    """What ``kernels.routing_losses.router_sums_backward`` computes."""
+    """Compute the gradient of the logits, as ``kernels.routing.losses`` does in backward."""
     wide_TE = _wide(logits_TE)
     softmax_TE = torch.softmax(wide_TE, dim=-1)
     slope_TE = dprobabilities_E - (softmax_TE @ dprobabilities_E.to(wide_TE.dtype))[:, None]

@@ -1,4 +1,4 @@
-"""Define torch operators: schema, implementation, fake and autograd's rule in one call."""
+"""Define torch operators: schema, implementation, fake and autograd formula in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_patch.errors import no_second_derivative
 
 @functools.cache
 def _library(namespace: str) -> torch.library.Library:
-    """The one library of a namespace; it lives as long as the process."""
+    """Return the library of a namespace; it lives as long as the process."""
     return torch.library.Library(namespace, "DEF")
 
 
@@ -31,10 +31,10 @@ def define(
         name: "namespace::name" or "namespace::name.overload", found in ``torch.ops``.
         schema: in torch's grammar, without the name: "(Tensor x) -> Tensor".
         run: the implementation; its outputs alias neither its inputs nor each other.
-        fake: the same without values, for tensors that have a shape and a dtype only.
-        backward, setup: autograd's rule, as in ``torch.library.register_autograd``. The default,
-            for operators that are a backward themselves, raises UnsupportedOptionError. None
-            registers no rule: the operator writes into an input, or runs without gradients only.
+        fake: the fake implementation, which returns tensors of the right shape and dtype.
+        backward, setup: the autograd formula, as in ``torch.library.register_autograd``. The
+            default raises UnsupportedOptionError; use it for operators that are a backward. Pass
+            None for an operator that writes into an input or runs only without gradients.
     """
     namespace, local = name.split("::")
     library = _library(namespace)

@@ -1,8 +1,8 @@
-"""Product-key routing: E = P*P experts chosen from two rows of P logits, never forming P*P sums.
+"""Product-key routing: choose among E = P*P experts from two rows of P logits, without P*P sums.
 
-The first half is the definition, in torch; :func:`product_key_topk` runs it on a CPU and the Triton
-kernels on CUDA. Source: product keys (arXiv:1907.05242 section 3.1), as Doge's cross-domain experts
-use them.
+:func:`product_key_reference` is the definition, in torch. :func:`product_key_topk` runs it on a CPU
+and the Triton kernels on CUDA. Source: product keys (arXiv:1907.05242 section 3.1), as in Doge's
+cross-domain experts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def product_key_reference(
     score: str = "softmax",
     renormalize: bool = False,
 ) -> Routing:
-    """The definition of :func:`product_key_topk`, in differentiable torch, any floating dtype.
+    """Define :func:`product_key_topk` in differentiable torch, for any floating dtype.
 
     Raises:
         UnsupportedOptionError: as :func:`product_key_topk`.
@@ -68,7 +68,7 @@ def _weights(value_TK: Tensor, ids_TK: Tensor, score: str, renormalize: bool) ->
     empty_TK = ids_TK < 0
     if score == "none":
         return value_TK.masked_fill(empty_TK, 0.0)
-    # A row without candidates: a finite stand-in keeps NaN out of its gradient.
+    # In a row without candidates, a finite value replaces -inf to keep NaN out of the gradient.
     none_T1 = empty_TK.all(dim=-1, keepdim=True)
     weights_TK = torch.softmax(value_TK.masked_fill(none_T1, 0.0), dim=-1)
     if renormalize:
@@ -87,29 +87,32 @@ def product_key_topk(
 ) -> Routing:
     """Choose the ``top_k`` experts with the largest ``x[ix] + y[iy]``; expert id = ix * P + iy.
 
-    The best k of x and of y come first (equal logits: lower index), then the best k of their k * k
-    sums, each rounded to the logits' dtype (equal sums: lower id). A logit of -inf takes its whole
-    row or column of experts out, and a sum of -inf its expert: with fewer than k left, the last
-    slots are empty, id -1 and weight 0. NaN orders above every number and reaches the weights.
+    First take the best k of x and the best k of y (equal logits: lower index first). Then take the
+    best k of the k * k sums, each rounded to the logits' dtype (equal sums: lower id first).
 
-    A Doge block calls it with ``x, y = router_gate(h).view(2, T, P)``, ``score="softmax"`` and
+    A logit of -inf excludes its whole row or column of experts; a sum of -inf excludes its expert.
+    If fewer than k experts remain, the last choices are empty: id -1 and weight 0. NaN counts as
+    larger than every number and propagates to the weights.
+
+    A Doge block calls this with ``x, y = router_gate(h).view(2, T, P)``, ``score="softmax"`` and
     ``renormalize=config.norm_topk_prob``.
 
     Args:
-        logits_x_TP, logits_y_TP: fp32, bf16 or fp16 (on the torch backend also fp64), of one dtype,
-            any strides; P at most 1024.
+        logits_x_TP, logits_y_TP: fp32, bf16 or fp16 (on the torch backend also fp64), both of one
+            dtype, any strides; P at most 1024.
         top_k: at most 64; may exceed P.
         score: "softmax" over the k sums, or "none" for the sums themselves.
         renormalize: divide the softmax weights by their sum once more (after rounding).
-        backend: "auto", "torch" or "triton", as everywhere.
+        backend: "auto", "torch" or "triton", as in :func:`moe_patch.patch_model`.
 
     Returns:
-        Routing in descending order of the sums: int64 ids, weights in the logits' dtype and
-        differentiable in both logits. ``logits_TE`` is empty, [T, 0]: the E logits do not exist.
+        Routing in descending order of the sums, with int64 ids. The weights have the logits' dtype
+        and are differentiable in both logits. ``logits_TE`` is empty, [T, 0], because the E logits
+        are never formed.
 
     Raises:
-        UnsupportedOptionError: shapes, dtypes or options are not the above, or a forward-mode
-            derivative is asked of the Triton kernels.
+        UnsupportedOptionError: a shape, dtype or option is not listed above, or a forward-mode
+            derivative of the Triton kernels is requested.
     """
     _check(logits_x_TP, logits_y_TP, top_k, score)
     if choose_backend(backend, logits_x_TP.device, logits_x_TP.dtype).name == "torch":
@@ -127,7 +130,7 @@ def product_key_triton(
     score: str = "softmax",
     renormalize: bool = False,
 ) -> Routing:
-    """:func:`product_key_topk` on the Triton kernels, arguments unchecked."""
+    """Run :func:`product_key_topk` on the Triton kernels, without checking the arguments."""
     refuse_forward_mode(logits_x_TP, logits_y_TP, what="product_key_topk")
     ids_TK, weights_TK = torch.ops.moe_patch.product_key_forward(
         logits_x_TP, logits_y_TP, top_k, score, renormalize

@@ -1,14 +1,14 @@
-"""Routing: from router logits to the chosen experts and their weights. Pure functions, torch only.
+"""Routing: router logits to the chosen experts and their weights. Pure functions in plain torch.
 
-A family's router is a :class:`RouteRule` wherever possible, a name for some choices of
-:func:`route`, which is the definition (the Triton ``route`` of ops/routing_op.py has the same
-signature).
+:func:`route` defines routing; the Triton ``route`` of ops/routing_op.py has the same signature.
+Wherever possible, a family's router is a :class:`RouteRule`: a named set of options of ``route``.
 
-Rules, whatever the family:
-    ties      equal scores go to the lower expert id, equal groups to the lower group: a stable
-              descending sort. ``torch.topk`` promises no order; ``ties="torch"`` takes it anyway.
-    NaN       a row with NaN or Inf gets distinct ids in range, NaN weights; other rows are exact.
-    bias      a correction bias decides which experts are chosen and never enters the weights.
+Rules for all families:
+
+- Ties: among equal scores the lower expert id wins, among equal groups the lower group. This is a
+  stable descending sort. ``torch.topk`` guarantees no order; ``ties="torch"`` selects it anyway.
+- NaN: a row with NaN or Inf gets distinct ids in range and NaN weights. Other rows are exact.
+- Bias: a correction bias affects the choice of experts and never the weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from moe_patch.types import RouteSpec, Routing
 
 
 def best_ids(scores_TE: Tensor, k: int, ties: str = "lower") -> Tensor:
-    """Indices of the k largest of each row, descending; equal values in order of their index.
+    """Return the indices of each row's k largest values, descending; ties in order of the index.
 
     Args:
         scores_TE: [rows, candidates], any floating dtype. NaN counts as the largest value.
-        k: how many, at most the number of candidates.
-        ties: "lower" or "torch" (torch.topk's own, undefined, choice).
+        k: number of indices, at most the number of candidates.
+        ties: "lower", or "torch" for the undefined order of torch.topk.
 
     Returns:
         [rows, k], int64.
@@ -40,20 +40,20 @@ def best_ids(scores_TE: Tensor, k: int, ties: str = "lower") -> Tensor:
     if ties == "torch":
         return torch.topk(scores_TE, k, dim=-1).indices
     if scores_TE.is_cuda:
-        # Its sort puts a NaN whose sign bit is set below every number
+        # On CUDA, torch.sort orders a NaN with the sign bit set below every number
         # (https://github.com/pytorch/pytorch/issues/190781).
         scores_TE = scores_TE.masked_fill(scores_TE.isnan(), float("nan"))
     return torch.sort(scores_TE, dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def stable_topk(scores_TE: Tensor, k: int, ties: str = "lower") -> tuple[Tensor, Tensor]:
-    """(values, indices) of :func:`best_ids`; the values are differentiable."""
+    """Return (values, indices) of :func:`best_ids`; the values are differentiable."""
     ids_TK = best_ids(scores_TE, k, ties)
     return scores_TE.gather(-1, ids_TK), ids_TK
 
 
 def score(logits: Tensor, name: str) -> Tensor:
-    """Elementwise or row-wise score of the logits, in their own dtype."""
+    """Compute the score of the logits, elementwise or row by row, in their dtype."""
     if name == "softmax":
         return torch.softmax(logits, dim=-1)
     if name == "sigmoid":
@@ -66,7 +66,7 @@ def score(logits: Tensor, name: str) -> Tensor:
 
 
 def limit_groups(choice_TE: Tensor, spec: RouteSpec) -> Tensor:
-    """Mask the experts outside each row's best groups (group-limited routing, DeepSeek-V2/V3)."""
+    """Mask experts outside each row's best groups (group-limited routing, DeepSeek-V2/V3)."""
     T, E = choice_TE.shape
     grouped_TGe = choice_TE.view(T, spec.groups, E // spec.groups)
     if spec.group_score == "top2":
@@ -81,18 +81,18 @@ def limit_groups(choice_TE: Tensor, spec: RouteSpec) -> Tensor:
 
 
 def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
-    """The definition of routing: choose ``spec.top_k`` experts per row and weight them.
+    """Choose ``spec.top_k`` experts per row and compute their weights: the definition of routing.
 
     Args:
         logits_TE: raw router logits, fp64, fp32, bf16 or fp16, any strides.
-        spec: the family's choices.
+        spec: the family's options.
         bias_E: correction bias, for the choice only; receives no gradient.
 
     Returns:
-        Routing with int64 ids in descending order of the choice score and differentiable weights.
+        Routing with int64 ids in descending order of the choice score, and differentiable weights.
 
     Raises:
-        UnsupportedOptionError: logits of another dtype, or that are no matrix.
+        UnsupportedOptionError: the logits have another dtype or are not a matrix.
     """
     check_logits(logits_TE, "moe_patch.ops.routing.route", "logits_TE")
     if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
@@ -128,21 +128,21 @@ def _biased(choice: Tensor, bias_E: Tensor | None) -> Tensor:
 
 
 RouteImpl = Callable[[Tensor, RouteSpec, Tensor | None], Routing]
-# Fields of RouteSpec that a rule fixes by its name, or that a call sets: no parameters of an entry.
+# Fields of RouteSpec that a family entry cannot set: the rule or the caller determines them.
 NOT_OF_AN_ENTRY = ("score", "order", "weights_dtype", "ties", "batch_invariant")
 
 
 class RouteRule:
-    """A family's routing as data: a name, and the choices of :class:`RouteSpec` that go with it.
+    """A family's routing as data: a name and options for :class:`RouteSpec`.
 
-    A rule is called like any routing function. Its parameters are the fields of RouteSpec but for
-    those of NOT_OF_AN_ENTRY, or the keyword arguments of ``make``.
+    A rule is called like any routing function. Its parameters are the keyword arguments of
+    ``make``, or else the fields of RouteSpec other than NOT_OF_AN_ENTRY.
 
     Args:
-        name: what reports and the table of families call it.
+        name: name of the rule in reports and in the table of families.
         make: (experts, **parameters) -> fields of RouteSpec, for a rule with logic of its own;
-            ``experts`` is the number of logits per row. None takes the parameters as they are.
-        constants: parameters' values where an entry gives no other; fields fixed by the name.
+            ``experts`` is the number of logits per row. None uses the parameters unchanged.
+        constants: fields fixed by the rule, and defaults of the parameters.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RouteRule:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Equality by value: the entry of a copied or unpickled model is still the shipped one."""
+        """Compare by value: the entry of a copied or unpickled model equals the shipped one."""
         return isinstance(other, RouteRule) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]
@@ -176,10 +176,10 @@ class RouteRule:
         ties: str = "lower",
         **params: Any,
     ) -> RouteSpec:
-        """The choices for ``experts`` logits per row; groups of None mean no limit.
+        """Return the RouteSpec for ``experts`` logits per row; None for groups means no limit.
 
         Raises:
-            ValueError, UnsupportedModelError: from ``make``, values that it does not accept.
+            ValueError, UnsupportedModelError: raised by ``make`` for values it does not accept.
         """
         return _spec_of(
             self.make, self._constants, experts, weights_dtype, ties, tuple(params.items())
@@ -195,7 +195,7 @@ class RouteRule:
         impl: RouteImpl = route,
         **params: Any,
     ) -> Routing:
-        """Route by the rule; arguments and errors as :func:`route` and :meth:`spec`."""
+        """Route by this rule; arguments and errors as in :func:`route` and :meth:`spec`."""
         check_logits(logits_TE, f"moe_patch.ops.routing.{self.name}", "logits_TE")
         spec = self.spec(logits_TE.shape[-1], weights_dtype=weights_dtype, ties=ties, **params)
         return impl(logits_TE, spec, bias_E)
@@ -210,7 +210,7 @@ def _spec_of(
     ties: str,
     params: tuple[tuple[str, Any], ...],
 ) -> RouteSpec:
-    """The choices of a rule; see :meth:`RouteRule.spec`."""
+    """Build the RouteSpec of a rule; see :meth:`RouteRule.spec`."""
     chosen = {**dict(constants), **dict(params)}
     if make is not None:
         chosen = make(experts, **chosen)
@@ -219,14 +219,14 @@ def _spec_of(
     return RouteSpec(**chosen, weights_dtype=weights_dtype, ties=ties)
 
 
-# w = softmax(l)[ids], over all experts, optionally renormalised. Source: Qwen2/3-MoE, OLMoE,
+# w = softmax(l)[ids] over all experts, optionally renormalised. Source: Qwen2/3-MoE, OLMoE,
 # Mixtral (renormalised), Mistral-4 (groups by top-2 sum), ERNIE-4.5 (bias, clamp).
 softmax_topk = RouteRule("softmax_topk", score="softmax", group_score="max", group_fill=0.0)
 
-# The best k logits, then softmax over those k alone. Source: gpt_oss, Granite-MoE, Aria.
+# Take the best k logits, then softmax over those k only. Source: gpt_oss, Granite-MoE, Aria.
 topk_softmax = RouteRule("topk_softmax", score="softmax", order="topk_score", fp32=False)
 
-# s = sigmoid(l); choose by s + bias within the best groups (top-2 sum); w = s[ids], optionally
+# s = sigmoid(l). Choose by s + bias within the best groups (top-2 sum). w = s[ids], optionally
 # divided by its sum + eps, times scale. Source: DeepSeek-V3 (arXiv:2412.19437 section 2.1.2),
 # GLM-4.5, MiniMax-M2 (no groups), Kolibri (bias on the logits).
 sigmoid_topk = RouteRule("sigmoid_topk", score="sigmoid", renormalize=True)
@@ -248,7 +248,7 @@ def _greedy_or_groups(
     elif groups is None or top_groups is None or top_k * groups > top_groups * experts:
         raise ValueError(
             f"top_k = {top_k} of {experts} experts does not fit into {top_groups} of {groups} "
-            "groups"
+            "groups; accepted: at most as many experts as the best groups hold"
         )
     return {
         "top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score": "max",
@@ -256,8 +256,8 @@ def _greedy_or_groups(
     }  # fmt: skip
 
 
-# DeepSeek-V2: softmax, the best k overall ("greedy") or within the best groups by maximum.
-# transformers masks the scores of the other groups with 0.0 and takes the weights after that, so an
-# excluded expert can only ever be an empty choice. Here it is never chosen, and asking for more
-# experts than the best groups hold is an error.
+# DeepSeek-V2: softmax, then the best k overall ("greedy") or within the best groups by maximum.
+# In transformers, the scores of the other groups are 0.0 when the weights are taken, so an excluded
+# expert can be chosen, with weight 0. Here an excluded expert is never chosen. A top_k that exceeds
+# the experts of the best groups is an error.
 greedy_or_groups = RouteRule("greedy_or_groups", _greedy_or_groups)

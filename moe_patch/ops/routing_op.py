@@ -1,9 +1,9 @@
-"""The Triton-backed :func:`route`: one custom op forward, one backward, under autograd and compile.
+"""Triton-backed :func:`route`: one custom operator each for forward and backward.
 
-In plain eager work what the ops run is called without torch's dispatcher (ops/direct.py).
-
-Same name, signature and meaning as ``ops.routing.route``, which stays the definition and the
-default on a CPU. Triton is imported by the first call, not by this module.
+Has the name, signature and meaning of ``ops.routing.route``, which is the definition and the
+default on a CPU. The operators work under autograd and ``torch.compile``. In plain eager execution
+the functions behind them are called without torch's dispatcher (ops/direct.py). The first call
+imports Triton; importing this module does not.
 """
 
 from __future__ import annotations
@@ -53,42 +53,43 @@ def route(
     *,
     ids_dtype: torch.dtype = torch.int64,
 ) -> Routing:
-    """Choose ``spec.top_k`` experts per row and weight them, in one Triton launch.
+    """Choose ``spec.top_k`` experts per row and compute their weights, in one Triton launch.
 
     Args:
         logits_TE: raw router logits, fp32, bf16 or fp16, any strides, at most 512 experts.
-        spec: the family's choices; ties must be "lower", top_k at most 32.
+        spec: the family's options; ties must be "lower", top_k at most 32.
         bias_E: correction bias, for the choice only; receives no gradient.
-        ids_dtype: int64, which transformers' experts take, or int32.
+        ids_dtype: int64, which transformers' experts expect, or int32.
 
     Returns:
-        Routing with ids in descending order of the choice score and weights differentiable in the
-        logits. The gradient is evaluated in fp32 and rounded once; it is the same bits every time.
+        Routing with ids in descending order of the choice score, and weights differentiable in the
+        logits. The gradient is evaluated in fp32, rounded once, and reproducible bit for bit.
 
     Raises:
-        UnsupportedOptionError: the kernels do not cover this spec, dtype, size or device, or a
-            forward-mode derivative.
+        UnsupportedOptionError: the kernels do not support this spec, dtype, size or device, or a
+            forward-mode derivative was requested.
     """
     check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
     choices = _choices_of(logits_TE, spec, bias_E)
-    if choices.obstacle is not None:
+    if choices.why_not is not None:
         raise UnsupportedOptionError(
-            f"moe_patch.ops.routing_op.route: {choices.obstacle}; use moe_patch.ops.routing.route "
+            f"moe_patch.ops.routing_op.route: {choices.why_not}; use moe_patch.ops.routing.route "
             "(backend='torch')"
         )
     return _route(logits_TE, bias_E, ids_dtype, choices)
 
 
 class _Choices(NamedTuple):
-    """A spec as the operator and the kernels take it.
+    """A RouteSpec in the form that the operator and the kernels take.
 
     Attributes:
-        obstacle: why the kernels cannot route so, or None; then the others are as given.
-        fields: the spec's fields in the operator's order, numbers of the types of its schema.
-        spec: the spec of these fields.
+        why_not: why the kernels cannot route by this spec, or None if they can. Unless it is
+            None, ``fields`` and ``spec`` are not normalised.
+        fields: fields of the spec in the operator's order, numbers converted to its schema's types.
+        spec: RouteSpec made of these fields.
     """
 
-    obstacle: str | None
+    why_not: str | None
     fields: tuple[Any, ...]
     spec: RouteSpec
 
@@ -103,18 +104,18 @@ def _choices(
     spec: RouteSpec, experts: int, logits: torch.dtype, bias: torch.dtype | None
 ) -> _Choices:
     fields = [getattr(spec, name) for name in _SPEC_FIELDS]
-    obstacle = _obstacle(spec, experts, logits, bias)
-    if obstacle is None:
-        for at, kind in _NUMBERS:  # as the operator's schema does
+    why_not = _why_not(spec, experts, logits, bias)
+    if why_not is None:
+        for at, kind in _NUMBERS:  # Convert numbers as the operator's schema does.
             fields[at] = kind(fields[at])
         spec = RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
-    return _Choices(obstacle, tuple(fields), spec)
+    return _Choices(why_not, tuple(fields), spec)
 
 
 def _route(
     logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, choices: _Choices
 ) -> Routing:
-    """:func:`route` where nothing is in the way."""
+    """Run :func:`route` after the checks."""
     refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
     if unwatched((logits_TE, bias_E)):
@@ -127,15 +128,15 @@ def _route(
     return Routing(ids_TK, weights_TK, logits_TE)
 
 
-def route_obstacle(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
-    """Why the Triton kernels cannot route this, in words that name what they accept, or None."""
+def why_not_route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
+    """Return why the Triton kernels cannot route this and what they accept, or None if they can."""
     bias_dtype = None if bias_E is None else bias_E.dtype
-    return _obstacle(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+    return _why_not(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
 
 
-def _obstacle(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
+def _why_not(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
     if spec.ties != "lower":
-        return f"ties={spec.ties!r} is torch.topk's own choice, the kernels implement ties='lower'"
+        return f"ties={spec.ties!r} is torch.topk's own order, the kernels implement ties='lower'"
     if spec.score not in _SCORES:
         return f"score={spec.score!r}, accepted are {', '.join(_SCORES)}"
     for name, dtype in (("logits", logits), ("bias", bias)):
@@ -155,9 +156,9 @@ def _obstacle(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | 
 
 
 def route_impl(backend: str, batch_invariant: bool = False) -> RouteImpl:
-    """The :func:`route` of a backend: Triton where its kernels cover the call, else torch.
+    """Return the :func:`route` of a backend: Triton where its kernels support the call, else torch.
 
-    With ``batch_invariant``, a call that would go to torch is an UnsupportedOptionError.
+    With ``batch_invariant``, a call that would run in torch raises UnsupportedOptionError.
     """
     return functools.partial(_route_on, backend, batch_invariant)
 
@@ -174,19 +175,19 @@ def _route_on(
     triton = choose_backend(backend, device, dtype, batch_invariant).name == "triton"
     if batch_invariant:
         spec = replace(spec, batch_invariant=True)
-    obstacle: str | None = ""
+    why_not: str | None = ""
     if triton:
         choices = _choices_of(logits_TE, spec, bias_E)
-        if (obstacle := choices.obstacle) is None:
+        if (why_not := choices.why_not) is None:
             return _route(logits_TE, bias_E, torch.int64, choices)
     if batch_invariant:
-        refuse_batch_invariant(f"routing with {obstacle}")
+        refuse_batch_invariant(f"routing with {why_not}")
     return torch_route(logits_TE, spec, bias_E)
 
 
 @functools.cache
 def _kernels() -> ModuleType:
-    """The kernels' module, which imports Triton."""
+    """Import the module of the kernels, and with it Triton."""
     return importlib.import_module("moe_patch.kernels.routing.route")
 
 
@@ -225,7 +226,7 @@ def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fiel
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], output[0])
     ctx.mark_non_differentiable(output[0])
-    # Or backward begins by filling a gradient of zeros for the ids.
+    # By default autograd would fill a gradient of zeros for the ids before each backward.
     ctx.set_materialize_grads(False)
     ctx.fields = inputs[3:]
 
@@ -240,7 +241,7 @@ def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...
 
 
 class _Route(torch.autograd.Function):
-    """The same rule with a spec for its fields: autograd spends a microsecond on each argument."""
+    """Same autograd formula with the spec as one argument: autograd takes 1 µs per argument."""
 
     @staticmethod
     def forward(
@@ -253,7 +254,7 @@ class _Route(torch.autograd.Function):
         ids_TK, weights_TK = _kernels().route_forward(logits_TE, spec, bias_E, ids_dtype)
         ctx.save_for_backward(logits_TE, ids_TK)
         ctx.mark_non_differentiable(ids_TK)
-        # Or backward begins by filling a gradient of zeros for the ids.
+        # By default autograd would fill a gradient of zeros for the ids before each backward.
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         return ids_TK, weights_TK

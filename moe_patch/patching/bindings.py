@@ -13,8 +13,8 @@ from moe_patch.config import PatchConfig
 from moe_patch.families import entry_class
 from moe_patch.patching.discover import FoundBlock, Named
 from moe_patch.runtime import forward
+from moe_patch.runtime.module_patch import ModulePatch, attribute_for, is_ours, origin_of
 from moe_patch.runtime.modules import undecorated_forward
-from moe_patch.runtime.record import ModulePatch, is_ours, origin_of, slot_for
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 # Decorators from these packages are part of a class as its own library defines it.
@@ -22,12 +22,12 @@ DECORATING = ("transformers", "torch")
 
 
 class Binding(NamedTuple):
-    """One forward that the patch binds; the arguments of :func:`moe_patch.runtime.record.bind`."""
+    """One forward to bind: the arguments of :func:`moe_patch.runtime.module_patch.bind`."""
 
     module: Any
     function: Callable[..., Any]
-    record: ModulePatch
-    slot: str
+    patch: ModulePatch
+    attribute: str
 
 
 def bindings_of(
@@ -41,13 +41,13 @@ def bindings_of(
     spec = block.spec
     todo: list[tuple[str, Binding]] = []
 
-    def add(found: Named, function: Any, role: str, slot: str = "forward") -> None:
+    def add(found: Named, function: Any, role: str, attribute: str = "forward") -> None:
         if function is not None:
             path, module = found
             own = block.spec_of(module) if role == "router" else spec
             why = block.mismatch if role == "experts" else ""
-            record = ModulePatch(role, own, config, self_check=self_check, reason=why)
-            todo.append((path, Binding(module, function, record, slot)))
+            patch = ModulePatch(role, own, config, self_check=self_check, reason=why)
+            todo.append((path, Binding(module, function, patch, attribute)))
 
     for router in block.routers:
         if wrapped_by_parallelism(router[1]):
@@ -68,15 +68,15 @@ def bindings_of(
     return todo
 
 
-def foreign_forward(module: nn.Module, slot: str) -> Any:
+def foreign_forward(module: nn.Module, attribute: str) -> Any:
     """Return the forward that another library bound as an attribute of a module, or None.
 
     A module's own method bound on its own instance does not count.
     """
-    if slot == "forward":
-        slot = slot_for(module)
-    found = module.__dict__.get(slot)
-    own = getattr(type(module), "forward" if slot == "_old_forward" else slot)
+    if attribute == "forward":
+        attribute = attribute_for(module)
+    found = module.__dict__.get(attribute)
+    own = getattr(type(module), "forward" if attribute == "_old_forward" else attribute)
     if isinstance(found, MethodType) and found.__self__ is module and found.__func__ is own:
         return None
     return None if is_ours(found) else found
@@ -98,7 +98,7 @@ def replaced_forward(module: nn.Module) -> Any:
     found = foreign_forward(module, "forward")
     if found is not None:
         return found if isinstance(found, MethodType) else None
-    if is_ours(module.__dict__.get(slot_for(module))):
+    if is_ours(module.__dict__.get(attribute_for(module))):
         return None
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     found = vars(owner)["forward"]
@@ -138,12 +138,12 @@ def redefined(module: nn.Module, name: str) -> Any:
     return None if written in (own.__module__.partition(".")[0], *DECORATING) else found
 
 
-def customised(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
+def overridden_by_user(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
     """Say which module that the patch would bind has a method of the user's, if any."""
-    slots = {path: (b.module, b.slot) for path, b in bindings if b.record.role != "lora"}
+    attributes = {path: (b.module, b.attribute) for path, b in bindings if b.patch.role != "lora"}
     served = {path: (module, "forward") for path, module in block.experts}
-    for path, (module, slot) in {**served, **slots}.items():
-        if (found := redefined(module, slot)) is not None:
+    for path, (module, attribute) in {**served, **attributes}.items():
+        if (found := redefined(module, attribute)) is not None:
             name = type(module).__name__
             return (
                 f"{path} ({name}) runs {origin_of(found)}, which the family's entry does not "

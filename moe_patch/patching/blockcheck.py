@@ -21,7 +21,7 @@ from moe_patch.patching.selfcheck import TOKENS, random_tensors
 from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.forward import EXPERTS_NAME
-from moe_patch.runtime.record import RECORD, bind, is_ours
+from moe_patch.runtime.module_patch import PATCH_KEY, bind, is_ours
 
 
 def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
@@ -38,9 +38,9 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     ours, theirs = twins(block), twins(block)
     for _, experts in found.experts:
         _run_eagerly(ours[experts], theirs[experts])
-    for module, function, record, slot in bindings:
-        if record.role != "lora":
-            bind(ours[module], function, record, slot)
+    for module, function, patch, attribute in bindings:
+        if patch.role != "lora":
+            bind(ours[module], function, patch, attribute)
     with fitting(block):
         router: nn.Module = getattr(theirs[block], found.spec.router_attr)
         tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
@@ -91,7 +91,7 @@ def twins(block: nn.Module) -> dict[nn.Module, nn.Module]:
         twin = object.__new__(type(module))
         made[module] = twin
         for key, value in module.__dict__.items():
-            if is_ours(value) or key == RECORD:
+            if is_ours(value) or key == PATCH_KEY:
                 continue
             if isinstance(value, dict) and key.startswith("_"):
                 value = type(value)() if "_hooks" in key else type(value)(value)

@@ -22,7 +22,7 @@ from moe_patch.patching.resolve import refusals
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import run_experts, stored_weight
 from moe_patch.runtime.forward import EXPERTS_NAME, experts_forward, refuse_fp8
-from moe_patch.runtime.record import RECORD, ModulePatch
+from moe_patch.runtime.module_patch import PATCH_KEY, ModulePatch
 from moe_patch.runtime.spec import FamilySpec
 
 # Attribute under which an experts module that runs by name caches its family entry.
@@ -63,8 +63,8 @@ def experts_by_name(
         UnsupportedModelError: the operator cannot run these experts, or its results differ from
             those of transformers.
     """
-    record = experts.__dict__.get(RECORD)
-    if record is not None and record.role == "experts":
+    patch = experts.__dict__.get(PATCH_KEY)
+    if patch is not None and patch.role == "experts":
         return experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     spec = experts.__dict__.get(SPEC)
     if spec is None:

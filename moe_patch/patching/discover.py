@@ -11,8 +11,8 @@ from torch import nn
 
 from moe_patch.families import lookup
 from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.modules import is_decorated
-from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import FamilySpec
 
 Named = tuple[str, Any]
@@ -127,8 +127,8 @@ def _add_wrapper(blocks: dict[str, FoundBlock], path: str, wrapper: Any) -> None
 
 def _experts_alone(block: FoundBlock) -> str:
     """Return why an earlier patch bound only the experts, from their record; else empty."""
-    records = (record_of(experts) for _, experts in block.experts)
-    return next((r.reason for r in records if r is not None and r.role == "experts"), "")
+    patches = (patch_of(experts) for _, experts in block.experts)
+    return next((r.reason for r in patches if r is not None and r.role == "experts"), "")
 
 
 def refused_block(path: str, module: nn.Module, reason: str) -> FoundBlock:

@@ -33,7 +33,7 @@ from moe_patch.patching.resolve import (
 )
 from moe_patch.patching.window import require_window
 from moe_patch.runtime.forward import EXPERTS_NAME
-from moe_patch.runtime.record import RECORD, ModulePatch, bind, record_of, unbind
+from moe_patch.runtime.module_patch import PATCH_KEY, ModulePatch, bind, patch_of, unbind
 
 logger = logging.getLogger("moe_patch")
 Model = TypeVar("Model", bound=nn.Module)
@@ -127,9 +127,9 @@ def unpatch_model(model: Model) -> Model:
 
 
 def _undo(module: Any) -> None:
-    record = module.__dict__[RECORD]
-    if "config" in record.saved:
-        module.config = record.saved.pop("config")
+    patch = module.__dict__[PATCH_KEY]
+    if "config" in patch.saved:
+        module.config = patch.saved.pop("config")
     unbind(module)
 
 
@@ -149,7 +149,7 @@ def patched(model: Model, config: Any = None, **options: Any) -> Iterator[Model]
 
 
 def _touched(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if RECORD in module.__dict__]
+    return [module for module in model.modules() if PATCH_KEY in module.__dict__]
 
 
 def _check_state(model: nn.Module, config: PatchConfig) -> bool:
@@ -164,7 +164,7 @@ def _check_state(model: nn.Module, config: PatchConfig) -> bool:
             f"patch_model was given {type(model).__name__} {str(model)[:80]!r}; accepted: a model, "
             "as from_pretrained returns it"
         )
-    configs = {record.config for m in model.modules() if (record := record_of(m)) is not None}
+    configs = {patch.config for m in model.modules() if (patch := patch_of(m)) is not None}
     for carried in configs - {config}:
         raise PatchStateError(
             f"{type(model).__name__} is already patched with {carried.unlike(config)}; this call "
@@ -180,11 +180,11 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     spec = block.spec
     bound = 0
     for _, binding in bindings_of(block, config, self_check):
-        if record_of(binding.module) is None:
+        if patch_of(binding.module) is None:
             bind(*binding)
             bound += 1
     for _, experts in block.experts:
-        if record_of(experts) is None:
+        if patch_of(experts) is None:
             _point_at_registry(
                 experts,
                 ExpertsPatch("experts", spec, config, self_check=self_check, reason=block.mismatch),
@@ -193,34 +193,34 @@ def _bind_block(block: FoundBlock, config: PatchConfig, self_check: str) -> int:
     return bound
 
 
-def _point_at_registry(experts: Any, record: ModulePatch) -> None:
+def _point_at_registry(experts: Any, patch: ModulePatch) -> None:
     """Select our experts function in a private copy of the config that the module reads."""
-    record.saved["config"] = experts.config
+    patch.saved["config"] = experts.config
     own = copy.copy(experts.config)
     own._experts_implementation_internal = EXPERTS_NAME
     experts.config = own
-    experts.__dict__[RECORD] = record
+    experts.__dict__[PATCH_KEY] = patch
 
 
 def _mark_refused(block: FoundBlock, config: PatchConfig, reason: str) -> None:
     """Leave the block to transformers, even if an earlier call patched it."""
     _give_back(block)
-    _anchor(block).__dict__[RECORD] = ModulePatch("refused", block.spec, config, reason=reason)
+    _anchor(block).__dict__[PATCH_KEY] = ModulePatch("refused", block.spec, config, reason=reason)
 
 
 def _give_back(block: FoundBlock) -> None:
     """Undo what an earlier call bound in the block."""
     bound = [block.block, *(m for _, m in [*block.routers, *block.experts, *block.wrappers])]
     for module in bound:
-        if module is not None and RECORD in module.__dict__:
+        if module is not None and PATCH_KEY in module.__dict__:
             _undo(module)
 
 
 def _unmark_refused(block: FoundBlock) -> None:
     """Remove the record of an earlier refusal, because the block is patched now."""
-    record = record_of(_anchor(block))
-    if record is not None and record.role == "refused":
-        del _anchor(block).__dict__[RECORD]
+    patch = patch_of(_anchor(block))
+    if patch is not None and patch.role == "refused":
+        del _anchor(block).__dict__[PATCH_KEY]
 
 
 def _anchor(block: FoundBlock) -> nn.Module:
@@ -233,10 +233,10 @@ def _anchor(block: FoundBlock) -> nn.Module:
 def _announce_conflict(blocks: list[FoundBlock]) -> None:
     for block in blocks:
         for _, experts in block.experts:
-            record = record_of(experts)
+            patch = patch_of(experts)
             chosen = (
-                record.saved["config"]._experts_implementation
-                if record and "config" in record.saved
+                patch.saved["config"]._experts_implementation
+                if patch and "config" in patch.saved
                 else None
             )
             if chosen is not None and chosen != EXPERTS_NAME:

@@ -11,14 +11,14 @@ from torch import nn
 
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import BackendChoice, choose_backend
-from moe_patch.ops.routing_op import route_obstacle
+from moe_patch.ops.routing_op import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
-from moe_patch.runtime.adapters import fusion_obstacle, paused
+from moe_patch.runtime.adapters import paused, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.peft_release import factor_proxies
-from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import Arg, FamilySpec
 from moe_patch.types import Glu, RouteSpec
 
@@ -112,22 +112,22 @@ def patch_report(model: nn.Module, device: torch.device | None = None) -> PatchR
     """
     rows = (_row(found, device) for found in discover(model))
     report = PatchReport(row for row in rows if row is not None)
-    root = record_of(model)
+    root = patch_of(model)
     if not report and root is not None and root.role == "refused":
         report.append(refusal_row(FoundBlock(WHOLE_MODEL, root.spec, block=model), root.reason))
     return report
 
 
 def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
-    record = _main_record(found)
-    if record is None:
+    patch = _main_patch(found)
+    if patch is None:
         return None
-    conflict = record.reason if record.role == "refused" else overridden(found)
+    conflict = patch.reason if patch.role == "refused" else overridden(found)
     if conflict is not None:
         return refusal_row(found, conflict)
     weight = _a_weight(found)
     device = weight.device if device is None else device
-    choice = choose_backend(record.config.backend, device, weight.dtype)
+    choice = choose_backend(patch.config.backend, device, weight.dtype)
     tier, router, router_backend, why = _routing(found, choice.name)
     experts_backend, reason = _experts(found, choice, device)
     return BlockReport(
@@ -138,9 +138,9 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
         router_backend=router_backend,
         experts_backend=experts_backend,
         shared=_shared(found.spec, found.block),
-        lora=_lora(found, record),
-        self_check=record.self_check,
-        reason=_joined(reason, why, record.reason),
+        lora=_lora(found, patch),
+        self_check=patch.self_check,
+        reason=_joined(reason, why, patch.reason),
     )
 
 
@@ -164,8 +164,8 @@ def _routing(found: FoundBlock, backend: str) -> tuple[str, str, str, str]:
 def _is_routed(found: FoundBlock) -> bool:
     """Return whether routing is ours: in the bound block, or in every router."""
     if found.spec.block_forward is not None or found.spec.chooses_in_block:
-        return found.block is not None and record_of(found.block) is not None
-    return bool(found.routers) and all(record_of(m) is not None for _, m in found.routers)
+        return found.block is not None and patch_of(found.block) is not None
+    return bool(found.routers) and all(patch_of(m) is not None for _, m in found.routers)
 
 
 def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> tuple[str, str]:
@@ -209,8 +209,8 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         return "torch", ""
     if found.spec.chooses_in_block:
         return _block_backend(found)
-    if not found.routers:  # Doge: the block itself chooses by product keys
-        ties = record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
+    if not found.routers:  # Doge: the block itself selects by product keys
+        ties = patch_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
         why = "routing: ties='torch' chooses among all pairs of keys, as torch.topk does"
         return ("triton", "") if ties == "lower" else ("torch", why)
     router = found.routers[0][1]
@@ -220,7 +220,7 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     rows, dtype = next(
         (shape[0], p.dtype) for p in router.parameters() if len(shape := _whole_shape(p)) == 2
     )
-    ties, bias = record_of(router).config.ties, None  # type: ignore[union-attr]
+    ties, bias = patch_of(router).config.ties, None  # type: ignore[union-attr]
     if by_block is not None:
         chosen: RouteSpec | None = by_block(found.block, ties)
     else:
@@ -232,18 +232,18 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
             f"routing: {spec.decided_by} decides per call which part of the choice runs on kernels"
         )
         chosen = RouteSpec(1, ties=ties)
-    obstacle = route_obstacle(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
-    return ("triton", why) if obstacle is None else ("torch", f"routing: {obstacle}")
+    why_not = why_not_route(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
+    return ("triton", why) if why_not is None else ("torch", f"routing: {why_not}")
 
 
 def _block_backend(found: FoundBlock) -> tuple[str, str]:
     """Return the backend for a block that chooses experts from its router's plain logits."""
-    spec, block, ties = found.spec, found.block, record_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
+    spec, block, ties = found.spec, found.block, patch_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
     E = _whole_shape(_a_weight(found))[0]
     chosen = spec.route_spec(block, E, ties)  # type: ignore[arg-type]
     bias = spec.bias_of(block, ())  # type: ignore[arg-type]
-    obstacle = route_obstacle(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
-    return ("triton", "") if obstacle is None else ("torch", f"routing: {obstacle}")
+    why_not = why_not_route(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
+    return ("triton", "") if why_not is None else ("torch", f"routing: {why_not}")
 
 
 def _whole_shape(parameter: torch.Tensor) -> torch.Size:
@@ -251,11 +251,11 @@ def _whole_shape(parameter: torch.Tensor) -> torch.Size:
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 
 
-def _main_record(found: FoundBlock) -> ModulePatch | None:
+def _main_patch(found: FoundBlock) -> ModulePatch | None:
     """Return the record to report for a block: its experts' first, then the block's, a router's."""
     for module in [*(m for _, m in found.experts), found.block, *(m for _, m in found.routers)]:
-        if module is not None and (record := record_of(module)) is not None:
-            return record
+        if module is not None and (patch := patch_of(module)) is not None:
+            return patch
     return None
 
 
@@ -275,27 +275,27 @@ def refusal_row(found: FoundBlock, reason: str) -> BlockReport:
 def _shared(spec: FamilySpec, block: nn.Module | None) -> str:
     if spec.shared is None:
         return "transformers" if spec.shared_by_block else "none"
-    if block is None or record_of(block) is None:
+    if block is None or patch_of(block) is None:
         return "transformers"
     return f"{spec.shared} x sigmoid({spec.shared_gate})" if spec.shared_gate else spec.shared
 
 
-def _lora(found: FoundBlock, record: ModulePatch) -> str:
+def _lora(found: FoundBlock, patch: ModulePatch) -> str:
     if not found.wrappers:
         return "none"
-    if record.config.fuse_lora == "off":
+    if patch.config.fuse_lora == "off":
         return "peft: fuse_lora is off"
     fused: list[str] = []
     left: list[str] = []
     for path, wrapper in found.wrappers:
-        obstacle = fusion_obstacle(wrapper) or paused(wrapper)
-        if obstacle is None and record_of(wrapper) is None:
-            obstacle = "call patch_model again with the same options to fuse"
+        why_not = why_not_fused(wrapper) or paused(wrapper)
+        if why_not is None and patch_of(wrapper) is None:
+            why_not = "call patch_model again with the same options to fuse"
             if not factor_proxies():
-                obstacle = f"PEFT's merged weight is read; {obstacle}"
+                why_not = f"PEFT's merged weight is read; {why_not}"
         name = wrapper.parameter_name
         if name == "weight":  # ambiguous without the name of its module
             name = f"{path.rpartition('.')[2]}.{name}"
-        (left if obstacle else fused).append(f"{name}: {obstacle}" if obstacle else name)
+        (left if why_not else fused).append(f"{name}: {why_not}" if why_not else name)
     parts = [f"fused ({', '.join(sorted(fused))})"] if fused else []
     return "; ".join(parts + [f"peft ({entry})" for entry in left])

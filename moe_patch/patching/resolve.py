@@ -13,7 +13,7 @@ from moe_patch.errors import EntryMismatchError, UnsupportedModelError, Unsuppor
 from moe_patch.families import is_shipped, later_release
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
-from moe_patch.patching.bindings import bindings_of, customised, foreign_forward, overridden
+from moe_patch.patching.bindings import bindings_of, foreign_forward, overridden, overridden_by_user
 from moe_patch.patching.discover import (
     DECORATED,
     WHOLE_MODEL,
@@ -26,10 +26,10 @@ from moe_patch.patching.discover import (
 )
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
-from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
-from moe_patch.runtime.record import origin_of, record_of
+from moe_patch.runtime.module_patch import origin_of, patch_of
 from moe_patch.runtime.spec import FamilySpec, read
 
 
@@ -167,13 +167,13 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if not block.experts and block.spec.experts is not None:
         return _no_experts(block)
     bindings = bindings_of(block, config)
-    for path, (module, _, _, slot) in bindings:
+    for path, (module, _, _, attribute) in bindings:
         # Another library may wrap our forward after patching; this does not prevent patching again.
-        foreign = foreign_forward(module, slot) if record_of(module) is None else None
+        foreign = foreign_forward(module, attribute) if patch_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
-            return f"{name} already has a {slot} bound by {origin_of(foreign)}"
-    if (conflict := overridden(block) or customised(block, bindings)) is not None:
+            return f"{name} already has a {attribute} bound by {origin_of(foreign)}"
+    if (conflict := overridden(block) or overridden_by_user(block, bindings)) is not None:
         return conflict
     try:
         _check_attributes(block)
@@ -291,7 +291,7 @@ def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
     if config.fuse_lora != "require":
         return
     for path, wrapper in block.wrappers:
-        if why := fusion_obstacle(wrapper):
+        if why := why_not_fused(wrapper):
             raise UnsupportedOptionError(
                 f"{path}: fuse_lora='require' cannot hold: {why}; use fuse_lora='auto'"
             )

@@ -26,26 +26,26 @@ from moe_patch.patching.entry_fit import fitting, require_call, require_form
 from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import run_experts, stored_weight
+from moe_patch.runtime.module_patch import is_ours
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
-from moe_patch.runtime.record import is_ours
 from moe_patch.runtime.spec import Arg, FamilySpec
 
 TOKENS = 48
 EXPERTS = 4
 
 
-def obstacle(found: FoundBlock) -> str | None:
+def why_not(found: FoundBlock) -> str | None:
     """Say why a block cannot be checked (weights elsewhere, hooks, wrappers), or return None."""
     for module in involved(found):
-        if (why := _module_obstacle(module)) is not None:
+        if (why := _why_not_module(module)) is not None:
             return why
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            if (why := _tensor_obstacle(tensor)) is not None:
+            if (why := _why_not_tensor(tensor)) is not None:
                 return why
     return None
 
 
-def _module_obstacle(module: nn.Module) -> str | None:
+def _why_not_module(module: nn.Module) -> str | None:
     own = module.__dict__
     computed = next((name for name, value in own.items() if isinstance(value, Tensor)), None)
     found = {
@@ -58,7 +58,7 @@ def _module_obstacle(module: nn.Module) -> str | None:
     return next((why for why, is_so in found.items() if is_so), None)
 
 
-def _tensor_obstacle(tensor: Tensor) -> str | None:
+def _why_not_tensor(tensor: Tensor) -> str | None:
     """Check in this order, because a meta or quantised tensor has no values to read."""
     if tensor.is_meta:
         return "meta weights"
@@ -121,7 +121,7 @@ def check(found: FoundBlock, backend: str, training: bool = False) -> str:
     Raises:
         UnsupportedModelError: a difference exceeds the limit (names module, error and limit).
     """
-    if why := obstacle(found):
+    if why := why_not(found):
         return f"skipped: {why}"
     with sandbox(found, training):
         for path, router in found.routers:

@@ -1,1 +1,1 @@
-"""Experts stored in 4 or 8 bits: formats, the parameter that holds them, module surgery."""
+"""Experts stored in 4 or 8 bits: loading, quantising in place, state dicts and memory use."""

@@ -1,4 +1,4 @@
-"""The experts of FP8 checkpoints, as transformers loads them: taken over without a conversion."""
+"""Use the experts of FP8 checkpoints as transformers loads them, without a conversion."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from moe_patch.runtime.described import layout_of
 
 
 def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> None:
-    """Put the family's own experts module in the place of each of transformers' FP8Experts.
+    """Replace each FP8Experts module of transformers by the family's own experts module.
 
-    The new module's parameters hold the old one's bytes and scales.
+    The parameters of the new module hold the bytes and scales of the old one.
 
     Args:
-        model: of an FP8 checkpoint; in any other there is nothing to do.
+        model: model of an FP8 checkpoint; other models are left unchanged.
         include, exclude: glob patterns on block paths.
 
     Raises:
-        UnsupportedModelError: an FP8Experts module whose scales are not those of 128 x 128 blocks,
-            or whose family reads weights in another layout.
+        UnsupportedModelError: an FP8Experts module has scales of blocks other than 128 x 128, or
+            its family uses another weight layout.
     """
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -52,8 +52,8 @@ def _own_experts(block: FoundBlock, holder: nn.Module, found: Any) -> nn.Module:
     layout = layout_of(experts, block.spec)
     if layout.is_transposed or layout.has_bias or not layout.is_concatenated:
         raise UnsupportedModelError(
-            f"{where}: its family reads weights in another layout than FP8Experts stores; leave "
-            "such a model to transformers"
+            f"{where}: its family uses a weight layout other than that of FP8Experts; leave such a "
+            "model to transformers"
         )
     dtype = found.config.dtype or torch.get_default_dtype()
     for name in (layout.up_name, "down_proj"):

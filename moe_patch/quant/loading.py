@@ -1,4 +1,4 @@
-"""Loading a checkpoint with its experts quantised one projection at a time, as they are read."""
+"""Load a checkpoint and quantise its experts one projection at a time, as they are read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from moe_patch.schema import check_choice
 logger = logging.getLogger("moe_patch")
 
 _METHOD = "moe_patch_experts"
-# Arguments of from_pretrained that load_quantized gives itself -> what to do instead.
+# Arguments of from_pretrained that load_quantized sets itself -> what to do instead.
 _OWN = {
     "device_map": "accepted: device, one for the whole model",
-    "quantization_config": "to have the other weights in 4 bits as well, load with bitsandbytes' "
+    "quantization_config": "to store the other weights in 4 bits as well, load with bitsandbytes' "
     "config and call quantize_experts(model, ...) on the result",
 }
-# Arguments of from_pretrained that say where a config lies and what code may run to read it.
+# Arguments of from_pretrained that locate a config and control which code may run to read it.
 _HUB_OPTIONS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision",
     "subfolder", "token", "trust_remote_code",
@@ -41,25 +41,26 @@ def load_quantized(
     model_class: Any = None,
     **options: Any,
 ) -> Any:
-    """``from_pretrained`` with the experts in 4 or 8 bits from the start.
+    """Run ``from_pretrained`` with the experts in 4 or 8 bits from the start.
 
-    transformers reads, merges and hands over one projection at a time; it is quantised and freed
-    before the next, so no device ever holds more than one layer's experts in 16 bits. A checkpoint
-    that has its experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is taken as it
-    is. Only where transformers dequantises FP8 itself, for want of a device that computes in it,
-    are the experts quantised anew, and a warning says so.
+    transformers reads and merges one projection at a time. It is quantised and freed before the
+    next one, so no device ever holds more than one layer's experts in 16 bits.
+
+    A checkpoint with experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is used as
+    it is. If no device supports FP8, transformers dequantises such a checkpoint. The experts are
+    then quantised again, with a warning.
 
     Args:
         path: a local folder or hub id.
         storage: "nf4", "fp8" or "mxfp4".
-        device: where the model goes.
-        model_class: what to call ``from_pretrained`` on; None: ``AutoModelForCausalLM``.
+        device: device of the model.
+        model_class: class with ``from_pretrained``; None means ``AutoModelForCausalLM``.
         options: further arguments of ``from_pretrained`` (``dtype``, ``attn_implementation``, ..).
 
     Raises:
         UnsupportedOptionError: unknown storage, or an option that this function sets itself.
-        UnsupportedModelError: as :func:`quantize_experts`; or a checkpoint that is quantised in
-            another way, or in one that transformers does not know.
+        UnsupportedModelError: as :func:`quantize_experts`; or the checkpoint is quantised in
+            another way, or in a way that the installed transformers does not support.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -77,7 +78,7 @@ def load_quantized(
         _warn_of_plain_experts(path, model)
         return quantize_experts(model, storage)
     if stored == "mxfp4":
-        # transformers' own quantizer would dequantise, or pack for kernels without a backward.
+        # transformers' own quantizer would dequantise, or pack for kernels that have no backward.
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
     model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
@@ -89,18 +90,18 @@ def _check_options(storage: str, options: dict[str, Any]) -> None:
     check_choice("load_quantized: storage", storage, READABLE)
     for name, instead in _OWN.items():
         if name in options:
-            raise UnsupportedOptionError(f"load_quantized: {name} is its own to set; {instead}")
+            raise UnsupportedOptionError(f"load_quantized sets {name} itself; {instead}")
 
 
 def _warn_of_plain_experts(path: str, model: Any) -> None:
-    """Say that the bytes of an FP8 checkpoint are not those that were loaded."""
+    """Warn if transformers dequantised an FP8 checkpoint, so its experts are quantised again."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
     if not any(isinstance(module, FP8Experts) for module in model.modules()):
         logger.warning(
-            "moe_patch: %s: transformers has dequantised this FP8 checkpoint, as it does where no "
-            "device of compute capability 8.9 or more is; its experts are quantised anew and are "
-            "rounded once more",
+            "moe_patch: %s: transformers has dequantised this FP8 checkpoint, because there is no "
+            "device of compute capability 8.9 or more; its experts are quantised again, with a "
+            "second rounding",
             path,
         )
 
@@ -109,32 +110,32 @@ def _check_stored(path: str, stored: str | None, storage: str) -> None:
     if (stored or storage) != storage or (storage == "mxfp4") != (stored == "mxfp4"):
         raise UnsupportedModelError(
             f"{path}: the checkpoint is {f'quantised with {stored}' if stored else 'not quantised'}"
-            f", asked for {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for an MXFP4 "
-            "one, 'nf4' or 'fp8' for one in 16 bits"
+            f", requested storage: {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for "
+            "an MXFP4 one, 'nf4' or 'fp8' for one in 16 bits"
         )
 
 
 def _check_loaded(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
-    """transformers compares shapes before a conversion that is its own, and these are not.
+    """Check a loaded weight; transformers checks shapes only for its own conversions.
 
     Raises:
-        UnsupportedModelError: the checkpoint has no such weight, parts of it, or another size.
+        UnsupportedModelError: the checkpoint lacks the weight or a part of it, or its size differs.
     """
     if not isinstance(found, QuantTensor):
         raise UnsupportedModelError(
-            f"{name}: the checkpoint holds nothing for it; accepted: a whole checkpoint of the "
+            f"{name}: the checkpoint has no such weight; accepted: a complete checkpoint of the "
             "model that its config describes"
         )
     if tuple(found.shape) != shape:
         raise UnsupportedModelError(
-            f"{name}: the checkpoint gives {tuple(found.shape)}, the config asks for {shape}; "
-            "accepted: a whole checkpoint of the model that its config describes (are experts "
+            f"{name}: the checkpoint has shape {tuple(found.shape)}, the config requires {shape}; "
+            "accepted: a complete checkpoint of the model that its config describes (are experts "
             "missing?)"
         )
 
 
 def _config(storage: str) -> Any:
-    """What from_pretrained takes; makes the quantizer known to transformers (idempotent)."""
+    """Return a quantization_config for from_pretrained; register its quantizer (idempotent)."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     if _METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
@@ -143,7 +144,7 @@ def _config(storage: str) -> Any:
 
 
 def _register() -> None:
-    """The names are transformers' own way to find a quantizer; nothing else of it changes."""
+    """Register config and quantizer under our name; nothing else in transformers changes."""
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
     register_quantization_config(_METHOD)(_config_class())
@@ -154,7 +155,7 @@ def _config_class() -> type:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     class ExpertsQuantConfig(QuantizationConfigMixin):
-        """How the experts are to be stored."""
+        """Storage of the experts."""
 
         def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
             self.storage, self.quant_method = storage, quant_method
@@ -166,7 +167,7 @@ def _operation_class() -> type:
     from transformers.core_model_loading import ConversionOps
 
     class QuantizeExperts(ConversionOps):
-        """One merged projection -> its packed parameter."""
+        """Conversion of a merged projection to its packed parameter."""
 
         def __init__(self, storage: str) -> None:
             self.storage = storage
@@ -187,7 +188,7 @@ def _quantizer_class(operation: type) -> type:
     from transformers.quantizers.base import HfQuantizer
 
     class ExpertsQuantizer(HfQuantizer):
-        """Tells transformers' loader which parameters are packed as they are read."""
+        """Quantizer that tells transformers' loader which parameters to pack as they are read."""
 
         shapes: dict[str, tuple[int, ...]] = {}
         expected: Any = ()
@@ -203,7 +204,7 @@ def _quantizer_class(operation: type) -> type:
             return model
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-            # To others the model is an ordinary one whose experts happen to be frozen.
+            # To other libraries, the model is a normal one with frozen experts.
             self.remove_quantization_config(model)
             mxfp4_checkpoint.collect(self.expected)
             for name, shape in self.shapes.items():

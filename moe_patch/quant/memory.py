@@ -1,4 +1,4 @@
-"""What the experts of a model take in memory, and would take in 4 or 8 bits."""
+"""Memory use of a model's experts, now and in 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_patch.quant.surgery import expert_projections
 
 
 class ExpertsMemory(NamedTuple):
-    """Bytes of all expert projections of a model.
+    """Size in bytes of all expert projections of a model.
 
     Attributes:
-        stored: as they are now.
-        quantised: by storage, as they would be; mxfp4 only where the checkpoint has it.
-        refused: by storage that some expert cannot have, the first such expert and why.
+        stored: current size.
+        quantised: size by storage; mxfp4 only if the checkpoint has it.
+        refused: storage -> the first expert that cannot have it, and why.
     """
 
     stored: int
@@ -29,14 +29,14 @@ class ExpertsMemory(NamedTuple):
 
 
 def bits_per_value(storage: str) -> float:
-    """What a large weight takes per value, scales included."""
+    """Return the bits per value of a large weight, scales included."""
     if storage == "nf4":
         return 4 + 8 / nf4.BLOCK + 32 / (nf4.BLOCK * nf4.NESTED_BLOCK)
     return 4 + 8 / mxfp4.BLOCK if storage == "mxfp4" else 8 + 32 / fp8.BLOCK**2
 
 
 def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
-    """What a weight [E, rows, columns], as stored, takes in a storage, scales included."""
+    """Return the bytes of a weight [E, rows, columns] in a storage, scales included."""
     E, rows, columns = shape
     values = math.prod(shape)
     if storage == "mxfp4":
@@ -48,7 +48,7 @@ def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:
-    """How much the experts of a model take, on any device, meta included; nothing is allocated.
+    """Compute the memory use of a model's experts on any device, including meta; allocate nothing.
 
     Raises:
         UnsupportedModelError: no MoE block, or experts that cannot be quantised, by name.
@@ -64,7 +64,7 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
             stored += weight.numel() * weight.element_size()
         E, rows, columns = weight.shape
         if columns % nf4.BLOCK and quantised.pop("nf4", None) is not None:
-            refused["nf4"] = f"{one.where} has rows of {columns}, no multiple of {nf4.BLOCK}"
+            refused["nf4"] = f"{one.where} has rows of {columns}, not a multiple of {nf4.BLOCK}"
         for storage in quantised:
             quantised[storage] += packed_bytes((E, rows, columns), storage)
     return ExpertsMemory(stored, quantised, refused)

@@ -1,8 +1,8 @@
-"""The experts of MXFP4 checkpoints (gpt-oss), taken as they are stored while transformers loads.
+"""Use the experts of MXFP4 checkpoints (gpt-oss) as they are stored, while transformers loads them.
 
-A checkpoint has ``P_blocks`` uint8 [E, out, in / 32, 16] and ``P_scales`` uint8 [E, out, in / 32]
-for a parameter ``P``. They become parameters of those names for the time of loading, so that
-transformers places them like any other, and one packed parameter afterwards.
+For a parameter ``P``, a checkpoint has ``P_blocks``, uint8 [E, out, in / 32, 16], and ``P_scales``,
+uint8 [E, out, in / 32]. During loading they are parameters of these names, so that transformers
+places them like all others. Afterwards they are combined into one packed parameter.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Expected = list[tuple[Projection, torch.dtype]]
 
 
 def expect(model: nn.Module) -> Expected:
-    """Put the stored form of every projection in its place, on the meta device.
+    """Replace every projection by parameters in stored form, on the meta device.
 
     Raises:
-        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name.
+        UnsupportedModelError: no MoE block, or experts that cannot be stored in MXFP4, by name.
     """
     found = [(one, one.stored.dtype) for one in expert_projections(model)]
     for one, _ in found:
@@ -40,16 +40,16 @@ def expect(model: nn.Module) -> Expected:
         for suffix, value in (("blocks", blocks), ("scales", scales)):
             stored = nn.Parameter(value, requires_grad=False)
             one.module.register_parameter(f"{one.name}_{suffix}", stored)
-        # transformers would otherwise look for the parameter to give it random values.
+        # Otherwise transformers would look for the original parameter to initialise it.
         one.module._is_hf_initialized = True
     return found
 
 
 def collect(expected: Expected) -> None:
-    """Make one packed parameter of what was loaded.
+    """Combine the loaded parts of each projection into one packed parameter.
 
     Raises:
-        UnsupportedModelError: the checkpoint lacks a part of one.
+        UnsupportedModelError: the checkpoint lacks a part.
     """
     for one, dtype in expected:
         blocks, scales = (_loaded(one, suffix) for suffix in ("blocks", "scales"))
@@ -60,7 +60,7 @@ def collect(expected: Expected) -> None:
 
 def _loaded(one: Projection, suffix: str) -> Tensor:
     stored = one.module._parameters.pop(f"{one.name}_{suffix}")
-    # transformers marks what it has read; what it has not would be uninitialised memory.
+    # transformers marks what it has loaded; anything else is uninitialised memory.
     if not hasattr(stored, "_is_hf_initialized"):
         raise UnsupportedModelError(
             f"{one.where}: the checkpoint has no {one.where}_{suffix}, which mxfp4 experts need"

@@ -1,12 +1,14 @@
-"""State dicts of quantised experts: plain tensors under the names that others use.
+"""State dicts of quantised experts: plain tensors under established names.
 
-For a parameter ``P``: nf4 has the keys of bitsandbytes, ``P`` (uint8), ``P.absmax``,
-``P.nested_absmax``, ``P.nested_quant_map``, ``P.quant_map`` and
-``P.quant_state.bitsandbytes__nf4`` (JSON as bytes); fp8 those of FP8 checkpoints, ``P`` (e4m3) and
-``P_scale_inv``; mxfp4 those of gpt-oss, ``P_blocks`` and ``P_scales``.
+Keys of a parameter ``P``, by storage:
 
-transformers' ``save_pretrained`` would cut such bytes up as it does merged weights, into a file
-that means other weights or none: it is refused on models that hold them.
+- nf4, as in bitsandbytes: ``P`` (uint8), ``P.absmax``, ``P.nested_absmax``,
+  ``P.nested_quant_map``, ``P.quant_map`` and ``P.quant_state.bitsandbytes__nf4`` (JSON as bytes).
+- fp8, as in FP8 checkpoints: ``P`` (e4m3) and ``P_scale_inv``.
+- mxfp4, as in gpt-oss: ``P_blocks`` and ``P_scales``.
+
+transformers' ``save_pretrained`` would split such bytes like merged weights, and write a file with
+wrong weights or none. So it is refused on models with quantised experts.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
 def watch(module: nn.Module) -> None:
-    """Have a module's state dict written and read in the form above.
+    """Add hooks that write and read a module's state dict in the form above.
 
-    The hooks look at each parameter's class at the time, so they may stay when the experts are
+    The hooks check each parameter's class on every call, so they can stay after the experts are
     dequantised.
     """
     if _WATCHED not in module.__dict__:
@@ -42,7 +44,7 @@ def watch(module: nn.Module) -> None:
 
 
 def guard_saving(model: nn.Module) -> None:
-    """Have ``save_pretrained`` of every transformers model in ``model`` refuse packed experts."""
+    """Make ``save_pretrained`` of every transformers model in ``model`` refuse packed experts."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -61,10 +63,10 @@ def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
     for name, value in model.named_parameters():
         if isinstance(value, QuantTensor):
             raise UnsupportedModelError(
-                f"save_pretrained: {name} is stored in {value.stored_in}, which files of "
-                "transformers do not hold; save the adapters (save_pretrained of the PEFT model), "
-                "or model.state_dict(), which comes back into experts quantised in the same way, "
-                "or call dequantize_experts first"
+                f"save_pretrained: {name} is stored in {value.stored_in}, which transformers' "
+                "files do not support; save the adapters (save_pretrained of the PEFT model), or "
+                "model.state_dict(), which loads into experts quantised in the same way, or call "
+                "dequantize_experts first"
             )
     return type(model).save_pretrained(model, *args, **kwargs)
 
@@ -83,7 +85,7 @@ def _load(
     for name, value in module._parameters.items():
         key = prefix + name
         if not isinstance(value, QuantTensor):
-            # Of the shape that the weight has, FP8 bytes would be copied as numbers.
+            # FP8 values have the shape of the weight and would be copied without their scales.
             if value is not None and f"{key}_scale_inv" in state_dict and key in state_dict:
                 del state_dict[key]
                 error_messages.append(
@@ -95,7 +97,7 @@ def _load(
         if found is not None:
             state_dict[key] = QuantTensor(found)
         elif metadata.get("assign_to_params_buffers") and key in state_dict:
-            # Copied, it would be refused by the tensor; assigned, it would take its place.
+            # A copy would be refused by the tensor, but an assignment would replace it.
             other = state_dict.pop(key)
             error_messages.append(
                 f"{key} is stored in {value.stored_in}, the state dict holds {other.dtype}; "
@@ -104,7 +106,7 @@ def _load(
 
 
 def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
-    """The entries of one parameter."""
+    """Return the state dict entries of one parameter."""
     if weight.storage == "fp8":
         return {key: weight.packed, f"{key}_scale_inv": weight.scales[0]}
     if weight.storage == "mxfp4":
@@ -134,7 +136,7 @@ def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
 
 
 def from_tensors(state_dict: dict[str, Any], key: str, like: PackedWeight) -> PackedWeight | None:
-    """Take one parameter's entries out of a state dict; None when they are not all there."""
+    """Take one parameter's entries out of a state dict; return None if some are missing."""
     if like.storage == "fp8":
         if key not in state_dict or f"{key}_scale_inv" not in state_dict:
             return None

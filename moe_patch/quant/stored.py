@@ -1,4 +1,4 @@
-"""How a checkpoint is quantised, from its config alone, and what becomes of its experts."""
+"""Quantisation of a checkpoint, read from its config, and how its experts are handled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _READ = f"16 or 32 bits, FP8 in blocks of {fp8.BLOCK} x {fp8.BLOCK}, MXFP4"
 
 
 class Stored(NamedTuple):
-    """A checkpoint's quantisation.
+    """Quantisation of a checkpoint.
 
     Attributes:
-        method: transformers' name of it.
-        is_read: whether experts of such a checkpoint can be patched.
-        is_known: whether the installed transformers loads it.
-        said: what happens to the experts, in one line.
+        method: name of the method in transformers.
+        is_read: experts of such a checkpoint can be patched.
+        is_known: the installed transformers can load it.
+        said: one line for the user on how the experts are handled.
     """
 
     method: str
@@ -30,16 +30,16 @@ class Stored(NamedTuple):
 
 
 def stored_method(config: Any) -> str | None:
-    """The quantisation method of the checkpoint that a config describes; None: not quantised."""
+    """Return the quantisation method of a checkpoint by its config; None if not quantised."""
     found = _quantisation(config)
     return None if found is None else _method(found)
 
 
 def stored(config: Any) -> Stored | None:
-    """The quantisation of the checkpoint that a config of transformers describes.
+    """Return the quantisation of a checkpoint by its transformers config.
 
     Returns:
-        None where the checkpoint is not quantised.
+        None if the checkpoint is not quantised.
     """
     found = _quantisation(config)
     if found is None:
@@ -60,22 +60,22 @@ def stored(config: Any) -> Stored | None:
         return Stored(method, True, True, said)
     scales = f" with scales for blocks of {blocks}" if method == "fp8" else ""
     said = (
-        f"moe_patch does not read experts packed with {method}{scales}; accepted: {_READ}; take "
-        "the model's checkpoint in 16 bits, or have transformers dequantise this one as it loads, "
-        "where the method can"
+        f"moe_patch does not read experts packed with {method}{scales}; accepted: {_READ}; use the "
+        "model's checkpoint in 16 bits, or let transformers dequantise this one while loading, if "
+        "the method supports that"
     )
     return Stored(method, False, True, said)
 
 
 def refuse_unknown(config: Any, what: str) -> None:
-    """Refuse a checkpoint whose quantisation transformers skips with a warning.
+    """Refuse a checkpoint whose quantisation transformers would skip with a warning.
 
     Args:
-        config: of the checkpoint.
-        what: how the error begins, such as "MODEL 'x'".
+        config: config of the checkpoint.
+        what: beginning of the error, such as "MODEL 'x'".
 
     Raises:
-        UnsupportedModelError: packed experts would be left at random values.
+        UnsupportedModelError: packed experts would keep random values.
     """
     found = stored(config)
     if found is not None and not found.is_known:
@@ -83,7 +83,7 @@ def refuse_unknown(config: Any, what: str) -> None:
 
 
 def _quantisation(config: Any) -> Mapping[str, Any] | None:
-    """The config's entry as a mapping; transformers also looks at the text tower's."""
+    """Return the quantization_config as a mapping; like transformers, also try the text config."""
     for one in (config, config.get_text_config(decoder=True)):
         found = one.quantization_config if hasattr(one, "quantization_config") else None
         if found is not None:
@@ -92,7 +92,7 @@ def _quantisation(config: Any) -> Mapping[str, Any] | None:
 
 
 def _method(found: Mapping[str, Any]) -> str:
-    # Old files of bitsandbytes name no method; transformers goes by these two flags.
+    # Old bitsandbytes configs name no method; transformers recognises them by these two flags.
     if found.get("load_in_4bit") or found.get("load_in_8bit"):
         return "bitsandbytes"
     method = found.get("quant_method") or UNNAMED
@@ -110,7 +110,7 @@ def _said_of_unknown(method: str) -> str:
 
     named = method if method == UNNAMED else repr(method)
     return (
-        f"transformers {transformers.__version__} knows no quantisation by {named}; it skips an "
-        f"unknown one, which leaves packed experts at random values; accepted: {_READ}; if the "
-        "weights are plain after all, delete quantization_config from config.json"
+        f"transformers {transformers.__version__} does not support quantisation by {named}; it "
+        "skips an unknown method, which leaves packed experts at random values; accepted: "
+        f"{_READ}; if the weights are not packed, delete quantization_config from config.json"
     )

@@ -1,4 +1,4 @@
-"""quantize_experts and its undo: the experts' parameters of a model, in place."""
+"""quantize_experts and its undo: replace the expert parameters of a model in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Projection(NamedTuple):
-    """One expert parameter of a model; transposed: it is [E, in, out]."""
+    """One expert parameter of a model; ``transposed`` means storage as [E, in, out]."""
 
     path: str
     module: Any
@@ -53,20 +53,21 @@ def quantize_experts(
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
 ) -> Model:
-    """Store the experts of a model in 4 or 8 bits, in place; they are frozen from then on.
+    """Store the experts of a model in 4 or 8 bits, in place, and freeze them.
 
-    Everything is checked before anything is changed. One projection is worked on at a time and its
-    16-bit weight freed before the next, so with a model on the CPU and ``device="cuda"`` the GPU
-    never holds more of them than a piece of one. Before or after :func:`patch_model`, and before or
-    after PEFT adapters. Experts that are stored so already are left alone; those of an FP8
-    checkpoint are checked on their own, first, and taken as they are. Experts that share a
-    parameter share its packed form.
+    Everything is checked before anything changes. Projections are packed one at a time, and the
+    16-bit weight is freed before the next one. So with a model on the CPU and ``device="cuda"``,
+    the GPU never holds more than a piece of one 16-bit weight.
+
+    Call it before or after :func:`patch_model`, and before or after adding PEFT adapters. Experts
+    that already have this storage are left alone. Experts of an FP8 checkpoint are checked first
+    and used as they are. Experts that share a parameter share its packed form.
 
     Args:
         model: a transformers model, bare or inside PEFT.
         storage: "nf4" (double quantisation, as bitsandbytes stores it) or "fp8" (e4m3, one scale
             per 128 x 128 block).
-        device: where the packed experts go; None: where each weight lies.
+        device: device of the packed experts; None keeps each weight on its device.
         include, exclude: glob patterns on block paths, as in :class:`PatchConfig`.
 
     Returns:
@@ -74,13 +75,13 @@ def quantize_experts(
 
     Raises:
         UnsupportedOptionError: unknown storage, or a pattern that matches no block.
-        UnsupportedModelError: no MoE block, or experts that cannot be stored so, by name: also
-            those that an adapter is merged into, or that are tied to what is not quantised.
+        UnsupportedModelError: no MoE block, or experts that cannot be packed, by name. That
+            includes experts with a merged adapter, and experts tied to an unquantised parameter.
     """
     if storage not in STORAGES:
         raise UnsupportedOptionError(
-            f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)} (mxfp4 is "
-            "only read, from checkpoints that have it: load_quantized)"
+            f"quantize_experts: storage is {storage!r}; accepted: {', '.join(STORAGES)} (mxfp4 can "
+            "only be loaded from checkpoints that have it: load_quantized)"
         )
     blocks = discover(model)
     if blocks and (wrong := unmatched(blocks, include=include, exclude=exclude)):
@@ -105,7 +106,7 @@ def quantize_experts(
 
 
 def _put(group: list[list[Projection]], packed: PackedWeight) -> None:
-    """Store one packed weight in the place of the parameters that shared a memory."""
+    """Replace parameters that share memory by one packed weight."""
     for same in group:
         made = parameter(QuantTensor(packed))
         for one in same:
@@ -114,13 +115,13 @@ def _put(group: list[list[Projection]], packed: PackedWeight) -> None:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel to leave packed experts to each rank.
+    """Tell DistributedDataParallel to ignore packed experts.
 
-    DDP broadcasts every parameter when it wraps a model, which packed ones refuse; they are frozen
-    and equal wherever the same checkpoint was loaded.
+    DDP broadcasts every parameter when it wraps a model, which packed experts do not support. They
+    are frozen, and equal on all ranks that loaded the same checkpoint.
 
     Args:
-        model: exactly what DDP (or a Trainer) will wrap, adapters included.
+        model: the model that DDP (or a Trainer) will wrap, adapters included.
     """
     named = model.named_parameters(remove_duplicate=False)
     names = [name for name, p in named if isinstance(p, QuantTensor)]
@@ -128,14 +129,14 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 
 def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
-    """Undo :func:`quantize_experts`: plain parameters holding the dequantised weights, frozen.
+    """Undo :func:`quantize_experts`: replace packed experts by frozen, dequantised parameters.
 
     Args:
         model: a model with quantised experts.
-        dtype: of the weights; None: what they had before.
+        dtype: dtype of the weights; None means their dtype before quantisation.
 
     Raises:
-        UnsupportedModelError: no quantised experts.
+        UnsupportedModelError: the model has no quantised experts.
     """
     todo = [
         Projection(path, module, name, False)
@@ -163,10 +164,10 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
 def expert_projections(
     model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
 ) -> Iterator[Projection]:
-    """The expert parameters of a model that can be quantised, in module order.
+    """Yield the expert parameters of a model that can be quantised, in module order.
 
     Raises:
-        UnsupportedModelError: no MoE block among the selected, or one whose experts cannot be.
+        UnsupportedModelError: no MoE block is selected, or a block's experts cannot be quantised.
     """
     blocks = [b for b in discover(model) if selected(b, include, exclude)]
     if not blocks:
@@ -176,42 +177,42 @@ def expert_projections(
         )
     for block in blocks:
         if block.refused:
-            raise UnsupportedModelError(f"{block.path}: {block.reason}; use exclude to leave it")
+            raise UnsupportedModelError(f"{block.path}: {block.reason}; use exclude to skip it")
         if not block.experts:
             raise UnsupportedModelError(
-                f"{block.path}: no experts module of its own to quantise; use exclude to leave it"
+                f"{block.path}: it has no experts module to quantise; use exclude to skip it"
             )
         yield from _projections_of(block)
 
 
 def _projections_of(block: FoundBlock) -> Iterator[Projection]:
     for path, experts in block.experts:
-        if (why := _obstacle(experts, block.spec)) is not None:
+        if (why := _why_not(experts, block.spec)) is not None:
             raise UnsupportedModelError(
                 f"{path} ({type(experts).__name__}): cannot be quantised: {why}; use exclude to "
-                "leave it"
+                "skip it"
             )
         layout = layout_of(experts, block.spec)
         for name in (layout.up_name, "down_proj"):
             yield Projection(path, experts, name, layout.is_transposed)
 
 
-def _obstacle(experts: nn.Module, spec: FamilySpec) -> str | None:
+def _why_not(experts: nn.Module, spec: FamilySpec) -> str | None:
     layout = layout_of(experts, spec)
     if experts._modules.get("parametrizations") is not None:
-        return "its parameters carry a parametrization"
+        return "its parameters have a parametrization"
     for name in (layout.up_name, "down_proj"):
         if experts._parameters.get(name) is None:
             return f"it has no parameter {name} of its own"
     if read_glu(experts, spec, layout) is None:
-        return "its activation is none that the fused experts know"
+        return "the fused experts do not support its activation"
     if experts._parameters[layout.up_name].shape[0] != experts._parameters["down_proj"].shape[0]:  # type: ignore[union-attr]
         return "its projections differ in their number of experts"
     return None
 
 
 def _refuse_merged(model: nn.Module, todo: list[Projection]) -> None:
-    """Refuse experts that hold a merged adapter, which could not be unmerged from packed bytes."""
+    """Refuse experts with a merged adapter, which could not be unmerged from packed bytes."""
     for module in model.modules():
         if not is_param_wrapper(module):
             continue
@@ -227,7 +228,7 @@ def _refuse_merged(model: nn.Module, todo: list[Projection]) -> None:
 
 
 def _check(one: Projection, storage: str) -> None:
-    """Refuse what :func:`pack` would refuse, or what is stored in another way already."""
+    """Refuse what :func:`pack` would refuse, and weights that already have another storage."""
     weight = one.stored
     if isinstance(weight, QuantTensor):
         if weight.weight.storage != storage:
@@ -240,6 +241,7 @@ def _check(one: Projection, storage: str) -> None:
     if foreign or weight.is_meta or hasattr(weight, "ds_id"):
         raise UnsupportedModelError(
             f"{one.where}: {type(weight.data).__name__} on {weight.device} cannot be quantised; "
-            "accepted: plain, whole weights that lie on a device (quantise before sharding)"
+            "accepted: plain, unsharded weights on a device other than meta (quantise before "
+            "sharding)"
         )
     check_packable(weight, storage, one.where)

@@ -1,4 +1,4 @@
-"""Tied expert parameters: which are one, and which are tied to what stays as it is."""
+"""Tied expert parameters: group those that share memory, and refuse ties to other parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_patch.formats.tensor import QuantTensor
 
 
 class Held(Protocol):
-    """A parameter by the module that holds it."""
+    """A parameter together with the module that holds it."""
 
     @property
     def module(self) -> Any: ...
@@ -31,9 +31,9 @@ One = TypeVar("One", bound=Held)
 
 
 def tied(held: Iterable[One]) -> list[list[list[One]]]:
-    """Group holders by the memory of their parameter, and within that by the parameter.
+    """Group holders by the memory of their parameter, and within a group by the parameter.
 
-    Several parameters lie in the same memory where a user assigned one's ``data`` to another.
+    Several parameters share memory if a user assigned the ``data`` of one to another.
     """
     groups: dict[tuple, dict[int, list[One]]] = {}
     for one in held:
@@ -42,10 +42,10 @@ def tied(held: Iterable[One]) -> list[list[list[One]]]:
 
 
 def refuse_outside(model: nn.Module, todo: Iterable[Held]) -> None:
-    """Refuse a parameter that a module beyond ``todo`` holds too, which would lose the tie.
+    """Refuse a parameter that is also held by a module outside ``todo``: the tie would be lost.
 
     Raises:
-        UnsupportedModelError: names both holders.
+        UnsupportedModelError: the message names both holders.
     """
     holders: dict[tuple, list[Held]] = {}
     for one in todo:
@@ -58,14 +58,14 @@ def refuse_outside(model: nn.Module, todo: Iterable[Held]) -> None:
                 continue
             raise UnsupportedModelError(
                 f"{group[0].where}: cannot be quantised: it is tied to {path}.{name} "
-                f"({type(module).__name__}), which would stay as it is; accepted: tied experts "
-                "that are quantised together (see include and exclude), or a copy of its own "
-                "for either"
+                f"({type(module).__name__}), which would not be quantised; accepted: tied experts "
+                "that are quantised together (see include and exclude), or a separate copy for "
+                "each"
             )
 
 
 def _memory(tensor: Tensor) -> tuple:
-    """Equal for tensors that are the same view of the same memory; else different."""
+    """Return a key that is equal only for tensors that are the same view of the same memory."""
     inner = tensor.packed if isinstance(tensor, QuantTensor) else tensor.data
     if type(inner) is not Tensor or inner.is_meta or not inner.numel():
         return (id(tensor),)

@@ -1,9 +1,9 @@
-"""Low-rank factors of PEFT adapters on expert parameters, read without forming a merged weight.
+"""Read low-rank factors of PEFT adapters on expert parameters, without the merged weight.
 
-PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper that we bound
-hands its factors down for the duration of the call (see forward.py); one that was added after
-patching shows itself as a live parametrization. Nothing here imports peft; what its releases do
-unlike each other is in peft_release.py.
+PEFT wraps an experts module in one ParamWrapper per adapted parameter. A wrapper with our forward
+passes its factors to the experts for the duration of a call (see forward.py). A wrapper that was
+added after patching appears as a live parametrization. This file does not import peft;
+peft_release.py covers the differences between its releases.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class Factors(NamedTuple):
 
 
 def is_param_wrapper(module: nn.Module) -> bool:
-    """Whether a module is one of PEFT's wrappers around a parameter."""
+    """Return whether a module is a PEFT ParamWrapper."""
     cls = param_wrapper_class()
     return cls is not None and isinstance(module, cls)
 
 
 def base_of(wrapper: Any) -> Any:
-    """The module under all wrappers: PEFT's ``get_base_layer``, at a fraction of its time."""
+    """Return the module under all wrappers: a faster ``get_base_layer`` of PEFT."""
     module = wrapper
     while (inner := module._modules.get("base_layer")) is not None:
         module = inner
     return module
 
 
-def fusion_obstacle(wrapper: Any) -> str | None:
-    """Why this wrapper must run PEFT's own path whatever its state, or None."""
+def why_not_fused(wrapper: Any) -> str | None:
+    """Return why this wrapper must always run PEFT's own path, or None if it can be fused."""
     if wrapper.parameter_name not in EXPERT_PARAMETERS:
         return f"parameter {wrapper.parameter_name!r} is not an expert projection"
     if wrapper.num_experts == 1:
@@ -62,18 +62,19 @@ def fusion_obstacle(wrapper: Any) -> str | None:
 
 
 def paused(wrapper: Any) -> str | None:
-    """Why PEFT's own path runs just now, though the wrapper could be fused; else None."""
+    """Return why PEFT's own path has to run at the moment, or None."""
     if wrapper.disable_adapters:
         return "adapters are disabled"
     return "adapters are merged into the weight" if wrapper.merged else None
 
 
 def active_factors(wrapper: Any) -> list[Factors]:
-    """The factors of a wrapper's active adapters, in their order and own dtype; read at call time.
+    """Return the factors of a wrapper's active adapters, in order and in the adapters' dtype.
 
-    PEFT's ``get_delta_factors`` without its cast to the weight's dtype: those copies would be held
-    until backward. PEFT packs A expert by expert and B rank by rank; where it did not swap the
-    features, A reads the first dimension of the stored weight and B writes the second.
+    Same as PEFT's ``get_delta_factors`` but without the cast to the weight's dtype, because
+    autograd would hold the cast copies until backward. PEFT stores A expert by expert and B rank by
+    rank. Where it did not swap the features, A reads the first dimension of the stored weight and B
+    writes the second.
     """
     found = []
     all_a, all_b = child_of(wrapper, "lora_A"), child_of(wrapper, "lora_B")
@@ -88,11 +89,11 @@ def active_factors(wrapper: Any) -> list[Factors]:
 
 
 def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None:
-    """A parametrized parameter's original and factors, without evaluating the merged weight.
+    """Return a parametrized parameter's original and factors, without forming the merged weight.
 
     Returns:
-        None when the parameter is not parametrized, or not by PEFT's factor proxies alone (then
-        reading the attribute gives PEFT's own merged weight).
+        None if the parameter has no parametrization, or one that is not a factor proxy of PEFT. In
+        the second case reading the attribute gives PEFT's merged weight.
     """
     parametrizations = experts._modules.get("parametrizations")
     if parametrizations is None or name not in parametrizations:
@@ -104,9 +105,9 @@ def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None
 
 
 def original_under_adapters(experts: Any, name: str) -> Tensor | None:
-    """The weight under PEFT's parametrizations, merged ones included; None without any.
+    """Return the weight under PEFT's parametrizations, merged ones included; None without any.
 
-    Where another library parametrizes the weight too, its original says nothing: None.
+    Also None if another library parametrizes the weight too: its original may be anything then.
     """
     parametrizations = experts._modules.get("parametrizations")
     if parametrizations is None or name not in parametrizations:
@@ -116,19 +117,19 @@ def original_under_adapters(experts: Any, name: str) -> Tensor | None:
 
 
 def own_version(weight: Tensor) -> Tensor:
-    """An alias of a parametrized weight with a version counter of its own; no memory is copied.
+    """Return an alias of a parametrized weight with its own version counter; copies no memory.
 
-    PEFT registers its parametrization anew in every forward, and torch then calls ``set_`` on the
-    original. That raises its version, so that backward of an earlier forward would refuse it.
-    Gradients reach the weight as through the weight itself. Until backward, autograd notices no
-    change of the weight in place.
+    PEFT registers its parametrization again in every forward, and torch then calls ``set_`` on the
+    original. That increments the version, so backward of an earlier forward would raise an error.
+    Gradients flow to the weight as usual. Autograd does not notice if the weight changes in place
+    before backward.
 
     Raises:
         UnsupportedOptionError: the weight carries a tangent, which an alias would drop.
     """
     refuse_forward_mode(weight)
     if torch.compiler.is_compiling():
-        # A compiled graph saves its inputs: the alias has to be one, hence made outside.
+        # A compiled graph saves its inputs, so the alias must be an input: create it outside.
         return torch.compiler.disable(_alias)(weight)
     return _alias(weight)
 
@@ -138,7 +139,7 @@ def _alias(weight: Tensor) -> Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """The identity. ``detach`` would share the version counter, ``data`` does not."""
+    """Identity with gradient. Uses ``data`` since ``detach`` would share the version counter."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -150,10 +151,11 @@ class _Alias(torch.autograd.Function):
 
 
 def refuse_merged(experts: Any, name: str) -> None:
-    """What ``fuse_lora="require"`` promises of a call: PEFT has not put an adapter on the weight.
+    """Refuse a merged weight in a call, as ``fuse_lora="require"`` promises.
 
     Raises:
-        UnsupportedOptionError: it has: its wrapper was added after patching.
+        UnsupportedOptionError: PEFT parametrized the weight, so its wrapper was added after
+            patching.
     """
     parametrizations = experts._modules.get("parametrizations")
     if parametrizations is None or name not in parametrizations:
@@ -170,19 +172,20 @@ def refuse_merged(experts: Any, name: str) -> None:
 def to_lora(
     factors: list[Factors], w_EOI: Tensor, transposed: bool, dtype: torch.dtype, where: str
 ) -> Lora:
-    """One Lora for all active adapters, in the factors' own dtype where there is one adapter.
+    """Combine the factors of all active adapters into one Lora.
 
-    Several are cast, and concatenated along the rank with their scalings folded into B.
+    A single adapter keeps its dtype. Several adapters are cast to ``dtype`` and concatenated along
+    the rank, with their scalings folded into B.
 
     Args:
-        factors: per adapter, in storage layout; one at least.
+        factors: factors of each adapter, in storage layout; at least one.
         w_EOI: the weight in logical [E, out, in] orientation, for the shape check.
-        transposed: the storage is [E, in, out], so that lhs is [E, in, R].
+        transposed: True if the storage is [E, in, out], so that lhs is [E, in, R].
         dtype: compute dtype.
-        where: names the module and parameter in errors.
+        where: name of the module and parameter, for errors.
 
     Raises:
-        UnsupportedModelError: factors do not match the local weight (sharded, meta or foreign).
+        UnsupportedModelError: the factors do not match the local weight (sharded or on meta).
     """
     pairs = []
     for lhs, rhs, scaling in factors:
@@ -190,7 +193,7 @@ def to_lora(
         found = (*b_EOR.shape[:2], a_ERI.shape[2])
         if found != w_EOI.shape or a_ERI.is_meta or is_sharded(a_ERI):
             raise UnsupportedModelError(
-                f"{where}: LoRA factors are for (E, out, in) = {found} "
+                f"{where}: the LoRA factors are for (E, out, in) = {found} "
                 f"({type(a_ERI).__name__} on {a_ERI.device}), "
                 f"the local weight is {tuple(w_EOI.shape)}; sharded experts need fuse_lora='off'"
             )

@@ -1,4 +1,4 @@
-"""Compare results with transformers' own: limits by dtype, and the refusal above them."""
+"""Compare results with those of transformers, with an error limit for each dtype."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
 
-# fp64: transformers' routers and some experts cast to fp32 inside, whatever the model's dtype.
+# The limit for fp64 is loose, because transformers' routers and some experts compute in fp32.
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
 def limit_for(weight: Tensor) -> float:
-    """The largest relative error accepted; wider where fp32 products may run in TF32."""
+    """Return the largest accepted relative error; larger if fp32 products may run in TF32."""
     if weight.dtype == torch.float32 and weight.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         return LIMITS[torch.float16]
     return LIMITS[weight.dtype]
 
 
 class Direct(nn.Module):
-    """Runs a function of a module under functional_call without calling the module (no hooks)."""
+    """Wrapper to run a function of a module under functional_call without its hooks."""
 
     def __init__(self, module: nn.Module, function: Any) -> None:
         super().__init__()
@@ -33,7 +33,11 @@ class Direct(nn.Module):
 
 
 def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
-    """Refuse a relative difference above ``limit``, naming the block and what differs."""
+    """Raise if the relative difference exceeds ``limit``; the error names the block and ``what``.
+
+    Raises:
+        UnsupportedModelError: the shapes differ, or the difference is too large or NaN.
+    """
     if ours.shape != theirs.shape:
         raise UnsupportedModelError(
             f"{path}: self-check: {what} has shape {tuple(ours.shape)}, transformers' "

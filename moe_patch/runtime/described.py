@@ -1,7 +1,7 @@
-"""What an experts module says of itself: how its weights lie, and its activation.
+"""Layout and activation of an experts module, read from the module itself.
 
-The layout flags (``is_transposed``, ``is_concatenated``, ``has_gate``, ``has_bias``) are set on the
-instance by transformers' own decorator, so no family entry repeats them.
+transformers' decorator sets the layout flags (``is_transposed``, ``is_concatenated``,
+``has_gate``, ``has_bias``) on the instance, so family entries do not repeat them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _layout, _glu = eagerly_cached(Layout), eagerly_cached(Glu)
 
 
 def layout_of(experts: Any, spec: FamilySpec) -> Layout:
-    """How the weights lie: the family entry's word, else transformers' own flags.
+    """Return the weight layout: the family entry's if it has one, or else transformers' flags.
 
     Older releases of transformers set no flag for a post-expert norm and have no family with one.
     """
@@ -36,9 +36,9 @@ def layout_of(experts: Any, spec: FamilySpec) -> Layout:
 
 
 def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Glu | None:
-    """The experts' activation as a Glu, or None when it is none that the fused kernels know.
+    """Return the activation of the experts as a Glu, or None if the fused kernels lack it.
 
-    ``act_fn`` is looked at on every call, so that replacing it on the instance is followed.
+    ``act_fn`` is read on every call, so replacing it on the instance takes effect.
     """
     layout = layout or layout_of(experts, spec)
     if layout.has_post_expert_norm or not layout.fused or _has_own_gate(experts, spec, layout):
@@ -59,7 +59,7 @@ def read_glu(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Gl
 
 
 def _has_own_gate(experts: Any, spec: FamilySpec, layout: Layout) -> bool:
-    """Return whether instance or class gate unlike the entry and transformers' decorator say."""
+    """Return whether the instance or its class replaces the gate function."""
     if "_apply_gate" in experts.__dict__:
         return True
     if spec.glu is not None or spec.layout is not None or not layout.has_gate:
@@ -69,14 +69,14 @@ def _has_own_gate(experts: Any, spec: FamilySpec, layout: Layout) -> bool:
 
 @eagerly_cached
 def _default_apply_gate() -> Callable[..., Any]:
-    """The method that transformers' decorator adds."""
+    """Return the gate method that transformers' decorator adds to a class."""
     from transformers.integrations.moe import _default_apply_gate as found
 
     return found
 
 
 def activation_kind(act_fn: object) -> str | None:
-    """The Glu kind of an activation object, by exact type; None if it is none that we know."""
+    """Return the Glu kind of an activation object, by exact type; None for other types."""
     if isinstance(act_fn, nn.Module) and ("forward" in act_fn.__dict__ or _hooked(act_fn)):
         return None
     if type(act_fn) is nn.GELU:
@@ -86,8 +86,8 @@ def activation_kind(act_fn: object) -> str | None:
 
 @eagerly_cached
 def _activation_kinds() -> dict[type, str]:
-    """The kinds by class."""
-    # Not through `from transformers import ..`: Dynamo takes no lazy module for a module.
+    """Return the Glu kind of each activation class."""
+    # Import from the submodule: Dynamo does not treat transformers' lazy module as a module.
     from transformers.activations import (
         GELUActivation,
         GELUTanh,

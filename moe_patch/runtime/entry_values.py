@@ -1,4 +1,4 @@
-"""What the fields of a family's entry hold: constants, attribute paths, arguments, small tables."""
+"""Values of a family entry's fields: constants, attribute paths, arguments and small tables."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from moe_patch.errors import EntryMismatchError
 
 @dataclass(frozen=True)
 class Const:
-    """A routing or activation parameter that is fixed for the family, not read from the model."""
+    """A routing or activation parameter fixed for the family instead of read from the model."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Arg:
-    """A tensor that the block passes to the router: the router's positional argument ``index``.
+    """A tensor that the block passes to the router as its positional argument ``index``.
 
-    ``when`` is the path of the router's attribute that says whether it counts; None: it does.
+    ``when`` is the path of a router attribute; the tensor is used if that is true. None means
+    always.
     """
 
     index: int
@@ -34,13 +35,13 @@ Source = str | Const
 
 @dataclass(frozen=True)
 class GluRule:
-    """Where a family's activation comes from when the experts class overrides ``_apply_gate``.
+    """Source of a family's activation if the experts class overrides ``_apply_gate``.
 
     Attributes:
         kind: a kind of :class:`moe_patch.types.Glu`, or "act_fn" to follow ``experts.act_fn``.
         alpha, limit: attribute paths on the experts module, or Const.
-        limit_first: the limit bounds gate and up before the activation, as Glu has it; otherwise a
-            finite limit runs the module's own code (Step-3.7).
+        limit_first: the limit clamps gate and up before the activation, as in Glu. If False, the
+            module's own code runs whenever the limit is finite (Step-3.7).
     """
 
     kind: str
@@ -51,17 +52,17 @@ class GluRule:
 
 @dataclass(frozen=True)
 class Layout:
-    """How an undecorated experts class stores its weights (decorated ones carry these flags).
+    """Weight layout of an experts class that transformers does not decorate with these flags.
 
     Attributes:
         has_gate: the up projection holds gate and up.
         has_bias: both projections have a bias.
         is_transposed: storage is [E, in, out].
-        is_concatenated: gate and up lie side by side, not interleaved.
+        is_concatenated: gate and up are two halves, not interleaved.
         has_post_expert_norm: each expert's output is normalised before its routing weight.
         up: attribute path of the up projection; None means gate_up_proj, or up_proj without a gate.
-        fused: the storage is one that the experts operator reads; otherwise only the family's own
-            ``experts_forward`` does.
+        fused: the experts operator can read this storage. If False, only the family's own
+            ``experts_forward`` can.
     """
 
     has_gate: bool = True
@@ -74,12 +75,12 @@ class Layout:
 
     @property
     def up_name(self) -> str:
-        """The attribute path of the up projection's parameter."""
+        """Attribute path of the up projection's parameter."""
         return self.up or ("gate_up_proj" if self.has_gate else "up_proj")
 
 
 def read(module: nn.Module, source: Source) -> Any:
-    """The value of a Const, or of an attribute path on ``module``; never a default.
+    """Return the value of a Const or of an attribute path on ``module``; never a default.
 
     Raises:
         EntryMismatchError: the attribute is missing (names class, attribute, versions).

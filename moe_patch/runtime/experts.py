@@ -1,4 +1,4 @@
-"""Reading transformers' experts modules at call time, weights and adapters, and running them."""
+"""Read the weights and adapters of transformers' experts modules at call time, and run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
-from moe_patch.runtime.record import handed_down, record_of
+from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, Layout, read
 from moe_patch.runtime.taps import LayerSignals
@@ -30,7 +30,7 @@ from moe_patch.types import ExpertWeights, Lora
 
 
 class ExpertTensors(NamedTuple):
-    """What the experts operator needs from a module, in one compute dtype."""
+    """Weights and low-rank factors of an experts module, as the experts operator takes them."""
 
     weights: ExpertWeights
     lora13: Lora | None
@@ -42,7 +42,7 @@ class ExpertTensors(NamedTuple):
 
 
 def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) -> Tensor:
-    """The up projection as stored, without evaluating a parametrization of PEFT's."""
+    """Return the up projection as stored, without evaluating PEFT's parametrizations."""
     layout = layout or layout_of(experts, spec)
     owner, _, name = layout.up_name.rpartition(".")
     holder = read(experts, owner) if owner else experts
@@ -51,20 +51,21 @@ def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) 
 
 
 def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str) -> ExpertTensors:
-    """Weights, biases and low-rank factors of an experts module.
+    """Read weights, biases and low-rank factors of an experts module.
 
     Args:
-        experts: the live module; parametrizations and handed-down factors are honoured.
-        layout: how its weights lie.
-        dtype: compute dtype; tensors in another dtype are cast (their gradients are cast back).
-        fuse_lora: of the patch; "off" reads PEFT's merged weight instead of factors.
+        experts: the live module; parametrizations and factors passed for this call are applied.
+        layout: layout of its weights.
+        dtype: compute dtype. Weights and biases in another dtype are cast (gradients are cast
+            back).
+        fuse_lora: option of the patch; "off" reads PEFT's merged weight instead of factors.
     """
-    up, given = layout.up_name, handed_down(experts)
+    up, given = layout.up_name, current_factors(experts)
     args = layout.is_transposed, dtype, fuse_lora, given
     w13, lora13 = read_projection(experts, up, *args)
     w2, lora2 = read_projection(experts, "down_proj", *args)
     E = w2.shape[0]
-    if w13.shape[0] > E:  # identity experts own rows of the up projection alone (LongCat-Flash)
+    if w13.shape[0] > E:  # LongCat-Flash's identity experts have rows only in the up projection.
         w13 = w13[:E]
         lora13 = lora13 and Lora(lora13.A_ERI[:E], lora13.B_EOR[:E], lora13.scaling)
     b13 = b2 = None
@@ -74,7 +75,7 @@ def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: st
 
 
 def read_bias(experts: Any, name: str, dtype: torch.dtype) -> Tensor:
-    """The bias of one projection, [E, out], in the compute dtype."""
+    """Return the bias of one projection, [E, out], in the compute dtype."""
     bias = getattr(experts, f"{name}_bias")
     require_float(bias, f"{type(experts).__name__}.{name}_bias")
     return bias.to(dtype)
@@ -88,12 +89,13 @@ def read_projection(
     fuse_lora: str,
     given: dict[str, Any],
 ) -> tuple[Tensor, Lora | None]:
-    """One projection's weight as an [E, out, in] view and its low-rank factors; see above.
+    """Read one projection's weight, as an [E, out, in] view, and its low-rank factors.
 
     Args:
-        experts, transposed, dtype, fuse_lora: as above.
-        name: of the parameter.
-        given: factors that were handed down, by parameter.
+        experts, dtype, fuse_lora: as for :func:`read_tensors`.
+        name: name of the parameter.
+        transposed: True if the storage is [E, in, out].
+        given: factors passed for this call, by parameter name.
     """
     if fuse_lora == "require":
         refuse_merged(experts, name)
@@ -102,8 +104,8 @@ def read_projection(
         weight, factors = live
     else:
         weight, factors = projection(experts, name), given.get(name, [])
-        if factors and (record := record_of(experts)) is not None:
-            record.taken += (name,)
+        if factors and (patch := patch_of(experts)) is not None:
+            patch.used += (name,)
     where = f"{type(experts).__name__}.{name}"
     require_float(weight, where)
     w_EOI: Any = weight if live is None else own_version(weight)
@@ -115,14 +117,14 @@ def read_projection(
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Checking the dtype is ten times cheaper than a no-op ``to``."""
+    """Cast unless the dtype is right: checking it is ten times cheaper than a no-op ``to``."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.dtype:
-    """Autocast's dtype where autocast is on, else the weights', widened to fp32 if asked.
+    """Return autocast's dtype if autocast is on, or else the weights', at least fp32 with ``fp32``.
 
-    Autocast leaves fp64 weights alone, and so do we.
+    Like autocast, leave fp64 weights alone.
     """
     device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type) and weight.dtype != torch.float64:
@@ -131,7 +133,7 @@ def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.d
 
 
 def _activation(experts: Any, layout: Layout) -> Callable[[Tensor], Tensor]:
-    """The module's own h_NH -> a_NF."""
+    """Return the module's own activation, h_NH -> a_NF."""
     if not layout.has_gate:
         return experts.act_fn
     if hasattr(experts, "_apply_gate"):
@@ -157,10 +159,10 @@ def run_experts(
     fuse_lora: str = "auto",
     layer: LayerSignals | None = None,
 ) -> Tensor:
-    """One call of an experts module on this library; the output in the dtype of ``hidden_TD``.
+    """Run an experts module on this library; return its output in the dtype of ``hidden_TD``.
 
-    An activation or post-expert norm that the fused operator does not know runs the module's own
-    code between grouped products. ``layer``, if given, records the call.
+    If the fused operator lacks the module's activation or post-expert norm, the module's own code
+    runs between grouped products. ``layer``, if given, records the call.
     """
     layout = layout_of(experts, spec)
     stored = stored_weight(experts, spec, layout)
@@ -206,7 +208,7 @@ def _run_composed(
     signals: Signals | None,
     backend: str,
 ) -> Tensor:
-    """The module's own activation and post-expert norm between grouped products."""
+    """Run the module's own activation and post-expert norm between grouped products."""
     gate = _activation(experts, layout)
     post_norm = experts.post_expert_norm if layout.has_post_expert_norm else None
     w = tensors.weights

@@ -1,15 +1,17 @@
-"""The forwards that a patch binds: where the library meets the model. Read after
-ops/experts/definition.py.
+"""Forwards that a patch binds to the model's modules. Read ops/experts/definition.py first.
 
-    router_forward   bound on a router instance: hidden -> (logits, weights, ids), as transformers'
-    experts_forward  in transformers' ExpertsInterface (see patching/by_name.py), chosen per
-                     instance by its config
-    block_forward    bound on blocks with a shared expert: router, experts, shared, as modules
-    choice_forward   bound in place of a block's method that chooses experts from given logits
-    lora_forward     bound on PEFT's ParamWrapper: hands low-rank factors down for one call
+- router_forward is bound on a router instance. It maps hidden states to (logits, weights, ids),
+  like transformers' router.
+- experts_forward is registered in transformers' ExpertsInterface (see patching/by_name.py). An
+  instance's config selects it.
+- block_forward is bound on blocks with a shared expert. It calls router, experts and shared expert
+  as modules.
+- choice_forward replaces a block's method that chooses experts from given logits.
+- lora_forward is bound on PEFT's ParamWrapper. It passes low-rank factors to the experts for one
+  call.
 
-Each runs only while its patch is active (see :func:`moe_patch.runtime.record.bound`); otherwise the
-class's own forward does.
+Each runs only while its patch is active (see :func:`moe_patch.runtime.module_patch.bound`).
+Otherwise the class's own forward runs.
 """
 
 from __future__ import annotations
@@ -22,38 +24,36 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.routing_op import route_impl
-from moe_patch.runtime.adapters import active_factors, base_of, fusion_obstacle, paused
+from moe_patch.runtime.adapters import active_factors, base_of, paused, why_not_fused
 from moe_patch.runtime.experts import run_experts
-from moe_patch.runtime.modules import child_of, undecorated_forward
-from moe_patch.runtime.record import (
+from moe_patch.runtime.module_patch import (
     ModulePatch,
     bound,
     bound_method,
-    hand_down,
     origin_of,
-    record_of,
-    take_back,
+    patch_of,
+    restore_factors,
+    set_factors,
 )
+from moe_patch.runtime.modules import child_of, undecorated_forward
 
 EXPERTS_NAME = "moe_patch"
 
 
 @bound
-def router_forward(
-    router: nn.Module, record: ModulePatch, hidden_states: Tensor, *args: Any
-) -> Any:
-    """logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
-    if record.taps is not None:
-        return record.taps.eagerly(_route, router, record, hidden_states, args)
-    return _route(router, record, hidden_states, args)
+def router_forward(router: nn.Module, patch: ModulePatch, hidden_states: Tensor, *args: Any) -> Any:
+    """Return logits_TE, weights_TK and ids_TK, or whatever this family's router returns."""
+    if patch.taps is not None:
+        return patch.taps.eagerly(_route, router, patch, hidden_states, args)
+    return _route(router, patch, hidden_states, args)
 
 
-def _route(router: nn.Module, record: ModulePatch, hidden_states: Tensor, args: tuple) -> Any:
-    spec, taps = record.spec, record.taps
-    impl = route_impl(record.config.backend, record.config.batch_invariant)
+def _route(router: nn.Module, patch: ModulePatch, hidden_states: Tensor, args: tuple) -> Any:
+    spec, taps = patch.spec, patch.taps
+    impl = route_impl(patch.config.backend, patch.config.batch_invariant)
     if taps is not None:
         impl = taps.impl(impl)
-    routing = spec.route(router, hidden_states, args, ties=record.config.ties, impl=impl)
+    routing = spec.route(router, hidden_states, args, ties=patch.config.ties, impl=impl)
     if taps is not None:
         routing = taps.decided(spec, hidden_states, args, routing)
     if spec.returns is not None:
@@ -66,47 +66,47 @@ def _route(router: nn.Module, record: ModulePatch, hidden_states: Tensor, args: 
 def experts_forward(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """transformers' experts signature: [T, D], [T, K] ids, [T, K] weights -> [T, D]."""
-    record = record_of(experts)
-    if record is None:
+    """Run the experts by transformers' signature: [T, D], [T, K] ids, [T, K] weights -> [T, D]."""
+    patch = patch_of(experts)
+    if patch is None:
         return undecorated_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
     args = (hidden_states, top_k_index, top_k_weights)
-    # A bound forward (it has slots) was looked at when it was called.
-    if record.probe is not None and not record.slots:
-        return record.probe.run(functools.partial(_experts, experts, record), experts, args, {})
-    return _experts(experts, record, *args)
+    # A bound forward (it has slots) already ran under the probe.
+    if patch.probe is not None and not patch.attributes:
+        return patch.probe.run(functools.partial(_experts, experts, patch), experts, args, {})
+    return _experts(experts, patch, *args)
 
 
 def _experts(
-    experts: Any, record: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    experts: Any, patch: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    args = (experts, record.spec, hidden_TD, ids_TK, weights_TK)
+    args = (experts, patch.spec, hidden_TD, ids_TK, weights_TK)
     options: dict[str, Any] = {
-        "backend": record.config.backend,
-        "recompute": record.config.recompute,
-        "batch_invariant": record.config.batch_invariant,
-        "fuse_lora": record.config.fuse_lora,
+        "backend": patch.config.backend,
+        "recompute": patch.config.recompute,
+        "batch_invariant": patch.config.batch_invariant,
+        "fuse_lora": patch.config.fuse_lora,
     }
-    if record.taps is None or record.taps.layer is None:
+    if patch.taps is None or patch.taps.layer is None:
         return run_experts(*args, **options)
-    return record.taps.eagerly(run_experts, *args, layer=record.taps.layer, **options)
+    return patch.taps.eagerly(run_experts, *args, layer=patch.taps.layer, **options)
 
 
 @bound
 def bound_experts_forward(
-    experts: nn.Module, record: ModulePatch, *args: Any, **kwargs: Any
+    experts: nn.Module, patch: ModulePatch, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """:func:`experts_forward`, bound where transformers' registry does not serve the class."""
+    """Run :func:`experts_forward`; bound on classes that do not use transformers' registry."""
     return experts_forward(experts, *args, **kwargs)
 
 
 @bound
-def block_forward(block: Any, record: ModulePatch, hidden_states: Tensor) -> Tensor:
-    """Routed experts plus the shared expert, times sigmoid(shared gate) where there is one.
+def block_forward(block: Any, patch: ModulePatch, hidden_states: Tensor) -> Tensor:
+    """Add the routed experts and the shared expert, scaled by sigmoid(shared gate) if it has one.
 
-    Everything is called as a module and no weight is read, so adapters and hooks act.
+    Calls every part as a module and reads no weights, so adapters and hooks take effect.
     """
-    spec = record.spec
+    spec = patch.spec
     assert spec.shared is not None
     x_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
     block_in = hidden_states if spec.router_input_3d else x_TD
@@ -120,62 +120,62 @@ def block_forward(block: Any, record: ModulePatch, hidden_states: Tensor) -> Ten
 
 @bound_method("route_tokens_to_experts")
 def choice_forward(
-    block: nn.Module, record: ModulePatch, router_logits: Tensor
+    block: nn.Module, patch: ModulePatch, router_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """ids_TK and weights_TK of the experts that the block takes for its router's logits."""
+    """Return ids_TK and weights_TK of the experts that the block chooses for these logits."""
     logits_TE = router_logits.reshape(-1, router_logits.shape[-1])
-    impl = route_impl(record.config.backend, record.config.batch_invariant)
-    ties = record.config.ties
-    routing = record.spec.choose(block, logits_TE, router_logits, ties=ties, impl=impl)
+    impl = route_impl(patch.config.backend, patch.config.batch_invariant)
+    ties = patch.config.ties
+    routing = patch.spec.choose(block, logits_TE, router_logits, ties=ties, impl=impl)
     return routing.ids_TK, routing.weights_TK
 
 
 @bound
-def lora_forward(wrapper: Any, record: ModulePatch, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
+def lora_forward(wrapper: Any, patch: ModulePatch, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run PEFT's ParamWrapper without the merged weight: the experts operator takes the factors.
 
-    PEFT's own forward runs when adapters are disabled, merged or chosen per sample, where
-    :func:`fusion_obstacle` says so, and where the experts below are not ours (any more).
+    PEFT's own forward runs if adapters are disabled, merged or chosen per sample. It also runs if
+    :func:`why_not_fused` gives a reason, or if the experts below are no longer patched.
 
     Raises:
-        UnsupportedModelError: the experts ran other code, which took no factors.
-        UnsupportedOptionError: the experts are not ours, under fuse_lora="require"; or another
+        UnsupportedModelError: the experts ran other code, which did not use the factors.
+        UnsupportedOptionError: the experts are not patched, with fuse_lora="require"; or another
             thread is running them with adapters.
     """
     by_peft = kwargs.get("adapter_names") is not None or paused(wrapper) is not None
-    if by_peft or fusion_obstacle(wrapper) is not None:
+    if by_peft or why_not_fused(wrapper) is not None:
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     base = base_of(wrapper)
-    below, name = record_of(base), wrapper.parameter_name
+    below, name = patch_of(base), wrapper.parameter_name
     if below is None:
-        if record.config.fuse_lora == "require":
+        if patch.config.fuse_lora == "require":
             raise UnsupportedOptionError(
                 f"{type(base).__name__}.{name}: fuse_lora='require' cannot hold: the experts below "
-                "the adapter are not ours (wrapped or unpatched since); call patch_model again, or "
-                "use fuse_lora='auto'"
+                "the adapter are no longer patched (wrapped or unpatched since); call patch_model "
+                "again, or use fuse_lora='auto'"
             )
         return type(wrapper).forward(wrapper, x, *args, **kwargs)
     wrapper._check_forward_args(x, *args, **kwargs)
     factors = active_factors(wrapper)
-    previous = hand_down(below, {name: factors}, f"{type(base).__name__}.{name}")
+    previous = set_factors(below, {name: factors}, f"{type(base).__name__}.{name}")
     try:
         out_TD: Tensor = child_of(wrapper, "base_layer")(x, *args, **kwargs)
-        left_out = factors and name not in below.taken
+        left_out = factors and name not in below.used
     finally:
-        take_back(below, previous)
+        restore_factors(below, previous)
     if left_out:
         raise UnsupportedModelError(
             f"{type(base).__name__}.{name}: the adapter was left out, because the experts ran a "
             f"forward that is not ours ({origin_of(base.forward)}); accepted: experts as patched; "
-            "take that forward away, or call unpatch_model, or patch with fuse_lora='off'"
+            "remove that forward, or call unpatch_model, or patch with fuse_lora='off'"
         )
     return out_TD
 
 
 def refuse_fp8(experts: nn.Module, *_: Any, **__: Any) -> Tensor:
-    """The entry in transformers' FP8 registry."""
+    """Refuse transformers' FP8 experts; registered under our name in transformers' FP8 registry."""
     raise UnsupportedModelError(
-        f"{type(experts).__name__}: its weights are not read as they are; accepted: bf16, fp16, "
-        "fp32 and fp64 weights; quantize_experts(model, 'fp8') takes such experts over, "
-        "unpatch_model goes back to transformers' own implementation"
+        f"{type(experts).__name__}: found FP8 weights in transformers' own format; accepted: bf16, "
+        "fp16, fp32 and fp64 weights; call quantize_experts(model, 'fp8') to convert such experts, "
+        "or unpatch_model to go back to transformers' own implementation"
     )

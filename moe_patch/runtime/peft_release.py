@@ -1,11 +1,11 @@
-"""Differences between the releases of PEFT from 0.18 on, told by what exists in them.
+"""Differences between PEFT releases from 0.18 on, detected by the names that exist in them.
 
     release      features of a 3-D weight    parametrization in a forward       old names of experts
     0.18         as stored, never swapped    _LoraParameterProxy, merged        kept
     0.19, 0.20   swapped unless transposed   _LoraParameterProxy, merged        rewritten
     0.21         swapped unless transposed   _LoraFactorsProxy of one adapter   rewritten
 
-Nothing here imports peft at import: its classes come from PEFT's own module when it is loaded.
+Importing this file does not import peft: its classes are read from PEFT's module once loaded.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _FACTORS, _MERGED = "_LoraFactorsProxy", "_LoraParameterProxy"
 
 
 def param_wrapper_class() -> type[nn.Module] | None:
-    """PEFT's ParamWrapper, or None while peft is not loaded (then no model can hold one)."""
+    """Return PEFT's ParamWrapper, or None if peft is not loaded (so no model can contain one)."""
     return next(iter(_classes("ParamWrapper")), None)
 
 
 def swaps_features(wrapper: Any) -> bool:
-    """Return whether PEFT took a weight [E, out, in] for what it is, not for [E, in, out]."""
+    """Return whether PEFT treats the weight as [E, out, in] rather than [E, in, out]."""
     return _SWAPPED in wrapper.__dict__ and wrapper.__dict__[_SWAPPED]
 
 
 def factor_proxies() -> tuple[type[nn.Module], ...]:
-    """The parametrizations that keep the low-rank factors; empty where PEFT has none."""
+    """Return the parametrizations that expose low-rank factors; empty if this PEFT has none."""
     return _classes(_FACTORS)
 
 
 def lora_proxies() -> tuple[type[nn.Module], ...]:
-    """All parametrizations by which PEFT puts adapters on a parameter, merged ones included."""
+    """Return all parametrizations that PEFT puts on an adapted parameter, merged ones included."""
     return _classes(_FACTORS, _MERGED)
 
 
@@ -48,14 +48,14 @@ def _classes(*names: str) -> tuple[type[nn.Module], ...]:
 
 
 def rewrites_targets() -> bool:
-    """Return whether PEFT turns old names of expert weights into those of the fused parameter."""
+    """Return whether PEFT rewrites old names of expert weights to the fused parameter's name."""
     return importlib.util.find_spec(_CONVERSION) is not None
 
 
 def rewritten_target(name: str, model: nn.Module) -> bool:
-    """Return whether PEFT takes a module target for an old name of an expert weight and drops it.
+    """Return whether PEFT mistakes a target module for an old expert weight name and drops it.
 
-    A release that rewrites no names wraps the module as asked.
+    A release that rewrites no names wraps the target module.
     """
     if not rewrites_targets():
         return False
@@ -65,6 +65,6 @@ def rewritten_target(name: str, model: nn.Module) -> bool:
     trial = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(trial, model, None)
-    except ValueError:  # half of what it would fuse, as Beam's attention has a gate_proj alone
+    except ValueError:  # PEFT found only one of two weights to fuse: Beam's attention's gate_proj.
         return True
     return bool(trial.target_modules != {name})

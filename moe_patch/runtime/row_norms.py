@@ -1,7 +1,7 @@
-"""Per-row norms where an experts module's own code runs between grouped products.
+"""Per-row norms for an experts module whose own code runs between grouped products.
 
-There the experts operator does not see the rows, so tensor hooks on the differentiable steps take
-the gradients at h and y, and the same outer-product identity gives the parameters' norm:
+The experts operator does not see the rows there. Tensor hooks read the gradients of h and y
+instead, and the outer-product identity gives the norm over the parameters:
 
     ||dL/dW2_e|| = ||dy|| ||a||        ||dL/dW13_e|| = ||dh|| ||x||        biases: ||dy||, ||dh||
 """
@@ -21,11 +21,12 @@ Step = Callable[[Tensor], Tensor]
 
 
 class RowNorms:
-    """Wraps an experts module's gate and post-expert norm so that they fill a :class:`Signals`.
+    """Wrapper of an experts module's gate and post-expert norm that fills a :class:`Signals`.
 
     Args:
-        signals: receives the norms; the row of the low-rank factors stays 0.
-        x_TD, ids_TK, experts: what the experts receive, and how many there are.
+        signals: receives the norms; the values for the low-rank factors stay 0.
+        x_TD, ids_TK: inputs of the experts.
+        experts: number of experts.
         biased: both projections have a bias.
     """
 
@@ -42,7 +43,7 @@ class RowNorms:
         self.dy_N = self.x_N
 
     def gate(self, own: Step) -> Step:
-        """The module's activation h_NH -> a_NF, watched."""
+        """Wrap the module's activation, h_NH -> a_NF."""
 
         def run(h_NH: Tensor) -> Tensor:
             if h_NH.requires_grad:
@@ -54,7 +55,7 @@ class RowNorms:
         return run
 
     def post(self, own: Step | None) -> Step:
-        """The module's post-expert norm y_ND -> y_ND (None: there is none), watched."""
+        """Wrap the module's post-expert norm, y_ND -> y_ND; None if it has no norm."""
 
         def run(y_ND: Tensor) -> Tensor:
             out_ND = y_ND if own is None else own(y_ND)
@@ -74,7 +75,7 @@ class RowNorms:
 
     @torch.no_grad()
     def _at_h(self, grad_NH: Tensor) -> None:
-        """The last of the three to run: the gradient reaches out, then y, then h."""
+        """Write the norms: this hook runs last, since the gradient reaches out, then y, then h."""
         dh_N = _row_norm(grad_NH.detach())
         squares_N = (self.dy_N * self.a_N).square() + (dh_N * self.x_N).square()
         if self.biased:

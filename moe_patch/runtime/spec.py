@@ -1,4 +1,4 @@
-"""FamilySpec: what one family of MoE models needs told, as data that checks itself."""
+"""FamilySpec: description of one family of MoE models, as data that is checked on creation."""
 
 from __future__ import annotations
 
@@ -23,54 +23,56 @@ _SET_AT_CALL = ("weights_dtype", "ties", "impl")
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
-    """One family: class names, routing function and where its parameters live.
+    """One family: its class names, its routing function, and the sources of its parameters.
 
     Everything else (weight layout, biases, activation) is read from the model's own modules.
 
     Attributes:
-        model_types: transformers model types served by these classes.
+        model_types: transformers model types that use these classes.
         module: the transformers model folder that defines the classes ("qwen3_moe"); None matches
             the class names in any module.
-        experts, router, block: class names; None where the family has none.
+        experts, router, block: class names; None if the family has no such class.
         logits: (router, hidden) -> logits_TE, transformers' own expression, casts included.
         routing: a :class:`moe_patch.ops.routing.RouteRule`, or a function that is called like one
             and has its parameters as keyword-only arguments.
-        params: routing parameter -> attribute path on the router, or Const. On the block where
-            that chooses the experts (``chooses_in_block``); so is the path of ``bias``.
-        bias: correction bias, flattened to [E]: attribute path on the router, Arg(i) when the block
-            passes it, None.
-        weights_dtype: dtype of the routing weights: that of the "score", the "logits" or the
-            "hidden" states.
+        params: routing parameter -> attribute path on the router, or Const. Paths start at the
+            block if that chooses the experts (``chooses_in_block``); so does the path of ``bias``.
+        bias: correction bias, flattened to [E]: an attribute path on the router, Arg(i) if the
+            block passes it, or None.
+        weights_dtype: dtype of the routing weights: the dtype of the "score", of the "logits" or
+            of the "hidden" states.
         shared, shared_gate: attribute names on the block of a shared expert and of its gate; the
-            bound block forward adds them.
-        shared_by_block: name of a shared expert that transformers' own code adds, because it does
-            more than add (a norm, a scale), or does so outside the block. For the report only.
-        router_attr: the router's attribute name on the block.
-        router_input_3d: the block hands the router [batch, sequence, hidden] instead of [T, D].
-        router_reads_weight: the router reads the weight of its Linear and never calls the module,
-            so that an adapter on the module would have no effect and no gradient.
-        glu: set when the experts class overrides ``_apply_gate``.
-        experts_fp32: the experts compute in fp32 whatever their weights' dtype, autocast apart.
-        layout: set when the experts class is not decorated by transformers and so does not say how
-            its weights lie.
-        returns: (router, routing) -> what transformers' router returns; None means
+            bound block forward adds the shared expert.
+        shared_by_block: name of a shared expert that transformers' own code adds. It may do more
+            than add (a norm, a scale), or add outside the block. For the report only.
+        router_attr: attribute name of the router on the block.
+        router_input_3d: the block passes [batch, sequence, hidden] to the router, not [T, D].
+        router_reads_weight: the router reads the weight of its Linear and never calls the module.
+            An adapter on the module would have no effect and no gradient.
+        glu: set if the experts class overrides ``_apply_gate``.
+        experts_fp32: the experts compute in fp32 whatever the dtype of their weights, unless
+            autocast is on.
+        layout: set if transformers does not decorate the experts class, which then has no layout
+            flags.
+        returns: (router, routing) -> the return value of transformers' router; None means
             (logits, weights, ids).
         ids_first: the router returns (logits, ids, weights).
         router_forward, experts_forward, block_forward: functions made with
-            :func:`moe_patch.runtime.record.bound`, for a family whose module is called unlike the
-            rule. Without them: the common router forward, transformers' experts registry (the
-            common experts forward where a ``layout`` is given), and the common block forward where
-            there is a shared expert.
-        block_slot: the block's attribute that ``block_forward`` replaces. Named for a routing
-            function without a router class: the block's own method, logits -> (ids, weights).
-        block_choice: (block, ties) -> RouteSpec, how ``block_forward`` chooses where the router
-            only makes logits.
-        check_call: (block, hidden) -> outputs, how the self-check runs a block that does not take
-            hidden states alone.
-        since: the first transformers release whose classes the entry describes; in an earlier one
-            the entry is inert, and decorated experts are served without it.
+            :func:`moe_patch.runtime.module_patch.bound`, for a module with another calling
+            convention. By default the router gets the common forward, and the experts use
+            transformers' registry (with a ``layout``, the common experts forward). A block with a
+            shared expert gets the common block forward.
+        block_slot: the block's attribute that ``block_forward`` replaces. For a routing function
+            without a router class: the block's own method, logits -> (ids, weights).
+        block_choice: (block, ties) -> RouteSpec, used by ``block_forward`` if the router only
+            computes logits.
+        check_call: (block, hidden) -> outputs, used by the self-check if the block takes more than
+            hidden states.
+        since: the first transformers release whose classes the entry describes. In earlier releases
+            the entry is inert, and decorated experts are patched without it.
         until: the first release whose classes the entry no longer describes; inert from there on.
-        tier: what a patched model of the family reaches; "refused" needs a ``reason``.
+        tier: the level of support of a patched model; "refused" needs a ``reason``.
+        reason: why the family is refused.
     """
 
     model_types: tuple[str, ...]
@@ -128,7 +130,7 @@ class FamilySpec:
         if self.shared_gate and not self.shared:
             fail("shared_gate without shared")
         if self.shared and self.shared_by_block:
-            fail("a shared expert is added either by the bound block forward or by transformers'")
+            fail("shared and shared_by_block are both set; accepted: one of them")
         if self.shared and not self.block:
             fail("a shared expert needs the block's class name")
 
@@ -147,14 +149,14 @@ class FamilySpec:
             fail(f"{routing.__name__} needs {missing}")
 
     def _check_types(self, fail: Callable[[str], None]) -> None:
-        """What a slip of the pen leaves here would be an error of some other place later."""
+        """Check field types here, where a mistake is easy to find."""
         for role in ("experts", "router", "block"):
             name = getattr(self, role)
             if name is not None and self.module is None and hasattr(nn, name):
                 fail(
                     f"{role}={name!r} is a class of torch.nn, which all models have; accepted: a "
-                    "class of the family's own (with a plain Linear as router: tier='experts', or "
-                    "a block_forward)"
+                    "class of the family's own (if the router is a plain Linear: tier='experts', "
+                    "or a block_forward)"
                 )
         if not isinstance(self.params, Mapping):
             fail(f"params is {self.params!r}; accepted: a mapping")
@@ -171,14 +173,14 @@ class FamilySpec:
         for name in ("since", "until"):
             release = getattr(self, name)
             if release and not re.fullmatch(r"\d+(\.\d+)+", release):
-                fail(f"{name} is {release!r}; accepted: a release, as '5.21'")
+                fail(f"{name} is {release!r}; accepted: a release such as '5.21'")
 
     @property
     def checked_as_block(self) -> bool:
-        """Whether the self-check runs a block as a whole, beside its router and experts.
+        """True if the self-check runs the block as a whole, besides its router and experts.
 
-        So wherever more is bound than the common router forward: a block forward that somebody
-        replaced on the class, or in a subclass, must not be overridden in silence.
+        That is so whenever more than the common router forward is bound. Otherwise a block forward
+        that was replaced on the class or in a subclass would be overridden silently.
         """
         more = (self.router_forward, self.experts_forward, self.block_forward, self.check_call)
         given = any(function is not None for function in more)
@@ -186,23 +188,23 @@ class FamilySpec:
 
     @property
     def chooses_in_block(self) -> bool:
-        """Return whether a method of the block chooses experts; its router only makes logits."""
+        """True if a method of the block chooses the experts and the router only computes logits."""
         own_slot = self.block_slot != "forward" and self.block_forward is None
         return own_slot and self.routing is not None and self.router is None
 
     @property
     def decided_by(self) -> str:
-        """The name of the function that chooses experts; "transformers" where none of ours does."""
+        """Name of the function that chooses the experts; "transformers" if it is not ours."""
         decides = self.routing or self.block_forward or self.router_forward
         return "transformers" if decides is None else decides.__name__
 
     @property
     def serves_experts_alone(self) -> bool:
-        """Whether the experts run below transformers' own router and block, as it calls them."""
+        """True if the experts can run under transformers' own router and block."""
         return self.experts is not None and self.experts_forward is None
 
     def experts_only(self) -> FamilySpec:
-        """The part of the entry that serves the experts; transformers routes and runs the block."""
+        """Return the entry for the experts only; transformers' router and block stay."""
         return FamilySpec(
             model_types=self.model_types,
             module=self.module,
@@ -226,13 +228,13 @@ class FamilySpec:
         """Run the family's routing on a router module: its logits, then the routing function.
 
         Args:
-            router: the live router; parameters and attributes are read now.
+            router: the live router; its parameters and attributes are read on each call.
             hidden: hidden states, [..., D].
-            args: the router's further positional arguments.
+            args: further positional arguments of the router.
             ties, impl: tie rule and implementation of ``route``.
 
         Raises:
-            EntryMismatchError: the router lacks an attribute this entry names.
+            EntryMismatchError: the router lacks an attribute that this entry names.
         """
         assert self.logits is not None
         return self.choose(router, self.logits(router, hidden), hidden, args, ties=ties, impl=impl)
@@ -247,7 +249,7 @@ class FamilySpec:
         ties: str = "lower",
         impl: RouteImpl = torch_route,
     ) -> Routing:
-        """The family's routing on given logits; arguments as :meth:`route`."""
+        """Run the family's routing on given logits; other arguments as for :meth:`route`."""
         assert self.routing is not None
         dtype = None
         if self.weights_dtype != "score":
@@ -262,25 +264,25 @@ class FamilySpec:
         )
 
     def route_spec(self, router: nn.Module, experts: int, ties: str) -> RouteSpec | None:
-        """The choices of :meth:`choose` but for dtypes; None where a function keeps its own."""
+        """Return the RouteSpec of :meth:`choose`, without dtypes; None if routing is not a rule."""
         if not isinstance(self.routing, RouteRule):
             return None
         return self.routing.spec(experts, ties=ties, **self.params_of(router))
 
     def params_of(self, router: nn.Module) -> dict[str, Any]:
-        """The routing parameters' values, read from a router now.
+        """Read the values of the routing parameters from a router.
 
         Raises:
-            EntryMismatchError: the router lacks an attribute this entry names.
+            EntryMismatchError: the router lacks an attribute that this entry names.
         """
         return {name: read(router, source) for name, source in self.params.items()}
 
     def values_of(self, router: nn.Module) -> tuple:
-        """All that :meth:`choose` reads from a router, tensors apart."""
+        """Return all values that :meth:`choose` reads from a router, except tensors."""
         return *self.params_of(router).values(), self._takes_argument(router)
 
     def bias_of(self, router: nn.Module, args: tuple) -> Tensor | None:
-        """The correction bias [E] of a router that is called with further arguments ``args``."""
+        """Return the correction bias [E] of a router, from its further arguments or attributes."""
         if isinstance(self.bias, Arg):
             return args[self.bias.index - 1] if self._takes_argument(router) else None
         return None if self.bias is None else read(router, self.bias).reshape(-1)

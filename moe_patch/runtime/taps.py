@@ -1,12 +1,12 @@
-"""What one MoE layer records, and how the bound forwards find it.
+"""Recording of one MoE layer, called by the bound forwards.
 
-A recording or replaying layer has a :class:`Taps` in the patch record of its router and of its
-experts (``ModulePatch.taps``). Everywhere else it is None, and a forward pays that one look.
+While a layer is recorded or replayed, the patches of its router and experts have a :class:`Taps`
+(``ModulePatch.taps``). Otherwise ``taps`` is None, and a forward only checks for that.
 
-Forward and backward meet in two places:
-    router   ``routed``  keeps the logits (and the router's input, when asked)
-    experts  ``begin``   keeps ids, weights and counts, and hands out the :class:`Signals` that the
-                         experts operator fills: the activation norms now, the others in backward
+The router's forward calls ``routed``, which keeps the logits and, on request, the router's input.
+The experts' forward calls ``begin``, which keeps ids, weights and counts and returns a
+:class:`Signals`. The experts operator fills that with activation norms, and in backward with the
+gradient norms.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SIGNALS = ("act_norm", "grad_norm_output", "grad_norm_params", "grad_norm_lora")
 
 @functools.cache
 def eagerly() -> Callable[..., Any]:
-    """The function that calls ``function(*args)`` outside compiled code (one graph break)."""
-    # Not at import: it loads the compiler.
+    """Return a function that calls ``function(*args)`` outside compiled code (one graph break)."""
+    # Not at import time, because torch.compiler.disable loads the compiler.
     return torch.compiler.disable(_call)
 
 
@@ -40,12 +40,12 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass
 class Taps:
-    """What listens on one module.
+    """Recording and replay of one module.
 
     Attributes:
-        path: the module's path in the model that was handed to the recorder or replay.
-        layer: where to record, or None.
-        replay: a LayerReplay (replay.py) that chooses instead of the router, or None.
+        path: path of the module in the model given to the recorder or replay.
+        layer: destination of the recording, or None.
+        replay: a LayerReplay (signals/replay.py) that chooses instead of the router, or None.
         eagerly: calls ``function(*args)`` outside compiled code (one graph break).
     """
 
@@ -55,61 +55,63 @@ class Taps:
     eagerly: Callable[..., Any] = field(default_factory=eagerly)
 
     def __reduce__(self) -> tuple:
-        """A copied or pickled model is not recorded: its taps are None."""
+        """Copy and pickle as None: a copied or pickled model is not recorded."""
         return type(None), ()
 
     def impl(self, own: RouteImpl) -> RouteImpl:
-        """What runs in the place of a router's implementation of ``route``."""
+        """Return the implementation of ``route`` to use: the replay's, or else the router's own."""
         return own if self.replay is None else self.replay.impl(self.path, own)
 
     def decided(self, spec: FamilySpec, hidden: Tensor, args: tuple, routing: Routing) -> Routing:
-        """What the router is to return; it is recorded on the way."""
+        """Return the routing that the router has to return, and record it."""
         if self.replay is not None:
             routing = replace(routing, weights_TK=self.replay.with_values(routing.weights_TK))
         if self.layer is not None:
             self.layer.routed(self.path, spec, hidden, args, routing)
         return routing
 
-    def heard(self, call: Callable[..., Any], record: Any, args: tuple) -> Any:
-        """A router's call; what a forward of a family's own returns is recorded."""
-        spec = record.spec
+    def observe_router(self, call: Callable[..., Any], patch: Any, args: tuple) -> Any:
+        """Call a router, and record the result if the family has its own router forward."""
+        spec = patch.spec
         if self.layer is None or spec.router_forward is None:
             return call(*args)
-        return self.eagerly(self._heard, call, spec, *args)
+        return self.eagerly(self._observe_router, call, spec, *args)
 
-    def _heard(self, call: Callable[..., Any], spec: FamilySpec, hidden: Tensor, *args: Any) -> Any:
+    def _observe_router(
+        self, call: Callable[..., Any], spec: FamilySpec, hidden: Tensor, *args: Any
+    ) -> Any:
         out = call(hidden, *args)
         if self.layer is not None and isinstance(out, tuple) and fused(spec):
-            # Llama-4's router returns dense scores and logits, the others logits, weights, ids.
+            # Llama-4's router returns dense scores and logits; others logits, weights and ids.
             logits_TE, weights_TK = (out[1], None) if len(out) == 2 else out[:2]
             self.layer.returned(self.path, hidden, logits_TE, weights_TK)
         return out
 
 
 def fused(spec: FamilySpec) -> bool:
-    """Whether the experts operator reads the family's experts as they are stored."""
+    """Return whether the experts operator can read the family's experts as stored."""
     return spec.layout is None or spec.layout.fused
 
 
 @dataclass
 class LayerSignals:
-    """The newest forward of one MoE layer; every tensor is detached.
+    """Recording of the latest forward of one MoE layer; all tensors are detached.
 
-    A forward that runs inside a backward is a checkpoint's recompute: it takes the place of a
-    forward that ran without a graph, and is otherwise left out, so that nothing counts twice.
+    A forward inside a backward is the recompute of a checkpoint. It replaces a forward that ran
+    without a graph and is ignored otherwise, so nothing is counted twice.
 
     Attributes:
-        path: the block's module path (that of the module around the experts if there is no block).
-        missing: field -> why this family cannot give it; such a field is always None.
-        ids: [T, K] expert ids as the experts received them; outside [0, E) is an empty slot.
+        path: path of the block (without a block, of the module that contains the experts).
+        missing: field -> why this family does not provide it; such a field is always None.
+        ids: [T, K] expert ids as the experts received them; an id outside [0, E) is an empty slot.
         weights: [T, K] routing weights as the experts received them, in the family's dtype.
         logits: [T, E] raw router logits.
-        router_weights: [T, K] the routing function's weights, before a family's own changes.
-        router_input: [T, D] hidden states before the router, when asked for.
-        tokens_per_expert: [E] int64, rows of the newest forward.
-        load: [E] int64, rows of all forwards since the last ``Recorder.step``.
+        router_weights: [T, K] weights from the routing function, before a family's own changes.
+        router_input: [T, D] hidden states before the router, if requested.
+        tokens_per_expert: [E] int64, rows per expert of the latest forward.
+        load: [E] int64, rows per expert of all forwards since the last ``Recorder.step``.
         router_path: path of the router module that ran.
-        no_logits: why ``smk_loss`` cannot compute this router's logits again, or None.
+        no_logits: why ``smk_loss`` cannot recompute this router's logits, or None.
     """
 
     path: str
@@ -132,7 +134,7 @@ class LayerSignals:
 
     @property
     def act_norm(self) -> Tensor | None:
-        """[T, K] norm of each expert's output, before its routing weight; 0 in empty slots."""
+        """[T, K] norm of each expert's output, before its routing weight; 0 for empty slots."""
         norms = None if self.signals is None else self.signals.act_norm_TK
         return None if "act_norm" in self.missing else self._shaped(norms)
 
@@ -143,21 +145,21 @@ class LayerSignals:
 
     @property
     def grad_norm_params(self) -> Tensor | None:
-        """[T, K] norm of the row's share of the gradient of the experts' weights and biases."""
+        """[T, K] norm of the row's contribution to the gradients of expert weights and biases."""
         return self._gradient(1)
 
     @property
     def grad_norm_lora(self) -> Tensor | None:
-        """[T, K] the same for the low-rank factors; None without adapters on the experts."""
+        """[T, K] same as ``grad_norm_params`` for the low-rank factors; None without adapters."""
         return self._gradient(2) if self.has_lora else None
 
     def snapshot(self) -> LayerSignals:
-        """A copy that later forwards and backwards leave as it is."""
+        """Return a copy that later forwards and backwards do not change."""
         signals = self.signals
         if signals is not None:
             kept = signals.grads_3TK.new_empty(0)
             if _written(signals):
-                # Not clone: a copy has to count as written too.
+                # `copy_`, not `clone`: `_written` checks the version counter.
                 kept = torch.empty_like(signals.grads_3TK).copy_(signals.grads_3TK)
             signals = replace(signals, grads_3TK=kept)
         return replace(self, missing=dict(self.missing), signals=signals)
@@ -165,7 +167,7 @@ class LayerSignals:
     def routed(
         self, path: str, spec: FamilySpec, hidden: Tensor, args: tuple, routing: Routing
     ) -> None:
-        """Keep what the router saw and decided."""
+        """Record input and decision of a router."""
         if self._is_recompute():
             return
         self.returned(path, hidden, routing.logits_TE, routing.weights_TK)
@@ -174,7 +176,7 @@ class LayerSignals:
     def returned(
         self, path: str, hidden: Tensor, logits_TE: Tensor, weights_TK: Tensor | None
     ) -> None:
-        """Keep what a router saw and returned."""
+        """Record input and return value of a router."""
         if self._is_recompute():
             return
         self.router_path = path
@@ -193,7 +195,7 @@ class LayerSignals:
         has_lora: bool,
         fused: bool,
     ) -> Signals | None:
-        """Keep what the experts received; what the experts operator is to fill, or None."""
+        """Record the inputs of the experts; return Signals for the operator to fill, or None."""
         if self._is_recompute():
             return None
         if has_lora and not fused:
@@ -208,7 +210,7 @@ class LayerSignals:
         self.weights = None if "weights" in self.missing else weights_TK.detach()
         self.tokens_per_expert = count_rows(self.ids, experts)
         if first:
-            # Reentrant checkpoints run the layer once without a graph and once inside backward.
+            # A reentrant checkpoint runs the layer twice: without a graph, and inside backward.
             counts = self.tokens_per_expert
             self.load = counts if self.load is None else self.load + counts
         return self.signals
@@ -227,7 +229,7 @@ class LayerSignals:
 
 
 def count_rows(ids_TK: Tensor, experts: int) -> Tensor:
-    """Rows per expert, int64 [E], without a host sync; ids outside [0, E) are not counted."""
+    """Count the rows per expert, int64 [E], without a host sync; ignore ids outside [0, E)."""
     ids_N = ids_TK.reshape(-1).long()
     inside_N = (ids_N >= 0) & (ids_N < experts)
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=ids_TK.device)
@@ -236,26 +238,26 @@ def count_rows(ids_TK: Tensor, experts: int) -> Tensor:
 
 
 def _written(signals: Signals | None) -> bool:
-    """Whether backward has filled the gradient norms; its write is the buffer's only one."""
+    """Return whether backward has filled the gradient norms; nothing else writes to the buffer."""
     if signals is None or signals.grads_3TK.is_inference():
         return False
     return signals.grads_3TK.dim() == 3 and signals.grads_3TK._version > 0
 
 
 def inside_backward() -> bool:
-    """Return whether a backward pass runs: a forward inside it is a checkpoint's recompute."""
+    """Return whether a backward pass runs; a forward inside it is a checkpoint's recompute."""
     return _inside_backward()()
 
 
 @functools.cache
 def _inside_backward() -> Callable[[], bool]:
-    """The function behind :func:`inside_backward`; a private name of torch is looked up once."""
+    """Look up the private torch function for :func:`inside_backward`, once."""
     task = getattr(torch._C, "_current_graph_task_id", None)
     return _engine_takes_callbacks if task is None else lambda: task() != -1
 
 
 def _engine_takes_callbacks() -> bool:
-    """Queue a callback that does nothing: outside a backward pass autograd's engine refuses."""
+    """Queue a no-op callback; outside a backward pass autograd's engine raises RuntimeError."""
     try:
         torch.autograd.Variable._execution_engine.queue_callback(lambda: None)
     except RuntimeError:

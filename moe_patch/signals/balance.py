@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.modules import is_sharded
-from moe_patch.runtime.record import record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import LayerSignals
 from moe_patch.signals.recorder import (
@@ -144,7 +144,7 @@ def bias_of(model: nn.Module, layer: LayerSignals) -> Tensor | None:
     if layer.router_path is None:
         return None
     router = model.get_submodule(layer.router_path)
-    patch = record_of(router)
+    patch = patch_of(router)
     if patch is None or patch.spec.bias is None:
         return None
     if isinstance(patch.spec.bias, str):

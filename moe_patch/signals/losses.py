@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.runtime.adapters import is_param_wrapper, paused
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import LayerSignals
 from moe_patch.schema import check_choice
@@ -137,7 +137,7 @@ def router_logits(model: nn.Module, layer: LayerSignals) -> Tensor:
             "accepted: blocks whose router runs moe_patch's common router forward"
         )
     router = model.get_submodule(layer.router_path)
-    patch = record_of(router)
+    patch = patch_of(router)
     if patch is None:
         raise PatchStateError(f"{layer.router_path} is no longer patched; call patch_model")
     require_whole(router, f"smk_loss: {layer.router_path}")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.modules import is_sharded
-from moe_patch.runtime.record import ModulePatch, record_of
 from moe_patch.runtime.spec import read
 from moe_patch.runtime.taps import SIGNALS, LayerSignals, Taps, fused
 from moe_patch.schema import check_choice
@@ -122,7 +122,7 @@ def record(model: nn.Module, router_input: bool = False, keep: str = "load") -> 
     try:
         for block in blocks:
             for path, module in [*block.routers, *block.experts]:
-                if (patch := record_of(module)) is None:
+                if (patch := patch_of(module)) is None:
                     continue
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.layer is not None:
@@ -153,7 +153,7 @@ def patched_blocks(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = []
     for block in discover(model):
         modules = [m for _, m in block.experts] or [block.block]
-        records = [record_of(m) for m in modules if m is not None]
+        records = [patch_of(m) for m in modules if m is not None]
         if any(r is not None and r.role != "refused" for r in records):
             blocks.append(block)
     if not blocks:
@@ -177,7 +177,7 @@ def require_whole(module: nn.Module, where: str) -> None:
             )
 
 
-def router_obstacle(block: FoundBlock) -> str | None:
+def why_no_logits(block: FoundBlock) -> str | None:
     """Say why a block's router does not run the common router forward, or return None."""
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
@@ -185,7 +185,7 @@ def router_obstacle(block: FoundBlock) -> str | None:
         return "the block routes without a known router module"
     for _, router in block.routers:
         spec = block.spec_of(router)
-        if record_of(router) is None or spec.tier == "experts":
+        if patch_of(router) is None or spec.tier == "experts":
             return "transformers routes this block"
         if spec.routing is None or spec.router_forward is not None:
             return f"the routers of {block.model_type} run a forward of their own"
@@ -195,7 +195,7 @@ def router_obstacle(block: FoundBlock) -> str | None:
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
     """Return an empty layer that lists what this block cannot record."""
     layer = LayerSignals(block.path, keeps_input=router_input)
-    layer.no_logits = router_obstacle(block)
+    layer.no_logits = why_no_logits(block)
     own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
     if layer.no_logits and not (own and all(own) and fused(block.spec)):
         seen = ("logits", "router_weights", "router_input")

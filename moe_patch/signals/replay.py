@@ -25,14 +25,14 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
 from moe_patch.patching.discover import FoundBlock
-from moe_patch.runtime.record import ModulePatch, record_of
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.taps import Taps
 from moe_patch.signals.recorder import (
     Recorder,
     drop_idle,
     patched_blocks,
     record,
-    router_obstacle,
+    why_no_logits,
 )
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import RouteSpec, Routing
@@ -114,7 +114,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     try:
         for block, layer in zip(blocks, layers, strict=True):
             for path, router in block.routers:
-                patch = record_of(router)
+                patch = patch_of(router)
                 assert patch is not None
                 patch.taps = patch.taps or Taps(path)
                 if patch.taps.replay is not None:
@@ -209,7 +209,7 @@ def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
 def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = patched_blocks(model, caller)
     for block in blocks:
-        if (why := router_obstacle(block)) is not None:
+        if (why := why_no_logits(block)) is not None:
             raise UnsupportedModelError(
                 f"{caller}: {block.path}: {why}; accepted: blocks whose router runs moe_patch's "
                 "common router forward"

@@ -16,7 +16,7 @@ from moe_patch.debug.shadow import merged_weight, relative_error
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import patch_report
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def replay_file(
         for name, given in call.factors.items()
     }
     if factors:
-        record = record_of(module)
-        assert record is not None  # patched above
-        record.factors = factors
+        patch = patch_of(module)
+        assert patch is not None  # patched above
+        patch.factors = factors
     ours = _output(module, args)
     report = patch_report(module)
     bad, ref_bad = _bad(ours), _bad(theirs)

@@ -22,10 +22,10 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.patching.patch import patch_model
-from moe_patch.patching.selfcheck import kind_of, obstacle
+from moe_patch.patching.selfcheck import kind_of, why_not
 from moe_patch.runtime.described import layout_of
 from moe_patch.runtime.experts import compute_dtype, stored_weight
-from moe_patch.runtime.record import ModulePatch, record_of
+from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.spec import Arg, read
 from moe_patch.types import Routing
 
@@ -108,7 +108,7 @@ def _kinds(model: nn.Module) -> list[FoundBlock]:
     """Return the first patched block of each kind."""
     kinds: dict[tuple, FoundBlock] = {}
     for found in discover(model):
-        if any(_record(module) is not None for module in _modules(found)):
+        if any(_patch(module) is not None for module in _modules(found)):
             kinds.setdefault(_kind(found), found)
     if not kinds:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
@@ -129,9 +129,9 @@ def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) ->
     return patch_model(model, PatchConfig.parse(None, **options))
 
 
-def _record(module: Any) -> ModulePatch | None:
-    record = record_of(module)
-    return record if record is not None and record.role != "refused" else None
+def _patch(module: Any) -> ModulePatch | None:
+    patch = patch_of(module)
+    return patch if patch is not None and patch.role != "refused" else None
 
 
 def _modules(found: FoundBlock) -> list[Any]:
@@ -214,16 +214,16 @@ def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:
 
 def _unready(found: FoundBlock) -> str:
     """Say why a block cannot run, or return ""."""
-    record, weight = _record(found.experts[0][1]), _weight(found)
-    assert record is not None
-    if any(r is not None and r.taps is not None for r in map(_record, _modules(found))):
+    patch, weight = _patch(found.experts[0][1]), _weight(found)
+    assert patch is not None
+    if any(r is not None and r.taps is not None for r in map(_patch, _modules(found))):
         raise PatchStateError(
             f"{found.path}: a recorder is attached, which would count the random tokens of a "
             "warm-up; call warmup before record"
         )
-    if why := obstacle(found):
+    if why := why_not(found):
         return why
-    choice = choose_backend(record.config.backend, weight.device, weight.dtype)
+    choice = choose_backend(patch.config.backend, weight.device, weight.dtype)
     if choice.name == "torch":
         return f"nothing to compile on the torch backend ({choice.reason})"
     if found.spec.experts_forward is not None:
@@ -246,8 +246,8 @@ def _route(found: FoundBlock, T: int) -> Routing | None:
     """Return the routing of T random tokens, or None if no router runs the common forward."""
     routing = None
     for _, router in found.routers:
-        spec, record = found.spec_of(router), _record(router)
-        if record is None or spec.routing is None or spec.router_forward is not None:
+        spec, patch = found.spec_of(router), _patch(router)
+        if patch is None or spec.routing is None or spec.router_forward is not None:
             continue
         weight = next(p for p in router.parameters() if p.dim() == 2)
         x_TD = torch.randn(T, weight.shape[1], device=weight.device, dtype=weight.dtype)
@@ -256,8 +256,8 @@ def _route(found: FoundBlock, T: int) -> Routing | None:
         args: tuple = ()
         if isinstance(spec.bias, Arg):
             args = (torch.zeros(weight.shape[0], device=weight.device),)
-        impl = route_impl(record.config.backend, record.config.batch_invariant)
-        routing = spec.route(router, x, args, ties=record.config.ties, impl=impl)
+        impl = route_impl(patch.config.backend, patch.config.batch_invariant)
+        routing = spec.route(router, x, args, ties=patch.config.ties, impl=impl)
         if routing.weights_TK.requires_grad:
             ones_TK = torch.ones_like(routing.weights_TK)
             torch.autograd.grad(routing.weights_TK, x_TD, ones_TK, allow_unused=True)

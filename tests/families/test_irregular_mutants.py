@@ -20,7 +20,7 @@ from moe_patch.families.logits import linear_fp32
 from moe_patch.ops.product_key import product_key_topk
 from moe_patch.ops.routing import topk_softmax
 from moe_patch.runtime import forward
-from moe_patch.runtime.record import bound
+from moe_patch.runtime.module_patch import bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from tests.support import tiny_models
 from tests.support.parity import assert_parity
@@ -49,7 +49,7 @@ class Fault:
 
 
 @bound
-def common_experts(experts: Any, record: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+def common_experts(experts: Any, patch: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
     """The weight on the output (Llama-4), no identity experts (LongCat-Flash)."""
     return forward.experts_forward(experts, x, ids, w)
 
@@ -60,17 +60,17 @@ def unscaled(router: Any, routing: Any) -> tuple:
 
 
 @bound
-def skipped_tokens_keep_their_weight(router: Any, record: Any, x: Tensor, states: Any = None, *,
+def skipped_tokens_keep_their_weight(router: Any, patch: Any, x: Tensor, states: Any = None, *,
                                      router_states: Any = None) -> tuple:  # fmt: skip
     state = zaya.router_state(router, x, router_states if states is None else states)
-    routing = record.spec.choose(router, zaya.class_logits(router, state), x)
+    routing = patch.spec.choose(router, zaya.class_logits(router, state), x)
     ids = routing.ids_TK.masked_fill(routing.ids_TK == router.num_experts, 0)
     return routing.logits_TE, routing.weights_TK, ids, state.clone()
 
 
 @bound
-def normalised_over_the_chosen_alone(router: Any, record: Any, x: Tensor) -> tuple:
-    logits, weights, ids, gammas = inkling.router_forward.__wrapped__(router, record, x)
+def normalised_over_the_chosen_alone(router: Any, patch: Any, x: Tensor) -> tuple:
+    logits, weights, ids, gammas = inkling.router_forward.__wrapped__(router, patch, x)
     scale = router.route_scale * router.global_scale
     return logits, weights / weights.sum(-1, keepdim=True) * scale, ids, gammas
 

@@ -20,7 +20,7 @@ from moe_patch.families.logits import linear_then_fp32
 from moe_patch.ops.experts.definition import activate, split_gate
 from moe_patch.ops.routing import softmax_topk
 from moe_patch.runtime import forward
-from moe_patch.runtime.record import bound
+from moe_patch.runtime.module_patch import bound
 from moe_patch.runtime.spec import Const, FamilySpec, GluRule
 from moe_patch.types import NEG_INF
 from tests.support import tiny_models
@@ -64,7 +64,7 @@ def max_as_top2(spec: FamilySpec) -> dict[str, Any]:
 
 @bound
 def weight_on_the_output(
-    experts: nn.Module, record: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
+    experts: nn.Module, patch: Any, hidden: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
     return forward.experts_forward(experts, hidden, ids_TK, weights_TK)
 

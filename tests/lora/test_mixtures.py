@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
-from moe_patch.runtime.adapters import fusion_obstacle, is_param_wrapper
+from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
 from tests.support import tiny_models
 from tests.support.adapters import (
     DOWN,
@@ -174,5 +174,5 @@ def test_a_packed_base_is_named_as_what_stands_in_the_way(dtype):
         made.parameter_name, made.num_experts = "gate_up_proj", 8
         return made
 
-    assert fusion_obstacle(wrapper(dtype)) == f"experts are stored in {dtype}"
-    assert fusion_obstacle(wrapper(torch.bfloat16)) is None
+    assert why_not_fused(wrapper(dtype)) == f"experts are stored in {dtype}"
+    assert why_not_fused(wrapper(torch.bfloat16)) is None

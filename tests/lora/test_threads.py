@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import UnsupportedOptionError
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from tests.support.adapters import EXPERTS, adapted_pair, expert_modules, no_factors_left
 from tests.support.limits import HANG_S
 from tests.support.numerics import assert_bits
@@ -60,7 +60,7 @@ def test_a_second_thread_is_refused_and_the_first_is_right(second):
     with Paused(pair.ours, pair.batch) as first:
         with pytest.raises(UnsupportedOptionError, match=said):
             calls[second]()
-        assert record_of(experts).factors is not None, "the first thread's factors are gone"
+        assert patch_of(experts).factors is not None, "the first thread's factors are gone"
     assert_bits(first.logits, expected)
     assert no_factors_left(pair.ours)
     assert_bits(logits(pair.ours, pair.batch), expected)

@@ -76,7 +76,7 @@ def test_an_interpreter_on_a_cuda_machine_is_named_and_torch_runs(card, value, m
     monkeypatch.setenv("TRITON_INTERPRET", value)
     moe_patch.ops.backend._read_once.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="the torch backend runs: TRITON_INTERPRET is set"):
+        with pytest.warns(UserWarning, match="using the torch backend: TRITON_INTERPRET is set"):
             choice = choose_backend("auto", CUDA, torch.bfloat16)
         assert choice.name == "torch"
         assert "TRITON_INTERPRET is set" in choice.reason

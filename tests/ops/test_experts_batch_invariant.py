@@ -22,7 +22,7 @@ from tests.support.tiny_models import blocks
 
 def test_torch_refuses_by_name() -> None:
     case = TorchCase()
-    with pytest.raises(UnsupportedOptionError, match="batch_invariant=True cannot hold: asked for"):
+    with pytest.raises(UnsupportedOptionError, match="batch_invariant=True cannot hold: requested"):
         ours(case, torch_inputs(case), batch_invariant=True)
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(

@@ -148,5 +148,5 @@ def test_two_storages_in_one_call_are_refused() -> None:
     fp8, _ = make_weights("fp8", False, torch.float32)
     turned, _ = make_weights("nf4", True, torch.float32)
     for w13, w2 in ((nf4[0], fp8[1]), (nf4[0], plain[1]), (nf4[0], turned[1])):
-        with pytest.raises(UnsupportedOptionError, match="both in the same way"):
+        with pytest.raises(UnsupportedOptionError, match="the same storage for both"):
             run(ExpertWeights(w13, w2), make_leaves(torch.float32), random_ids(), GLUS["silu"])

@@ -31,7 +31,7 @@ LORA = {"up": ("lora13_A", "lora13_B"), "down": ("lora2_A", "lora2_B")}
 @contextmanager
 def triton_anywhere() -> Iterator[None]:
     """Let the operator take the Triton backend on a CPU, as it does on a card."""
-    with mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None):
+    with mock.patch("moe_patch.ops.backend.why_not_triton", return_value=None):
         yield
 
 

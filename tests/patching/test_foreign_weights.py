@@ -235,5 +235,5 @@ def test_experts_that_were_taken_apart_are_refused_for_what_they_are(order):
         del experts.gate_up_proj, experts.down_proj
     with pytest.raises(UnsupportedModelError, match="no stacked weight.*up_list") as error:
         model(**batch) if order == "after patching" else patch_model(model)
-    assert "taken apart" in str(error.value)
+    assert "were split" in str(error.value)
     assert "update moe_patch" not in str(error.value)

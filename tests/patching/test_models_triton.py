@@ -45,13 +45,13 @@ FUSED = "fused (down_proj, gate_up_proj)"
 @contextlib.contextmanager
 def on_triton(*ran: tuple[object, str]) -> Iterator[None]:
     """Triton takes fp32 and fp16 on a CPU too, and each function of ``ran`` has to be called."""
-    original, spies = backend.triton_obstacle, []
+    original, spies = backend.why_not_triton, []
 
-    def obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         return None if dtype in (torch.float32, torch.float16) else original(device, dtype)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(backend, "triton_obstacle", obstacle))
+        stack.enter_context(mock.patch.object(backend, "why_not_triton", why_not))
         for module, name in ran:
             function = getattr(module, name)
             spies.append(stack.enter_context(mock.patch.object(module, name, side_effect=function)))

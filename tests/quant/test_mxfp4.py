@@ -168,14 +168,16 @@ def test_a_config_may_hold_its_quantisation_as_an_object(checkpoint: Path) -> No
 
 def test_what_cannot_be_read_is_refused_by_name(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        UnsupportedModelError, match="quantised with mxfp4, asked for nf4; accepted"
+        UnsupportedModelError, match="quantised with mxfp4, requested storage: nf4; accepted"
     ):
         load_quantized(str(checkpoint), "nf4")
-    with pytest.raises(UnsupportedOptionError, match=r"mxfp4 is only read, from checkpoints"):
+    with pytest.raises(UnsupportedOptionError, match=r"mxfp4 can only be loaded from checkpoints"):
         quantize_experts(build("gpt_oss"), "mxfp4")
     plain = tmp_path / "plain"
     build("gpt_oss").save_pretrained(plain)
-    with pytest.raises(UnsupportedModelError, match="not quantised, asked for mxfp4; accepted"):
+    with pytest.raises(
+        UnsupportedModelError, match="not quantised, requested storage: mxfp4; accepted"
+    ):
         load_quantized(str(plain), "mxfp4")
     with pytest.raises(
         UnsupportedModelError, match="is stored in mxfp4 already; accepted: nf4, or"

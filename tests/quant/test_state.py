@@ -102,7 +102,7 @@ def test_loading_reads_the_config_that_the_options_name(tmp_path: Any) -> None:
     config = json.loads((tmp_path / "sub" / "config.json").read_text())
     fp8 = config | {"quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(fp8))
-    with pytest.raises(UnsupportedModelError, match="quantised with fp8, asked for nf4"):
+    with pytest.raises(UnsupportedModelError, match="quantised with fp8, requested storage: nf4"):
         load_quantized(str(tmp_path), "nf4")
     for options in ({}, {"config": model.config}):
         loaded = load_quantized(
@@ -208,9 +208,9 @@ def test_share_memory(storage: str) -> None:
 @pytest.mark.parametrize(
     ("left_out", "said"),
     [
-        (".experts.2.", r"gives \(7, .*the config asks for \(8,"),
+        (".experts.2.", r"has shape \(7, .*the config requires \(8,"),
         ("layers.0.mlp.experts.2.down_proj", r"down_proj: the checkpoint gives \(7,"),
-        ("layers.0.mlp.experts.", "the checkpoint holds nothing for it"),
+        ("layers.0.mlp.experts.", "the checkpoint has no such weight"),
     ],
 )
 def test_part_of_a_checkpoint_is_refused(
@@ -234,5 +234,5 @@ def test_a_config_of_another_width_is_refused(storage: str, tmp_path: Any) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     config["moe_intermediate_size"] *= 2
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="the config asks for"):
+    with pytest.raises(UnsupportedModelError, match="the config requires"):
         load_quantized(str(tmp_path), storage, dtype=torch.float32)

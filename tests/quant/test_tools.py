@@ -166,7 +166,7 @@ def test_one_plain_projection_is_alive_at_a_time(monkeypatch: Any, tmp_path: Pat
 
 
 def test_inspect_says_which_storage_the_experts_cannot_have(tmp_path: Path, capsys: Any) -> None:
-    reason = "model.layers.0.mlp.experts.down_proj has rows of 48, no multiple of 64"
+    reason = "model.layers.0.mlp.experts.down_proj has rows of 48, not a multiple of 64"
     folder = only_config(tmp_path, "qwen3_moe", hidden_size=64, moe_intermediate_size=48)
     found = answer(capsys, "inspect", folder)
     assert found["not_quantised"] == {"nf4": reason}
@@ -207,7 +207,9 @@ def test_experts_beside_what_bitsandbytes_packs(tmp_path: Path) -> None:
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
     with pytest.raises(UnsupportedOptionError, match="call quantize_experts"):
         load_quantized(str(tmp_path), "nf4", quantization_config=four_bits)
-    with pytest.raises(UnsupportedOptionError, match="device_map is its own to set; accepted: dev"):
+    with pytest.raises(
+        UnsupportedOptionError, match="load_quantized sets device_map itself; accepted: dev"
+    ):
         load_quantized(str(tmp_path), "nf4", device_map="auto")
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=four_bits, dtype=torch.bfloat16, device_map={"": "cpu"}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_patch import patch_model
 from moe_patch.runtime.adapters import is_param_wrapper
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from tests.support import tiny_models
 from tests.support.numerics import FP32, assert_close, rel_err
 
@@ -199,5 +199,5 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 def no_factors_left(model: nn.Module) -> bool:
     """Whether no experts module still holds factors that were handed down for a call."""
-    records = [record_of(experts) for experts in expert_modules(model)]
-    return all(r is None or (r.factors, r.taken, r.caller) == (None, (), {}) for r in records)
+    records = [patch_of(experts) for experts in expert_modules(model)]
+    return all(r is None or (r.factors, r.used, r.caller) == (None, (), {}) for r in records)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.numerics import assert_bits
@@ -40,5 +40,5 @@ def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def probed(model: Any) -> list[Any]:
-    records = [record_of(m) for m in model.modules()]
+    records = [patch_of(m) for m in model.modules()]
     return [r for r in records if r is not None and r.probe is not None]

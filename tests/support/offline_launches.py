@@ -236,7 +236,7 @@ def main() -> None:
     runs = cases()
     launchers = [each for each in gc.get_objects() if isinstance(each, Launcher)]
     with (
-        mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None),
+        mock.patch("moe_patch.ops.backend.why_not_triton", return_value=None),
         mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
         mock.patch.multiple(CompileOnly.utils, create=True, **IN_C),
         # By a plan that no kernel has written.

@@ -32,7 +32,7 @@ def main() -> None:
     triton.knobs.runtime.jit_post_compile_hook = lambda *_, fn, **__: names.append(fn.name)
     model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16)
     with (
-        mock.patch("moe_patch.ops.backend.triton_obstacle", return_value=None),
+        mock.patch("moe_patch.ops.backend.why_not_triton", return_value=None),
         compiling_for((9, 0), SHARED_MEMORY),
     ):
         patch_model(model, self_check=False)

@@ -27,8 +27,13 @@ PEOPLE_ONLY = re.compile(
 NOT_PROSE = re.compile(r"^\W*(noqa|type:|mypy:|ruff:|fmt:|pragma|%%|!|\[|-\*-)")
 # A full stop ends a sentence only where what follows starts a new one.
 END = re.compile(
-    r"(?<=[.!?:;])[\"')\]]*\s+(?=[A-Z`\"'(\[*_0-9])|(?<=[.!?:;])[\"')\]]*$|\n\s*\n|\n(?=\s*(?:[-*|>#]|\d+[.)])\s)"
+    r"(?<=[.!?:;])[\"')\]]*\s+(?=[A-Z`\"'(\[*_0-9])|(?<=[.!?:;])[\"')\]]*$|\n\s*\n"
+    r"|\n(?=\s*(?:[-*|>#]|\d+[.)])\s)"
+    # Items of "Args:", "Attributes:" and "Raises:".
+    r"|\n(?=[ ]{4,}[A-Za-z_*][\w*]*(?:, [A-Za-z_*][\w*]*)*: )"
 )
+# Columns set apart by spaces.
+TABLE = re.compile(r"\S {3,}\S")
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|Fig|Eq|No|approx)\.$")
 
 
@@ -67,7 +72,8 @@ def without_code(text: str) -> str:
     kept = []
     for line in text.split("\n"):
         formula = re.search(r"\s[=<>]=?\s|^\s*>>>", line) and len(words(line)) < 8
-        kept.append("" if formula or line.lstrip().startswith("|") else line)
+        table = line.lstrip().startswith("|") or TABLE.search(line)
+        kept.append("" if formula or table else line)
     return "\n".join(kept)
 
 

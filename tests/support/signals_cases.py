@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import patch_model, record
-from moe_patch.runtime.record import record_of
+from moe_patch.runtime.module_patch import patch_of
 from tests.support import tiny_models
 from tests.support.adapters import adapt, lora_config
 
@@ -38,7 +38,7 @@ def build(model_type: str, layers: int = 1, **overrides: Any) -> nn.Module:
 
 def listening(model: nn.Module) -> list[nn.Module]:
     """The modules on which a recorder or replay listens."""
-    records = [(m, record_of(m)) for m in model.modules()]
+    records = [(m, patch_of(m)) for m in model.modules()]
     return [m for m, patch in records if patch is not None and patch.taps is not None]
 
 

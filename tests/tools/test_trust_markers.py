@@ -64,7 +64,7 @@ def test_a_marker_of_another_combination_is_ignored(field: str, value: object) -
     found = decided_anew()
     assert not found.hopper
     assert not found.in_front
-    assert f"the marker {place} is ignored: it is of {field} {value}, this is" in found.reason
+    assert f"the marker {place} is ignored: it is for {field} {value}, found" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,10 @@ def test_a_marker_of_another_combination_is_ignored(field: str, value: object) -
         (b"", "cannot be read"),
         (b"{", "cannot be read"),
         (b"\xff\xfe", "cannot be read"),
-        (b"[1]", "no JSON object"),
+        (b"[1]", "not a JSON object"),
         ({"in_front": "true"}, "in_front"),
         ({"hazards": None}, "hazards"),
-        ({"hazards": ["k: line 5"]}, "in spite of hazards"),
+        ({"hazards": ["k: line 5"]}, "despite hazards"),
     ],
 )
 def test_a_damaged_marker_is_ignored(content: Any, said: str) -> None:

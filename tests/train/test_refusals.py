@@ -152,7 +152,7 @@ BAD_BUILDS = [
         {"training": {"num_train_epochs": 0, "use_cpu": True, "disable_tqdm": True}},
         "training: there is no step to train",
     ),
-    ({"smk": {"ce": -1}}, "smk.ce is -1; accepted: a number from 0 on"),
+    ({"smk": {"ce": -1}}, "smk.ce is -1; accepted: a finite number >= 0"),
     ({"smk": {"weight": float("nan")}}, "smk.weight is nan"),
     ({"smk": {"kl": float("inf")}}, "smk.kl is inf"),
     ({"lora": {"r": 0, "target_modules": ["q_proj"]}}, "lora: "),

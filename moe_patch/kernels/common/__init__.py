@@ -1,1 +1,1 @@
-"""Parts that every kernel uses: launcher, device, versions, tiles, activations."""
+"""Code shared by all kernels: launcher, device, versions, tiles and activations."""

@@ -1,4 +1,4 @@
-"""a = act(h) by itself, for products that cannot evaluate it in their epilogue."""
+"""Separate kernel for a = act(h), for products that cannot evaluate it in their epilogue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = 1024
 
 
 def activation(h_NH: Tensor, glu: Glu) -> Tensor:
-    """a_NF of contiguous h_NH, in its dtype: the values of the up kernel's epilogue."""
+    """Compute a_NF from contiguous h_NH, in its dtype, as the up kernel's epilogue does."""
     N, H = h_NH.shape
     F = H // 2 if glu.gated else H
     a_NF = h_NH.new_empty(N, F)

@@ -1,4 +1,4 @@
-"""Compiling where Triton cannot write its cache: into a folder of this process."""
+"""Compile into a temporary folder if Triton cannot write its cache."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WARNED: list[str] = []
 
 
 def compiling(launch: Callable[..., Result], /, *args: Any, **constants: Any) -> Result:
-    """Return ``launch(*args, **constants)``, again where Triton's cache refused what was compiled.
+    """Return ``launch(*args, **constants)``; retry with a temporary cache if a write failed.
 
-    A cache that can be read only still gives the kernels that it holds. The folder in its place is
-    set while one kernel compiles, and lives as long as the process.
+    A read-only cache still provides the kernels it contains. The temporary folder replaces it only
+    while a kernel compiles, and is deleted when the process ends.
 
     Raises:
-        OSError: for another reason than the cache.
+        OSError: the cause is not the cache.
     """
     try:
         return launch(*args, **constants)
@@ -35,8 +35,8 @@ def compiling(launch: Callable[..., Result], /, *args: Any, **constants: Any) ->
         _WARNED.append(why)
         warnings.warn(
             f"moe_patch: Triton cannot write its cache {triton.knobs.cache.dir} ({why}); kernels "
-            f"are compiled into {folder.name}, for this process alone; set TRITON_CACHE_DIR to a "
-            "folder that can be written",
+            f"are compiled into {folder.name}, for this process only; set TRITON_CACHE_DIR to a "
+            "writable folder",
             stacklevel=2,
         )
     with triton.knobs.cache.scope():
@@ -45,11 +45,11 @@ def compiling(launch: Callable[..., Result], /, *args: Any, **constants: Any) ->
 
 
 def _refused(error: OSError) -> bool:
-    """Return whether an error is of a file in Triton's cache, or the cache takes none."""
+    """Return whether an error concerns a file in Triton's cache, or the cache is not writable."""
     folder = triton.knobs.cache.dir
     if isinstance(error.filename, str) and Path(error.filename).is_relative_to(folder):
         return True
-    try:  # a full disk names no file
+    try:  # The error of a full disk names no file, so try to write one.
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(1 << 12))

@@ -1,4 +1,4 @@
-"""What a launch needs to know of the device, and the few switches that depend on it."""
+"""Device properties that a launch needs, and the few switches that depend on them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moe_patch.errors import PatchStateError
 
 
 class Device(NamedTuple):
-    """The properties that choose tiles: never a device's name.
+    """Properties by which tiles are chosen; the device's name is never used.
 
     Attributes:
-        capability: (major, minor); (0, 0) for Triton's CPU interpreter, (8, 0) on HIP, whose own
-            numbers are of another series (an MI200 says 9.0).
-        shared_memory: bytes one block may opt in to.
-        multiprocessors: how many programs a persistent kernel starts.
+        capability: (major, minor); (0, 0) for Triton's CPU interpreter. (8, 0) on HIP, whose own
+            numbers mean something else (an MI200 reports 9.0).
+        shared_memory: bytes of shared memory that one block can opt in to.
+        multiprocessors: number of programs that a persistent kernel starts.
     """
 
     capability: tuple[int, int]
@@ -31,18 +31,18 @@ INTERPRETER = Device((0, 0), 1 << 30, 2)
 
 
 def device_of(tensor: Tensor) -> Device:
-    """The device that will run kernels over ``tensor``."""
+    """Return the device that runs kernels over ``tensor``."""
     index = tensor.get_device()
     return INTERPRETER if index < 0 else _cuda_device(index)
 
 
 def device_at(device: torch.device) -> Device:
-    """A CUDA or HIP device by its place; without an index, the current one."""
+    """Return a CUDA or HIP device by its index; without an index, the current one."""
     return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def approximate(tensor: Tensor) -> bool:
-    """Whether a kernel may use CUDA's approximate functions and conversions: 16-bit results."""
+    """Return whether a kernel may use CUDA's approximate functions: only for 16-bit results."""
     on_cuda = device_of(tensor) != INTERPRETER and torch.version.hip is None
     return on_cuda and tensor.dtype.itemsize == 2
 
@@ -69,22 +69,22 @@ class _OnAnotherDevice(torch.cuda.device):
 
 
 def _explain(error: BaseException | None) -> None:
-    """CUDA loads no kernel while a graph is captured: the cure, in place of CUDA's own words."""
+    """Replace CUDA's error for a kernel that is loaded during graph capture by what to do."""
     if isinstance(error, RuntimeError) and "stream is capturing" in str(error):
         raise PatchStateError(
             "moe_patch: a kernel had to be loaded while a CUDA graph was captured, which CUDA "
-            "forbids; accepted: kernels that have run before. Run the block once on as many "
-            "tokens, or moe_patch.tools.warmup.warmup(model), and capture again"
+            "forbids; accepted: kernels that have run before. Run the block once on the same "
+            "number of tokens, or moe_patch.tools.warmup.warmup(model), and capture again"
         ) from error
 
 
 _ON_THIS_DEVICE = _OnThisDevice()
-# Without the look whether CUDA was initialised: where a tensor is, it was.
+# The private function does not check that CUDA is initialised; it is, if a tensor is on the device.
 _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
-    """Triton launches on the current device, which need not be the tensor's.
+    """Return a context in which the tensor's device is current: Triton launches on that one.
 
     Raises:
         PatchStateError: a kernel has to be loaded while a CUDA graph is captured.
@@ -96,11 +96,11 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 @functools.cache
 def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least ``n``; 1 for 0."""
+    """Return the smallest power of two that is at least ``n``; 1 for 0."""
     return 1 << max(n - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""Device functions of the gated activations: a from h, and its derivative. All in fp32.
+"""Device functions of the gated activations and their derivatives, in fp32.
 
-The formulas are those of ``moe_patch.types.Glu``. Comparisons are written so that NaN stays NaN,
-which min and max on the GPU would hide.
+The formulas are those of ``moe_patch.types.Glu``. Clamps are comparisons, so that NaN stays NaN:
+min and max on the GPU would drop it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TANH_CUBE = tl.constexpr(0.044715)
 
 
 def glu_constants(glu: Glu, *, fast: bool) -> dict[str, object]:
-    """The compile-time arguments that tell the kernels which activation to compile.
+    """Return the compile-time arguments that select the activation in a kernel.
 
     Args:
         glu: the activation.
@@ -39,7 +39,7 @@ def glu_constants(glu: Glu, *, fast: bool) -> dict[str, object]:
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
-    """fp32 x as ``dtype`` would hold it, in pairs: one by one, conversions are the bottleneck."""
+    """Round fp32 x to ``dtype`` and back, two values at a time: single ones are a bottleneck."""
     if FAST and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2;"
@@ -57,7 +57,7 @@ def rounded(x, dtype: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)); the full-range division costs more than the rest of the epilogue."""
+    """Return 1 / (1 + exp(-x)); an exact division costs more than the rest of the epilogue."""
     if FAST:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + tl.exp2(x * (-LOG2_E))],
@@ -68,7 +68,7 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def act(x, KIND: tl.constexpr, FAST: tl.constexpr):
-    """The elementwise activation."""
+    """Apply the elementwise activation."""
     if KIND == "silu":
         return x * sigmoid(x, FAST)
     elif KIND == "gelu":
@@ -85,7 +85,7 @@ def act(x, KIND: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def act_and_slope(x, KIND: tl.constexpr, FAST: tl.constexpr):
-    """(act(x), act'(x)), sharing the expensive part."""
+    """Return (act(x), act'(x)), which share the expensive part."""
     if KIND == "silu":
         s = sigmoid(x, FAST)
         value = x * s
@@ -110,7 +110,7 @@ def glu_forward(
     gate, up, KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     CLAMPED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """a from gate and up; without a gate, from h in place of gate."""
+    """Compute a from gate and up; without a gate, pass h as ``gate``."""
     if not GATED:
         return act(gate, KIND, FAST)
     if CLAMPED:
@@ -118,7 +118,7 @@ def glu_forward(
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if KIND == "swiglu_oai":
         return (up + 1.0) * gate * sigmoid(ALPHA * gate, FAST)
-    else:  # Triton compiles what follows a constexpr return, and act knows no such kind
+    else:  # Triton compiles code after a constexpr return, and act() rejects this kind.
         return act(gate, KIND, FAST) * up
 
 
@@ -127,7 +127,7 @@ def glu_backward(
     gate, up, da, KIND: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     CLAMPED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """(dgate, dup) from gate, up and the gradient of a; without a gate dgate is dh."""
+    """Compute (dgate, dup) from gate, up and the gradient of a; without a gate, dgate is dh."""
     if not GATED:
         value, slope = act_and_slope(gate, KIND, FAST)
         return da * slope, da

@@ -1,9 +1,10 @@
-"""Launches a kernel as Triton would, at a fraction of the host's time.
+"""Launch kernels as Triton does, in a fraction of the host's time.
 
-At every launch Triton classifies every argument and builds the key of the compiled kernel anew: 10
-to 20 µs, as long as a kernel takes that decodes one token. Here the caller says which arguments can
-make a difference, and the compiled kernel is launched directly, as in Triton's own tutorials. A
-tensor descriptor is encoded once for an address and a shape: they come back at every training step.
+At every launch, Triton classifies all arguments and rebuilds the key of the compiled kernel. That
+takes 10 to 20 µs, as long as a kernel for decoding one token. Here the caller states which
+arguments affect compilation, and the compiled kernel is launched directly, as in Triton's own
+tutorials. A tensor descriptor is encoded once per address and shape, which repeat in every training
+step.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from triton.runtime import JITFunction, driver
 from moe_patch.kernels.common.cache import compiling
 from moe_patch.kernels.common.versions import tested
 
-# What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
+# Compilation keys and the arguments of a compiled kernel differ between releases and on HIP.
 _RELEASE = tested()
 _DIRECT = torch.version.hip is None and _RELEASE.direct
-# A size class of T adds a few kernels; a program that passes this many has no use for a cache.
+# Limit on cached kernels. A size class of T adds a few; a program with more gains nothing here.
 _MOST = 1024
-# Descriptors kept of each operand: where the addresses do not come back, they need not stay.
+# Limit on cached descriptors per operand, for programs whose addresses never repeat.
 _MOST_ENCODED = 256
 
 
 class Constants(dict[str, Any]):
-    """Compile-time arguments and Triton's options, made once and known by their identity.
+    """Compile-time arguments and Triton's options, compared and hashed by identity.
 
-    A launch then spends no time on them: make them in a function with ``functools.cache``.
+    Create them in a function with ``functools.cache``, so that a launch spends no time on them.
     """
 
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -43,14 +44,14 @@ class Constants(dict[str, Any]):
 
 
 class Box(NamedTuple):
-    """What a tensor descriptor holds. To make one takes the host longer than all else of a launch.
+    """Contents of a tensor descriptor. Creating the descriptor is the slowest part of a launch.
 
     Attributes:
-        base: what is copied from or to; its address a multiple of 16 bytes.
-        shape, strides: of what is seen of it, in elements; the last stride is 1.
-        block_shape: what is copied at a time.
+        base: the tensor to copy from or to; its address is a multiple of 16 bytes.
+        shape, strides: shape and strides of the view, in elements; the last stride is 1.
+        block_shape: shape of one copy.
         layout: Gluon's layout in shared memory; None for a kernel in plain Triton.
-        first: the column of ``base`` at which the descriptor begins: a slice costs more.
+        first: column of ``base`` at which the view begins; slicing ``base`` would cost more.
     """
 
     base: Tensor
@@ -61,7 +62,7 @@ class Box(NamedTuple):
     first: int = 0
 
     def descriptor(self) -> Any:
-        """Triton's descriptor, which checks what it is given."""
+        """Create Triton's descriptor, which checks its arguments."""
         base = self.base[..., self.first :] if self.first else self.base
         held = (base, list(self.shape), list(self.strides), list(self.block_shape))
         if self.layout is None:
@@ -74,16 +75,16 @@ class Box(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel and how it is launched.
+    """A compiled kernel and the data to launch it.
 
     Attributes:
-        kernel: as Triton made it.
-        tail: its compile-time arguments, which a launch takes as well.
-        launch: the function in C; None where only Triton's own way will do.
-        settings: what that function takes between the stream and the kernel's own arguments.
-        as_tuple: it takes those as one tuple.
-        described: of each tensor descriptor, the last first: the operand it is, what Triton needs
-            to know to encode it, and what was encoded.
+        kernel: the compiled kernel from Triton.
+        tail: its compile-time arguments, which are also launch arguments.
+        launch: the launch function in C; None if only Triton's own launch works.
+        settings: arguments of that function between the stream and the kernel's own arguments.
+        as_tuple: the function takes the kernel's own arguments as one tuple.
+        described: for each tensor descriptor, the last first: the index of its operand, Triton's
+            metadata to encode it, and a cache of encoded descriptors.
     """
 
     kernel: CompiledKernel
@@ -95,14 +96,14 @@ class _Compiled(NamedTuple):
 
 
 class Launcher:
-    """A kernel and what was compiled of it, by all that Triton compiles anew for.
+    """A kernel with a cache of its compiled variants, keyed by all that triggers recompilation.
 
-    Triton's settings (``TRITON_DEBUG`` and the like) count when a key is first seen.
+    Triton's settings (``TRITON_DEBUG`` and the like) are read when a key first occurs.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        # Under the interpreter kernels are of another type, and there is no driver.
+        # Under the interpreter, kernels have another type and there is no driver.
         self._direct = _DIRECT and isinstance(kernel, JITFunction)
         self._driver: object = None
         self._compiled: dict[Hashable, _Compiled] = {}
@@ -116,15 +117,15 @@ class Launcher:
         made: Constants | None = None,
         **constants: Any,
     ) -> None:
-        """``kernel[grid](*operands, *varying, *fixed, **constants)``.
+        """Launch ``kernel[grid](*operands, *varying, *fixed, **constants)``.
 
         Args:
             grid: one to three sizes.
             operands: tensors and :class:`Box` on the current device; the last is a tensor.
-            varying: int32 values the kernel was declared not to specialise on.
-            fixed: all other numbers; each value of them has an entry of its own in the cache.
-            made: compile-time arguments and Triton's options.
-            constants: the same where they are not made beforehand, in one order at every call.
+            varying: int32 values listed in the kernel's ``do_not_specialize``.
+            fixed: all other numbers; each combination of values has its own cache entry.
+            made: compile-time arguments and Triton's options, created beforehand.
+            constants: compile-time arguments and options if ``made`` is None, always in one order.
         """
         if not self._direct:
             constants = constants if made is None else made
@@ -144,7 +145,7 @@ class Launcher:
             if launch is None or _hooked():
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
                 return
-            # The same, without what only hooks read.
+            # Launch directly, without the metadata that only hooks read.
             for at, kind, encoded in described:
                 handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
             if as_tuple:
@@ -162,10 +163,10 @@ class Launcher:
         numbers: tuple[int | float, ...],
         constants: dict[str, Any],
     ) -> None:
-        """Compile, launch, and keep how it is launched again."""
+        """Compile and launch, and cache how to launch again."""
         compiled = compiling(self._kernel[grid], *_described(operands), *numbers, **constants)
         device = operands[-1].get_device()
-        # Triton takes some tensors of the host (pinned, empty): another of them it might refuse.
+        # Do not cache for host tensors: Triton accepts some (pinned, empty) and refuses others.
         here = all(o.get_device() == device for o in operands if isinstance(o, Tensor))
         if compiled is not None and here and len(self._compiled) < _MOST:
             names = self._kernel.arg_names[len(operands) + len(numbers) :]
@@ -174,11 +175,11 @@ class Launcher:
 
 
 def _active_driver() -> Any:
-    """Return Triton's driver, a part of which is compiled once a process."""
+    """Return Triton's driver, a part of which is compiled once per process."""
     return driver.active
 
 
-# What a launch needs of Triton's launcher; a release that lacks one of them launches by itself.
+# Attributes of Triton's launcher that a direct launch reads. If one is missing, Triton launches.
 _READ = (
     "launch", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"
 )  # fmt: skip
@@ -189,12 +190,12 @@ _BY_TRITON = None, (), False, ()
 def _launch_in_c(
     compiled: CompiledKernel, operands: Sequence[Any]
 ) -> tuple[Callable[..., None] | None, tuple, bool, tuple[tuple[int, Any, dict], ...]]:
-    """The last four fields of :class:`_Compiled`: what Triton's launcher does at every call.
+    """Return the last four fields of :class:`_Compiled`, read from Triton's launcher.
 
     Returns:
-        No function in C if the kernel needs memory of Triton, if it was instrumented, if a device
-        takes descriptors apart, or if this release lacks a private name: then Triton launches,
-        which takes the host longer.
+        None for the function in C if only Triton can launch, which is slower. Reasons: the kernel
+        needs scratch memory, it is instrumented, its device has no tensor descriptors, or this
+        release lacks a private name.
     """
     try:
         from triton.backends.nvidia.driver import CudaLauncher, make_tensordesc_arg  # noqa: F401
@@ -214,13 +215,13 @@ def _launch_in_c(
 
 
 def _needs_triton(run: Any) -> bool:
-    """Whether its launcher allocates memory for each launch, or adds an argument of its own."""
+    """Return whether Triton's launcher allocates memory for each launch or adds an argument."""
     instrumented = getattr(run, "gsan_enabled", False)  # since 3.8
     return bool(run.global_scratch_size or run.profile_scratch_size or instrumented)
 
 
 def _settings(compiled: CompiledKernel) -> tuple:
-    """What the function in C takes between the stream and the kernel's own arguments."""
+    """Return the C function's arguments between the stream and the kernel's own arguments."""
     run, memory, hooks = compiled.run, (None, None), (None, None, None)
     first = compiled.function, run.launch_cooperative_grid, run.launch_pdl
     if not _RELEASE.as_tuple:
@@ -230,14 +231,14 @@ def _settings(compiled: CompiledKernel) -> tuple:
 
 
 def _below_encoding(launch: Any) -> Callable[..., None] | None:
-    """The function in C: a variable in the closure of the one that encodes descriptors."""
+    """Return the function in C, from the closure of the function that encodes descriptors."""
     if not inspect.isfunction(launch):
         return None
     return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
 def _hooked() -> bool:
-    """Return whether a launch hook is set: Triton takes a chain, any function, or None."""
+    """Return whether a launch hook is set: Triton accepts a chain, any function, or None."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
         if hook.calls if type(hook) is triton.knobs.HookChain else hook is not None:
@@ -246,12 +247,12 @@ def _hooked() -> bool:
 
 
 def _described(operands: Sequence[Any]) -> list[Any]:
-    """The operands as Triton takes them."""
+    """Convert each Box of the operands to Triton's descriptor."""
     return [each.descriptor() if isinstance(each, Box) else each for each in operands]
 
 
 def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
-    """What the function in C takes for a descriptor; ``key`` is what tells it from others."""
+    """Return the C function's arguments for a descriptor, cached by ``key``."""
     found = encoded.get(key)
     if found is None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -263,11 +264,10 @@ def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
 
 
 def _read(operands: Sequence[Any], device: int) -> tuple[list[Hashable], list[Any]]:
-    """What Triton compiles anew for, and what a launch takes: addresses.
+    """Return (kinds, handles): the properties that trigger recompilation, and the addresses.
 
-    Of a box it takes what its descriptor is known by. Of a tensor Triton asks its address once
-    more, and the driver about the address. A tensor that is elsewhere has a kind of its own, which
-    is never kept: Triton is asked each time, and refuses most.
+    The handle of a Box is the key of its cached descriptor. A tensor on another device gets a
+    distinct kind, which is never cached: Triton handles each such launch, and refuses most.
     """
     kinds: list[Hashable] = []
     handles: list[Any] = []

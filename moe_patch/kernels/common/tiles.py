@@ -1,9 +1,9 @@
-"""Tile sizes of the grouped GEMMs: a table and a pure function over it. Never tuned at run time.
+"""Tile sizes of the grouped GEMMs: a table and pure functions. Nothing is tuned at run time.
 
-A tile is chosen by what the device can do (capability and shared memory), the width of the
-operands and how many rows an average expert has; never by a device's name.
-``tune_tiles.py`` in scripts/kernels searches candidates offline, ``compile_tiles.py`` there proves
-that every entry compiles and fits.
+A tile depends on the device's capability and shared memory, the dtype of the operands, and the mean
+number of rows per expert. It never depends on the device's name. In scripts/kernels,
+``tune_tiles.py`` searches candidates offline, and ``compile_tiles.py`` checks that every entry
+compiles and fits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ BUCKETS = ("few", "some", "many")  # see rows_bucket
 
 @dataclass(frozen=True)
 class Tile:
-    """How one grouped GEMM is cut up.
+    """Tile of one grouped GEMM.
 
     Attributes:
         m, n, k: rows, columns and depth of one step. In "up" with a gate, n counts gate and up
-            columns together. In the weight gradients m and n are the gradient's rows and columns
-            and k the token rows of a step.
-        warps, stages: of a program, and the depth of its load pipeline.
-        persistent: as many programs as multiprocessors, each taking tiles in turn.
-        descriptors: weights through tensor descriptors where their storage allows (sm90 and up).
+            columns together. In weight gradients, m and n are rows and columns of the gradient, and
+            k is the number of token rows per step.
+        warps: warps per program.
+        stages: depth of the load pipeline.
+        persistent: launch one program per multiprocessor, each of which loops over tiles.
+        descriptors: load weights by tensor descriptors if their storage allows (sm90 and up).
         flatten: fuse the loop over tiles with the loop over depth.
-        specialised: take the warp-specialised Hopper kernel of the op where the operands allow it.
+        specialised: use the warp-specialised Hopper kernel of the op if the operands allow.
         chunks: column chunks of an epilogue that would otherwise spill: 1, 2 or 4.
         group: row tiles that share a pass over the columns (for the L2 cache).
     """
@@ -47,20 +48,20 @@ class Tile:
     specialised: bool = False
 
     def shared_bytes(self, itemsize: int) -> int:
-        """Shared memory of the load pipeline, the lower bound of what the kernel takes."""
+        """Return the shared memory of the load pipeline, a lower bound of the kernel's use."""
         return self.stages * self.k * (self.m + self.n) * itemsize
 
 
 def rows_bucket(rows: int, num_experts: int) -> str:
-    """The size class of an average expert: "few" (decode), "some" or "many" rows."""
+    """Return the size class by mean rows per expert: "few" (decode), "some" or "many"."""
     mean = rows / max(num_experts, 1)
     return "few" if mean <= 12 else "some" if mean <= 64 else "many"
 
 
-# Under the interpreter only the arithmetic matters: small tiles keep it quick.
+# Under the interpreter only the arithmetic matters; small tiles keep it fast.
 _INTERPRETER = {op: (Tile(16, 32, 16, 1, 1),) for op in OPS}
 
-# fp32 runs on the ordinary cores (tf32 would not be fp32): registers bound the tile.
+# fp32 runs on CUDA cores, because TF32 is less precise. Registers limit the tile.
 _FP32 = {op: (Tile(64, 64, 16, 4, 2, chunks=2),) for op in OPS} | {
     "dw2": (Tile(64, 64, 16, 4, 1),),
     "dw13": (Tile(64, 64, 16, 4, 1),),
@@ -109,9 +110,8 @@ _THIN_SM90 = _THIN | {
 _SM90_ROWS = Tile(
     128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, specialised=True
 )
-# Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" was chosen
-# by timings on an H100 at five models' sizes and 4096 to 32768 tokens
-# (scripts/kernels/tune_tiles.py).
+# Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" was tuned
+# with tune_tiles.py on an H100, for the sizes of five models and 4096 to 32768 tokens.
 _SM90 = {
     "many": {
         "up": (Tile(128, 256, 64, 8, 4, descriptors=True, specialised=True),),
@@ -143,13 +143,13 @@ _SM90 = {
 def candidates(
     op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int]
 ) -> tuple[Tile, ...]:
-    """The tiles of an op in order of preference, before any check against shared memory.
+    """Return the tiles of an op in order of preference, not yet checked against shared memory.
 
     Args:
         op: one of :data:`OPS`.
-        bucket: see :func:`rows_bucket`.
-        dtype: of the operands: bf16, fp16 or fp32.
-        capability: of the device; (0, 0) for the interpreter.
+        bucket: size class from :func:`rows_bucket`.
+        dtype: dtype of the operands: bf16, fp16 or fp32.
+        capability: compute capability of the device; (0, 0) for the interpreter.
     """
     if op not in OPS:
         raise ValueError(f"op is {op!r}; accepted: {', '.join(OPS)}")
@@ -169,7 +169,7 @@ def candidates(
 
 @functools.cache
 def resized(tile: Tile, **changes: int | bool) -> Tile:
-    """The tile with some of its fields changed."""
+    """Return the tile with some fields changed."""
     return replace(tile, **changes)  # type: ignore[arg-type]
 
 
@@ -177,11 +177,11 @@ def resized(tile: Tile, **changes: int | bool) -> Tile:
 def pick_tile(
     op: str, bucket: str, dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
 ) -> Tile:
-    """The first candidate that fits the device's shared memory.
+    """Return the first candidate that fits into the device's shared memory.
 
     Args:
         op, bucket, dtype, capability: see :func:`candidates`.
-        shared_memory: bytes one block may opt in to.
+        shared_memory: bytes of shared memory that one block can opt in to.
 
     Raises:
         ValueError: no candidate fits.

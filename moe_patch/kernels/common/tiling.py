@@ -1,7 +1,7 @@
-"""What the grouped GEMM kernels share: finding their tile, the sum over depth, the weight operand.
+"""Device functions of the grouped GEMM kernels: locate a tile, multiply over the depth.
 
-A weight operand is either pointers with strides, which take any storage, or a tensor descriptor
-over storage whose last axis is contiguous and 16-byte aligned (MODE, below).
+A weight operand (MODE, below) is either pointers with strides, for any storage, or a tensor
+descriptor. A descriptor needs storage whose last axis is contiguous and aligned to 16 bytes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from moe_patch.kernels.common.launcher import Box
 from moe_patch.kernels.common.tiles import Tile
 
-# How a weight reaches a kernel: pointers; a descriptor with the summed axis last ([.., out, in]);
-# a descriptor with the output axis last ([.., in, out]).
+# Form of a weight operand: pointers, a descriptor with the summed axis last ([.., out, in]), or a
+# descriptor with the output axis last ([.., in, out]).
 POINTERS, DEPTH_LAST, COLUMNS_LAST = 0, 1, 2
-# Depth that fp32 operands sum in one run before it joins the total: rounding errors grow with the
-# length of a run, and 16-bit operands' own rounding hides it.
+# Depth over which fp32 operands are summed before the partial sum is added to the total. Rounding
+# errors grow with this length. For 16-bit operands their own rounding error dominates.
 RUN = tl.constexpr(128)
 
 
 @triton.jit
 def locate_tile(tile, row_tiles, columns, GROUP: tl.constexpr):
-    """(row tile, column tile) of a tile: GROUP row tiles share one pass over the columns."""
+    """Return (row tile, column tile) of a tile; GROUP row tiles share a pass over the columns."""
     first = tile // (GROUP * columns) * GROUP
     height = min(row_tiles - first, GROUP)
     local = tile - first * columns
@@ -34,7 +34,7 @@ def locate_tile(tile, row_tiles, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def rows_of_tile(tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP: tl.constexpr):
-    """(expert, its tile's first slot, the expert's end, column tile) of a tile."""
+    """Return (expert, first slot of the tile, end of the expert's slots, column tile)."""
     row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
     e = tl.load(table_ptr + 1 + row_tile)
     start = tl.load(table_ptr + 1 + M + row_tile)
@@ -48,10 +48,10 @@ def _step(
     DESCRIBED: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product of one step along the depth: see :func:`multiply`."""
+    """Add the product of one step along the depth to acc; see :func:`multiply`."""
     k = k0 + tl.arange(0, BK)
     if DESCRIBED:
-        # Rows past the expert's end are its neighbour's: computed, never stored.
+        # Rows past the expert's end belong to the next expert; their results are never stored.
         x = left.load([start, k0])
     elif EVEN_K:
         x = tl.load(left_row + k[None, :])
@@ -73,11 +73,11 @@ def multiply(
     DESCRIBED: tl.constexpr, MODE: tl.constexpr, EVEN_K: tl.constexpr, IN_RUNS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """[BM, BN] in fp32: rows times the columns of one expert's weight, over the whole depth.
+    """Multiply rows by columns of one expert's weight over the whole depth; [BM, BN] in fp32.
 
-    Rows come from a descriptor ``left`` at ``start`` (DESCRIBED) or from the pointers ``left_row``;
-    columns from pointers at ``column`` where it ``exists``, or from a descriptor at ``first``
-    (MODE).
+    Rows are loaded by the descriptor ``left`` at ``start`` (DESCRIBED) or by the pointers
+    ``left_row``. Columns are loaded by pointers at ``column`` where it ``exists``, or by a
+    descriptor at ``first`` (MODE).
     """
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     if IN_RUNS:
@@ -103,7 +103,7 @@ def multiply_low_rank(
     acc, u_ptr, n, end, factor_ptr, e, column, exists, R, stride_e, stride_o, stride_r,
     BR: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the product of the rows' R inputs, u_NR, and one expert's factor."""
+    """Add the low-rank product to acc: rows of u_NR times one expert's factor."""
     n64 = n.to(tl.int64)[:, None]
     factor_e = factor_ptr + e.to(tl.int64) * stride_e
     for r0 in range(0, R, BR):
@@ -120,10 +120,10 @@ def multiply_low_rank(
 def pair_columns(
     column_tile, F, BN: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """The columns of h that belong to one tile of a, and which of them exist.
+    """Return the columns of h for one tile of a, and a mask of those that exist.
 
-    Gate and up columns travel together: the first half of the tile gate and the second up, or
-    alternating when interleaved. :func:`split_pair` separates them.
+    A tile holds gate and up columns: gate in the first half and up in the second, or alternating if
+    INTERLEAVED. :func:`split_pair` separates them.
     """
     j = tl.arange(0, BN)
     if GATED and not INTERLEAVED:
@@ -135,7 +135,7 @@ def pair_columns(
 
 @triton.jit
 def split_pair(h, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Gate and up, [BM, BF] each, of a tile whose columns came from :func:`pair_columns`."""
+    """Split a tile with the columns of :func:`pair_columns` into gate and up, [BM, BF] each."""
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(h, (BM, BF, 2)))
     else:
@@ -145,7 +145,7 @@ def split_pair(h, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 @triton.jit
 def join_pair(gate, up, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The inverse of :func:`split_pair`."""
+    """Invert :func:`split_pair`."""
     both = tl.join(gate, up)
     if not INTERLEAVED:
         both = tl.permute(both, (0, 2, 1))
@@ -156,7 +156,7 @@ def join_pair(gate, up, BM: tl.constexpr, BF: tl.constexpr, INTERLEAVED: tl.cons
 def column_chunk(
     tile, chunk: tl.constexpr, CHUNKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Columns [chunk, chunk + 1) * BN / CHUNKS of a [BM, BN] tile; CHUNKS is 1, 2 or 4."""
+    """Return columns [chunk, chunk + 1) * BN / CHUNKS of a [BM, BN] tile; CHUNKS is 1, 2 or 4."""
     if CHUNKS == 1:
         part = tile
     else:
@@ -170,17 +170,17 @@ def column_chunk(
 
 @triton.jit
 def weight_pointers(w, stride_out, stride_in, column, k):
-    """Pointers to the [k, column] tile of one expert's weight [out, in]."""
+    """Return pointers to the [k, column] tile of one expert's weight [out, in]."""
     return w + k[:, None] * stride_in + column[None, :] * stride_out
 
 
 def weight_operand(w_EOI: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, int]:
-    """The weight as the kernels take it: ``(pointers or descriptor, MODE)``.
+    """Return the weight operand of a kernel, ``(pointers or descriptor, MODE)``.
 
     Args:
         w_EOI: [E, out, in] with any strides.
-        tile: its n and k are the box of a descriptor.
-        halves: 2 when a box takes half of its columns from each half of ``out`` (gate and up).
+        tile: its n and k are the block shape of a descriptor.
+        halves: 2 if a block takes half of its columns from each half of ``out`` (gate and up).
     """
     E, O, I = w_EOI.shape
     stride_e, stride_o, stride_i = w_EOI.stride()
@@ -199,7 +199,7 @@ def weight_operand(w_EOI: Tensor, tile: Tile, halves: int = 1) -> tuple[Any, int
 
 
 def row_operand(rows_NI: Tensor, tile: Tile) -> tuple[Any, bool]:
-    """Contiguous rows as ``(pointers or descriptor, is it a descriptor)``, in boxes of m x k."""
+    """Return the operand of contiguous rows, ``(pointers or descriptor, is a descriptor)``."""
     if (
         not tile.descriptors
         or rows_NI.data_ptr() % 16 != 0

@@ -1,8 +1,8 @@
-"""Markers: releases of Triton that were tested on a user's own card.
+"""Markers for Triton releases that were tested on the user's own card.
 
-``moe-patch selftest --trust`` writes one (:mod:`moe_patch.tools.trust`). It holds for exactly one
-Triton, torch, compute capability and version of this library; anything else in its place is
-ignored, with a line that says so.
+``moe-patch selftest --trust`` writes a marker (:mod:`moe_patch.tools.trust`). It is valid for
+exactly one version of Triton, of torch and of this library, and one compute capability. Any other
+marker is ignored, with a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 from moe_patch._version import __version__
 from moe_patch.errors import UnsupportedOptionError
 
-# The Hopper kernels run on no other.
+# The only compute capability of the Hopper kernels.
 CAPABILITY = (9, 0)
 
 
@@ -28,8 +28,8 @@ class Marker(NamedTuple):
     """Outcome of a test on the user's card.
 
     Attributes:
-        in_front: weights may be decoded in front of the product that reads them.
-        hazards: one line for each register that was overwritten while a product could read it.
+        in_front: packed weights may be decoded inside the kernel, directly before each product.
+        hazards: one line for each register that is overwritten while a product may still read it.
     """
 
     in_front: bool
@@ -37,7 +37,7 @@ class Marker(NamedTuple):
 
 
 def combination() -> dict[str, Any]:
-    """Return what a marker holds for."""
+    """Return the versions and the capability for which a marker is valid."""
     return {
         "triton": triton.__version__,
         "torch": torch.__version__,
@@ -47,7 +47,7 @@ def combination() -> dict[str, Any]:
 
 
 def path() -> Path:
-    """Return the place of this combination's marker, in the user's cache folder."""
+    """Return the path of this combination's marker, in the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = base if os.path.isabs(base) else os.path.expanduser("~/.cache")
     sm = "".join(map(str, CAPABILITY))
@@ -56,7 +56,7 @@ def path() -> Path:
 
 
 def read() -> tuple[Marker | None, str]:
-    """Return this combination's marker, and why one that is there was ignored or ""."""
+    """Return this combination's marker or None, and why an existing one was ignored or ""."""
     place = path()
     try:
         found = json.loads(place.read_bytes())
@@ -70,22 +70,22 @@ def read() -> tuple[Marker | None, str]:
 
 
 def _unlike(found: Any) -> str | None:
-    """Return why content is no marker of this combination, or None."""
+    """Return why the content of a file is not a marker of this combination, or None."""
     if not isinstance(found, dict):
-        return "it holds no JSON object"
+        return "it is not a JSON object"
     for name, value in combination().items():
         if found.get(name) != value:
-            return f"it is of {name} {found.get(name)}, this is {value}"
+            return f"it is for {name} {found.get(name)}, found {value}"
     in_front, hazards = found.get("in_front"), found.get("hazards")
     if not isinstance(in_front, bool) or not isinstance(hazards, list):
         return "in_front (true or false) or hazards (a list) is missing"
     if in_front and hazards:
-        return "it allows decoding in front of the product in spite of hazards"
+        return "it allows decoding in front of the product despite hazards"
     return None
 
 
 def write(marker: Marker, **about: Any) -> Path:
-    """Write this combination's marker in one step, with what else it should tell a reader.
+    """Write this combination's marker atomically, with ``about`` for a human reader.
 
     Raises:
         UnsupportedOptionError: the folder cannot be written.
@@ -106,7 +106,7 @@ def write(marker: Marker, **about: Any) -> Path:
 
 
 def check_writable() -> None:
-    """Refuse a folder that cannot hold a marker, before a test takes its time.
+    """Refuse an unwritable folder before a long test runs.
 
     Raises:
         UnsupportedOptionError: the folder cannot be written.
@@ -119,7 +119,7 @@ def check_writable() -> None:
 
 
 def forget() -> Path | None:
-    """Remove this combination's marker; returns its place, or None where there was none.
+    """Remove this combination's marker; return its path, or None if there was none.
 
     Raises:
         UnsupportedOptionError: the folder cannot be written.
@@ -139,6 +139,6 @@ def _refused(place: Path) -> Any:
         yield
     except OSError as error:
         raise UnsupportedOptionError(
-            f"the marker {place} cannot be written ({error.strerror}); accepted: a cache folder "
-            "that can be: set XDG_CACHE_HOME to one"
+            f"the marker {place} cannot be written ({error.strerror}); accepted: a writable cache "
+            "folder; set XDG_CACHE_HOME to one"
         ) from error

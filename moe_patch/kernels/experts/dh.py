@@ -1,9 +1,9 @@
-"""The heart of backward: da'_n = W2_eᵀ dout_t, and in its epilogue, from h, all that follows.
+"""Main kernel of backward: da'_n = W2_eᵀ dout_t, with everything that follows in the epilogue:
 
     a_n = act(h_n)     dw_n = <da'_n, a_n>     dh_n = act'(h_n) (w_n da'_n)     wa_n = w_n a_n
 
-so that neither y nor a had to be kept. dw leaves as one partial sum per column tile, added up in a
-fixed order by :func:`moe_patch.kernels.experts.reduce.routing_gradient`.
+Forward therefore saves neither y nor a. The kernel writes dw as one partial sum per column tile;
+:func:`moe_patch.kernels.experts.reduce.routing_gradient` adds these in a fixed order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moe_patch.types import Glu
 
 
 class HiddenGradients(NamedTuple):
-    """What :func:`hidden_gradients` wrote; empty where it was not asked to.
+    """Outputs of :func:`hidden_gradients`; those not requested are empty.
 
     Attributes:
         dh_NH: gradient of h.
@@ -65,21 +65,21 @@ def hidden_gradients(
     overwrite_h: bool = False,
     into: HiddenGradients | None = None,
 ) -> HiddenGradients:
-    """The gradients that the down projection and the activation pass on.
+    """Compute the gradients through the down projection and the activation.
 
     Args:
         dout_TD: gradient of the output, last axis contiguous.
         rows: the plan and its tile table for ``tile.m``.
         w_EDF: down projection, any strides.
         weights_TK: routing weights, contiguous.
-        h_NH: saved or recomputed up projection.
+        h_NH: saved or recomputed output of the up projection.
         glu: the activation.
-        tile: sizes; n counts columns of a.
+        tile: tile sizes; n counts columns of a.
         low_rank: (q_NR, A_ERF): adds A_eᵀ q_n to da'.
-        dh, wa, partial: which outputs to compute; without dh and partial the product is left out.
-        overwrite_h: dh is written where h was: a program reads what of h it needs before it
-            writes, and nobody else's.
-        into: what an earlier call over other experts of the plan returned; written on.
+        dh, wa, partial: outputs to compute; without dh and partial the product is skipped.
+        overwrite_h: write dh over h. Each program reads its part of h before it writes there, and
+            reads no other part.
+        into: result of an earlier call over other experts of the plan, to be filled in further.
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
     specialised = tile.specialised and dh and known_triton()
@@ -117,7 +117,7 @@ def _portable(
     wa: bool,
     partial: bool,
 ) -> None:
-    """The portable kernel, for every device and layout."""
+    """Launch the portable kernel, which supports every device and layout."""
     D, F = w_EDF.shape[1:]
     columns = cdiv(F, tile.n)
     w_EFD = w_EDF.transpose(1, 2)
@@ -187,8 +187,8 @@ def _dh_kernel(
                     acc, q_ptr, n, end, l_ptr, e, f, f < F, R, stride_le, stride_lo, stride_li, BR
                 )
         weight_n = tl.load(weights_ptr + row).to(tl.float32)[:, None]
-        # Columns in chunks: whole, the gate, up and gradient tiles at once would spill. h is read
-        # one chunk ahead, since a load cannot move above the stores of the chunk before.
+        # Process columns in chunks: whole gate, up and gradient tiles would spill registers. Load h
+        # one chunk ahead, since a load cannot move above the stores of the previous chunk.
         partial = tl.zeros((BM,), dtype=tl.float32)
         first = column_tile * CHUNKS
         gate, up = load_h(h_ptr, first, n, end, F, GATED, INTERLEAVED, BM, BN // CHUNKS)
@@ -216,7 +216,7 @@ def load_h(
     h_ptr, column_chunk, n, end, F,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up of BC columns of a; without a gate, h twice."""
+    """Load gate and up for BC columns of a; without a gate, h twice."""
     n64 = n.to(tl.int64)[:, None]
     if INTERLEAVED:
         column, exists = pair_columns(column_chunk, F, 2 * BC, GATED, INTERLEAVED)
@@ -241,7 +241,7 @@ def emit(
     LIMIT: tl.constexpr, CLAMPED: tl.constexpr, FAST: tl.constexpr,
     DH: tl.constexpr, WA: tl.constexpr, PARTIAL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Write dh and w·a for BC columns of a; returns the row sums of da' · a."""
+    """Write dh and w·a for BC columns of a; return the row sums of da' · a."""
     f = column_chunk * BC + tl.arange(0, BC)
     stored = (n < end)[:, None] & (f < F)[None, :]
     n64 = n.to(tl.int64)[:, None]

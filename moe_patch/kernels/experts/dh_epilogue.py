@@ -1,6 +1,6 @@
-"""What follows from da'_n = W2_eᵀ dout_t and h, by itself: for products that cannot do it at once.
+"""Epilogue of dh as a separate kernel, for products da'_n = W2_eᵀ dout_t that cannot include it.
 
-The formulas and the device functions are those of :mod:`moe_patch.kernels.experts.dh`.
+Formulas and device functions are those of :mod:`moe_patch.kernels.experts.dh`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def hidden_gradients_from(
     partial: bool,
     overwrite_h: bool = False,
 ) -> HiddenGradients:
-    """The outputs of :func:`moe_patch.kernels.experts.dh.hidden_gradients`.
+    """Compute the outputs of :func:`moe_patch.kernels.experts.dh.hidden_gradients` from da'.
 
     Args:
-        da_NF: W2_eᵀ dout_t before the routing weight, contiguous, in plan order, of any dtype.
+        da_NF: W2_eᵀ dout_t, not multiplied by the routing weight; contiguous, in plan order, any
+            dtype.
         rows: the plan.
-        weights_TK, h_NH, glu, dh, wa, partial, overwrite_h: as there.
+        weights_TK, h_NH, glu, dh, wa, partial, overwrite_h: as for ``hidden_gradients``.
     """
     N, F = da_NF.shape
     columns = cdiv(F, _COLUMNS)

@@ -1,7 +1,7 @@
 """Weight gradients: dW_e = sum over the rows n of expert e of left_n ⊗ right_n.
 
-Either side may be gathered from tokens inside the loop over rows. An expert without rows gets
-zeros, because its program writes an accumulator that nothing was added to.
+Either side may be gathered from tokens inside the loop over rows. For an expert without rows, the
+program writes its accumulator of zeros.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ def outer_sum(
     gather_left: bool = False,
     gather_right: bool = False,
 ) -> Tensor:
-    """[E, O, I] in the dtype and strides of ``like_EOI``.
+    """Return the gradient [E, O, I] in the dtype and strides of ``like_EOI``.
 
     Args:
-        left, right: [N, O] and [N, I] in plan order, or by token ([T, ..]) where gathered; last
-            axis contiguous.
-        plan: where each row sits.
-        like_EOI: the weight whose gradient this is.
-        tile: m and n are the gradient's rows and columns, k token rows per step.
+        left, right: [N, O] and [N, I] in plan order, or [T, ..] by token if gathered; last axis
+            contiguous.
+        plan: the plan of the rows.
+        like_EOI: the weight that the gradient belongs to.
+        tile: m and n are rows and columns of the gradient, k is the number of token rows per step.
+        gather_left, gather_right: this side is given by token.
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
     if tile.specialised and known_triton():
@@ -46,7 +47,7 @@ def outer_sum(
             return hopper.specialised_outer_sum(
                 left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
             )
-        # Stored [E, in, out], the weight has the layout of the transposed product.
+        # For a weight stored as [E, in, out], compute the transposed product.
         like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
         if hopper.supported(right, left, like_EIO, **swapped):
             grad_EIO = hopper.specialised_outer_sum(
@@ -110,7 +111,7 @@ def _step(
     acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left, stride_right,
     GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """acc plus the outer products of BK token rows."""
+    """Add the outer products of BK token rows to acc."""
     n = n0 + tl.arange(0, BK)
     left_row = n
     right_row = n
@@ -122,7 +123,7 @@ def _step(
             right_row = token
     left_at = left_ptr + left_row.to(tl.int64)[:, None] * stride_left + o[None, :]
     right_at = right_ptr + right_row.to(tl.int64)[:, None] * stride_right + i[None, :]
-    # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
+    # Mask both sides past the expert's end: zero times an Inf of the next expert would be NaN.
     left = tl.load(left_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
     right = tl.load(right_at, mask=(n < end)[:, None] & (i < I)[None, :], other=0.0)
     return tl.dot(left.T, right, acc, input_precision="ieee")

@@ -1,20 +1,25 @@
-"""The experts on the Triton backend: forward and backward, saving x, h, the plan and u.
+"""The experts on the Triton backend: forward and backward; saves x, h, the plan and u.
 
-Same names, signatures and meaning as ``moe_patch.ops.experts.torch_backend``, whose docstring has
-the formulas. The kernels, and what passes between them, rows in plan order:
+Names, signatures and meaning are those of ``moe_patch.ops.experts.torch_backend``, whose docstring
+has the formulas. The kernels with their inputs and outputs, rows in plan order:
 
     plan/      ids_TK                        -> row_of_N, slot_of_TK, offsets_S, tile tables
-    up.py      x_TD, W13                     -> h_NH (kept), a_NF
+    up.py      x_TD, W13                     -> h_NH (saved), a_NF
     linear.py  a_NF, W2                      -> y_ND
     reduce.py  y_ND, weights_TK              -> out_TD
     dh.py      dout_TD, W2, h_NH             -> dh_NH, wa_NF, partial sums of the routing gradient
     dw.py      dout_TD, wa_NF and dh_NH, x_TD -> dW2, dW13
     linear.py  dh_NH, W13                    -> dx_ND, summed per token by reduce.py
 
-LoRA adds thin products: u = s A x before up and down (kept), q = s B2ᵀ dout before dh, p = s B13ᵀ
-dh before dx. Each then extends the sum of the product it belongs to, so that no merged weight is
-formed. The scaling is inside u, q and p, which makes the factors' gradients plain outer sums; those
-of B come from the pass that gives q and p (factors.py).
+LoRA adds thin products, each of which is then added inside the main product, so that no merged
+weight is formed:
+
+    u = s A x         before up and before down (saved)
+    q = s B2ᵀ dout    before dh
+    p = s B13ᵀ dh     before dx
+
+All three include the scaling, so the gradients of the factors are plain outer sums. The pass that
+computes q and p also computes the gradients of the factors B (factors.py).
 """
 
 from __future__ import annotations
@@ -62,19 +67,19 @@ def experts_forward(
     norms: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertsForward:
-    """The weighted sum of each token's experts.
+    """Compute the weighted sum of each token's experts.
 
     Args:
         x_TD: hidden states, bf16, fp16 or fp32; x, the weights and the factors share the dtype.
-        ids_TK: integer expert ids; outside [0, E) is an empty slot.
+        ids_TK: integer expert ids; an id outside [0, E) is an empty slot.
         weights_TK: routing weights, any floating dtype.
-        w, glu: the experts' weights and activation.
+        w, glu: weights and activation of the experts.
         lora13, lora2: low-rank factors of the up and the down projection.
-        save_h, save_u13, save_u2: return h and the factors' inputs (where there are factors) for
-            backward, which otherwise computes them again.
+        save_h, save_u13, save_u2: return h and the inputs of the factors B (if there are factors)
+            for backward, which otherwise recomputes them.
         norms: also return the norm of every expert's output row.
-        batch_invariant: one tile whatever the number of rows, so that a token's bits depend on
-            nothing but itself.
+        batch_invariant: use the same tiles for any number of rows, so that a token's result does
+            not depend on other tokens.
 
     Returns:
         ExpertsForward; out_TD in the dtype of x, accumulated in fp32.
@@ -120,15 +125,15 @@ def experts_backward(
     overwrite_h: bool = False,
     batch_invariant: bool = False,
 ) -> ExpertsBackward:
-    """All gradients that ``needs`` asks for; nothing is computed for the others.
+    """Compute the gradients listed in ``needs``.
 
     Args:
         dout_TD: gradient of out_TD.
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
-        plan, kept: what forward returned; what is empty is computed again.
-        needs: which gradients to return.
-        overwrite_h: the h that was kept may be written on, with its own gradient.
-        batch_invariant: as in forward; of the gradients, those of x and the routing weights.
+        plan, kept: results of forward; empty tensors are recomputed.
+        needs: gradients to return.
+        overwrite_h: allow dh to be written over the saved h.
+        batch_invariant: as in forward; applies to the gradients of x and of the routing weights.
 
     Returns:
         ExpertsBackward; each gradient in the dtype and layout of its input.
@@ -140,9 +145,9 @@ def experts_backward(
         if dout_TD.dtype != x_TD.dtype:
             dout_TD = dout_TD.to(x_TD.dtype)
         dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
-        # What is computed again here is nobody else's.
+        # A recomputed h is not shared, so backward may overwrite it.
         overwrite_h |= kept.h_NH.numel() == 0
-        # Nothing here refers to what is on the way, so that _backward can let go of it.
+        # Keep no reference to the intermediate tensors here, so that _backward can free them.
         return _backward(
             call, dout_TD, weights_TK,
             _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
@@ -153,7 +158,7 @@ def experts_backward(
 def _completed(
     call: Call, kept: Kept, steps: Steps
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(h_NH, u13_NR, u2_NR): as forward kept them, or computed again where needed."""
+    """Return (h_NH, u13_NR, u2_NR), as saved by forward or recomputed if needed."""
     h_NH, u13_NR, u2_NR = [None if rows.numel() == 0 else rows for rows in kept]
     u2 = steps.u2 and call.lora2 is not None and u2_NR is None
     h = (steps.h or u2) and h_NH is None
@@ -207,7 +212,7 @@ def _backward(
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)
     dh_NH, p_NR, grads["lora13_B"] = mid.hidden.dh_NH, mid.p_NR, mid.grad13_EOR
-    # w·a has served: without it the peak is lower when the rows of dx are written.
+    # Free w·a before allocating dx, to lower peak memory.
     del mid
     return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs))
 
@@ -215,7 +220,7 @@ def _backward(
 def _down_gradients(
     call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
 ) -> dict[str, Tensor | None]:
-    """The gradients that dout and w·a give: of the routing weights and the down projection."""
+    """Compute the gradients of the routing weights and the down projection, from dout and w·a."""
     w, lora2, plan = call.w, call.lora2, call.plan
     wa_NF = mid.hidden.wa_NF
     grads: dict[str, Tensor | None] = {}
@@ -237,11 +242,11 @@ def _down_gradients(
 def _up_gradients(
     call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds
 ) -> dict[str, Tensor | None]:
-    """The gradients that dh gives: of the up projection and the hidden states."""
+    """Compute the gradients of the up projection and the hidden states, from dh."""
     w, lora13, plan = call.w, call.lora13, call.plan
     grads: dict[str, Tensor | None] = {}
     if needs.x:
-        # First, so that its rows (N x D) are gone before the large dW13 is there.
+        # Compute this first, so that its rows (N x D) are freed before the large dW13 is allocated.
         grads["x"] = call.input_gradient(dh_NH, p_NR)
     if needs.w13:
         tile = call.tile("dw13")
@@ -261,7 +266,7 @@ def _zero_gradients(
     lora2: Lora | None,
     needs: ExpertsNeeds,
 ) -> ExpertsBackward:
-    """The gradients of a call without rows."""
+    """Return the gradients of a call without rows."""
     inputs: dict[str, Tensor | None] = {
         "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2":
         w.b2_ED,
@@ -283,5 +288,5 @@ def _zero_gradients(
 
 
 def _unit_stride(rows: Tensor) -> Tensor:
-    """The kernels step through a row one element at a time."""
+    """Return rows whose last axis is contiguous, as the kernels require."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,7 +1,7 @@
-"""What low-rank factors take beside the products: their layout, and the rows behind a factor B.
+"""Low-rank factors: conversion of their layout, and backward of a factor B.
 
-PEFT stores B with the experts innermost. Products read it, and write its gradient, with the rank
-innermost; transposing the few megabytes in between costs less than scattered accesses would.
+PEFT stores B with the experts innermost. The kernels read B and write its gradient with the rank
+innermost. Transposing these few megabytes costs less than scattered accesses would.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TRANSPOSED = Constants(BM=64, BN=64, num_warps=4)
 
 
 def rank_innermost(b_EOR: Tensor) -> Tensor:
-    """``b_EOR`` with contiguous storage: itself where that is what it has."""
+    """Return ``b_EOR`` in contiguous storage; the same tensor if it is contiguous."""
     if not _experts_innermost(b_EOR):
         return b_EOR.contiguous()
     E, O, R = b_EOR.shape
@@ -35,7 +35,7 @@ def rank_innermost(b_EOR: Tensor) -> Tensor:
 
 
 def laid_like(grad_EOR: Tensor, b_EOR: Tensor) -> Tensor:
-    """Contiguous ``grad_EOR`` in the strides of ``b_EOR``."""
+    """Return contiguous ``grad_EOR`` in the strides of ``b_EOR``."""
     if b_EOR.stride() == grad_EOR.stride():
         return grad_EOR
     found_EOR = torch.empty_like(b_EOR)
@@ -67,11 +67,11 @@ def _transpose_kernel(in_ptr, out_ptr, rows, columns, BM: tl.constexpr, BN: tl.c
 
 
 def weighted(rows_NR: Tensor, plan: Plan, weights_TK: Tensor) -> Tensor:
-    """Rows in plan order, each times its routing weight, in their dtype; zeros past the last one.
+    """Multiply rows in plan order by their routing weights; zeros past the last valid row.
 
     Args:
-        rows_NR, weights_TK: contiguous.
-        plan: where each row sits.
+        rows_NR, weights_TK: contiguous; the result has the dtype of the rows.
+        plan: the plan of the rows.
     """
     N, R = rows_NR.shape
     out_NR = rows_NR.new_empty(N, R)
@@ -123,16 +123,17 @@ def factor_backward(
     alpha: float | None,
     gather: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What a factor B passes back and its own gradient, from one pass over the output's gradient.
+    """Compute the input and weight gradients of a factor B, in one pass over the output's gradient.
 
     Args:
         source: gradient of the output: [N, O] in plan order, or with ``gather`` [T, O] by token;
             last axis contiguous.
-        plan: where each row sits.
+        plan: the plan of the rows.
         b_EOR: the factor, contiguous.
-        u_NR: what it was multiplied with, contiguous; None for no gradient.
-        tile: n columns of the source and k rows of it at a step.
-        alpha: multiplies what is passed back; None for nothing passed back.
+        u_NR: input of the factor, contiguous; None if its weight gradient is not needed.
+        tile: a step covers n columns and k rows of the source.
+        alpha: scale of the input gradient; None if it is not needed.
+        gather: the source is given by token.
 
     Returns:
         (alpha B_eᵀ source_n, [N, R]; sum_n source_n ⊗ u_n, [E, O, R] contiguous).
@@ -180,7 +181,7 @@ def _factor_backward_kernel(
     at = (e.to(tl.int64) * O + o[:, None]) * R + r[None, :]
     start = tl.load(offsets_ptr + e)
     end = tl.load(offsets_ptr + e + 1)
-    # A scalar beside a block in one mask is no mask to Triton's interpreter.
+    # Triton's interpreter does not combine a scalar and a block in a mask, so make start a block.
     b = tl.load(b_ptr + at, mask=inside & (start + 0 * o < end)[:, None], other=0.0)
     part_ptr += chunk.to(tl.int64) * N * R
     grad = tl.zeros((BO, BR), dtype=tl.float32)
@@ -208,13 +209,13 @@ def _step(
     grad, source_ptr, b, u_ptr, part_ptr, row_ptr, n0, end, o, r, O, R, K, stride_source,
     GATHER: tl.constexpr, PASSED: tl.constexpr, SUMMED: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """BK rows: writes what is passed back over these columns, returns the gradient's sum."""
+    """Process BK rows: write their input gradient for these columns; return the summed gradient."""
     n = n0 + tl.arange(0, BK)
     row = n
     if GATHER:
         row = tl.load(row_ptr + n, mask=n < end, other=0) // K
     source_at = source_ptr + row.to(tl.int64)[:, None] * stride_source + o[None, :]
-    # Both sides are masked past the expert's end: zero times a neighbour's Inf is NaN.
+    # Mask both sides past the expert's end: zero times an Inf of the next expert would be NaN.
     source = tl.load(source_at, mask=(n < end)[:, None] & (o < O)[None, :], other=0.0)
     at = n.to(tl.int64)[:, None] * R + r[None, :]
     stored = (n < end)[:, None] & (r < R)[None, :]

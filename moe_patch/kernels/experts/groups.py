@@ -1,7 +1,7 @@
-"""Grouped products one at a time, for experts whose own code runs between them.
+"""Separate grouped products, for experts whose own code runs between them.
 
-Same name and meaning as ``moe_patch.ops.experts.grouped.Groups``: there the reference, here the
-kernels of the fused operator.
+Same class name and meaning as in ``moe_patch.ops.experts.grouped``, which is the reference. This
+class uses the kernels of the fused operator.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from moe_patch.kernels.experts.reduce import expert_sum
 from moe_patch.kernels.plan.row_tiles import RowTiles, depth_block
 from moe_patch.types import Lora, Plan
 
-# Widths up to which a product takes the tiles of low-rank factors.
+# Up to this width, a product uses the tiles for low-rank factors.
 _THIN = 64
 
 
 class Groups:
-    """The rows of each expert, and the products over them.
+    """Matrix products over each expert's rows.
 
     Rows past the last valid one are neither read nor written.
 
     Args:
-        plan: of at least one row.
-        like: gives the device and the dtype that all operands have.
+        plan: a plan with at least one row.
+        like: a tensor with the device and dtype of all operands.
     """
 
     def __init__(self, plan: Plan, like: Tensor) -> None:
@@ -42,7 +42,7 @@ class Groups:
         b_EO: Tensor | None = None,
         low_rank: tuple[Tensor, Lora] | None = None,
     ) -> Tensor:
-        """y_n = W_e x_n + b_e, plus s * B_e u_n for ``low_rank`` = (u_NR, lora); [N, O]."""
+        """Compute y_n = W_e x_n + b_e, [N, O]; ``low_rank`` = (u_NR, lora) adds s * B_e u_n."""
         if low_rank is None:
             return self._product(x_NI, w_EOI, b_EO)
         u_NR, lora = low_rank
@@ -51,7 +51,7 @@ class Groups:
     def linear_transposed(
         self, dy_NO: Tensor, w_EOI: Tensor, lora: Lora | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The data gradient W_eᵀ dy_n + s * A_eᵀ (B_eᵀ dy_n), and B_eᵀ dy_n when there is LoRA."""
+        """Return the data gradient W_eᵀ dy_n + s * A_eᵀ (B_eᵀ dy_n), and B_eᵀ dy_n or None."""
         w_EIO = w_EOI.transpose(1, 2)
         if lora is None:
             return self._product(dy_NO, w_EIO), None
@@ -60,7 +60,7 @@ class Groups:
         return self._product(dy_NO, w_EIO, low_rank=low_rank), p_NR
 
     def outer_sum(self, dy_NO: Tensor, x_NI: Tensor, like_EOI: Tensor) -> Tensor:
-        """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros without rows."""
+        """Sum dy_n ⊗ x_n per expert, strided like ``like_EOI``; exact zeros for no rows."""
         O, I = like_EOI.shape[1:]
         with on_device_of(dy_NO):
             if O <= _THIN:
@@ -72,7 +72,7 @@ class Groups:
             return outer_sum(dy_NO, x_NI, self.plan, like_EOI, self._tile("dw2"))
 
     def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
-        """sum_n dy_n per expert, [E, O], contiguous."""
+        """Sum dy_n per expert, [E, O], contiguous."""
         with on_device_of(dy_NO):
             return expert_sum(dy_NO, self.plan, like_EO)
 

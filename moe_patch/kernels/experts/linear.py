@@ -1,7 +1,7 @@
 """Grouped product of rows with their expert's matrix: out_n = alpha W_e in_n (+ b_e) (+ L_e u_n).
 
-One kernel for the down projection, the gradient of x and the thin products of LoRA: they differ in
-whether the rows are gathered from tokens and in the strides of the weight.
+One kernel computes the down projection, the gradient of x and the thin products of LoRA. They
+differ only in whether rows are gathered from tokens, and in the strides of the weight.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ def grouped_linear(
     alpha: float = 1.0,
     into: Tensor | None = None,
 ) -> Tensor:
-    """[N, out] in plan order, in the dtype of ``inputs``.
+    """Return out [N, out] in plan order, in the dtype of ``inputs``.
 
     Args:
         inputs: [N, in] in plan order, or with ``gather`` [T, in] by token; last axis contiguous.
         rows: the plan and its tile table for ``tile.m``.
         w_EOI, b_EO: weight and optional bias, any strides.
-        tile: sizes.
+        tile: tile sizes.
+        gather: the inputs are given by token.
         low_rank: (u_NR, L_EOR): adds L_e u_n.
-        alpha: multiplies the product before it is rounded.
-        into: what an earlier call over other experts of the plan returned; written on.
+        alpha: factor of the product, applied before rounding.
+        into: result of an earlier call over other experts of the plan, to be filled in further.
     """
     O, I = w_EOI.shape[1:]
     out_NO = inputs.new_empty(rows.count, O) if into is None else into

@@ -1,10 +1,11 @@
-"""Per-row norms of an experts call, beside what the call computes anyway.
+"""Per-row norms of an experts call, computed from its existing intermediates.
 
-By the outer-product identity ||u ⊗ v|| = ||u|| ||v|| each norm is a product of row norms, so that a
-recorded call reads the rows of y, dh and w·a once more and launches one kernel more per direction:
+By the outer-product identity ||u ⊗ v|| = ||u|| ||v||, each norm is a product of row norms. A
+recorded call therefore only reads the rows of y, dh and w·a once more, and launches one more kernel
+in each direction:
 
-    combine_with_norms  out_TD exactly as reduce.combine has it, and ||y_tk||
-    gradient_norms      of the output, of the parameters, and of the low-rank factors
+    combine_with_norms  out_TD, bit for bit as reduce.combine, and ||y_tk||
+    gradient_norms      for the output, the parameters and the low-rank factors
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_patch.types import Plan
 
 
 class Intermediate(NamedTuple):
-    """What gradients are made of, and those of the factors B; None or empty where not needed."""
+    """Intermediates of backward and gradients of the factors B; None or empty if not needed."""
 
     hidden: HiddenGradients
     q_NR: Tensor | None
@@ -35,7 +36,7 @@ class Intermediate(NamedTuple):
 
 
 def combine_with_norms(rows_ND: Tensor, plan: Plan, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`kernels.experts.reduce.combine`, bit for bit, and the fp32 norm of each row, [T, K].
+    """Return the result of ``reduce.combine``, bit for bit, and each row's fp32 norm, [T, K].
 
     Args:
         rows_ND: contiguous, in plan order.
@@ -58,7 +59,7 @@ def combine_with_norms(rows_ND: Tensor, plan: Plan, weights_TK: Tensor) -> tuple
 def gradient_norms(
     call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate
 ) -> dict[str, Tensor | None]:
-    """Row norms of the gradients, fp32 [T, K], by the fields of ``ExpertsBackward``."""
+    """Return row norms of the gradients, fp32 [T, K], by field name of ``ExpertsBackward``."""
     T, K = weights_TK.shape
     dh_NH, wa_NF = mid.hidden.dh_NH, mid.hidden.wa_NF
     out_TK, params_TK, lora_TK = torch.empty(
@@ -86,7 +87,7 @@ def gradient_norms(
 
 @triton.jit
 def _squares(ptr, start, ok, width, BD: tl.constexpr):
-    """[rows] sum of squares of rows that begin at ``start``; 0 where not ``ok``."""
+    """Return the sum of squares of each row that begins at ``start``; 0 where not ``ok``."""
     acc = tl.zeros((start.shape[0], BD), dtype=tl.float32)
     for d0 in range(0, width, BD):
         d = d0 + tl.arange(0, BD)
@@ -101,7 +102,7 @@ def _combine_norms_kernel(
     rows_ptr, slot_ptr, weights_ptr, out_ptr, norm_ptr, D,
     K: tl.constexpr, K_P2: tl.constexpr, BLOCK: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): one token. The second look at its rows finds them in the cache."""
+    """Grid (T,): one token per program. The second read of its rows hits the cache."""
     t = tl.program_id(0).to(tl.int64)
     for d0 in range(0, D, BLOCK):
         d = d0 + tl.arange(0, BLOCK)
@@ -127,7 +128,7 @@ def _gradient_norms_kernel(
     K: tl.constexpr, K_P2: tl.constexpr, LOW13: tl.constexpr, LOW2: tl.constexpr,
     BIAS13: tl.constexpr, BIAS2: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T,): one token's K rows."""
+    """Grid (T,): the K rows of one token per program."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, K_P2)
     slot = tl.load(slot_ptr + t * K + k, mask=k < K, other=-1).to(tl.int64)
@@ -139,7 +140,8 @@ def _gradient_norms_kernel(
     dh = _squares(dh_ptr, slot * H, ok, H, BD)
     wa = _squares(wa_ptr, slot * F, ok, F, BD)
     weight = tl.load(weights_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    # In an empty slot all factors but these two are 0, and 0 times a NaN row's would be NaN.
+    # For an empty slot all values but these two are 0. If the token's row has NaN, 0 times these
+    # would be NaN.
     x = tl.where(ok, x, 0.0)
     dout = tl.where(ok, dout, 0.0)
     dy = weight * weight * dout

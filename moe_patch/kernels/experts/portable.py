@@ -1,4 +1,4 @@
-"""Where a block gets other kernels or tiles than the usual ones of its device, for the report."""
+"""Reasons, for the report, why a block cannot use the best kernels or tiles of its device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def portable_reason(
     *,
     transposed: bool,
 ) -> str:
-    """Which products the portable kernels compute and why; "" where Hopper's do, or elsewhere.
+    """Return which products use the portable kernels on a Hopper card and why; "" if none.
 
-    What the operands of a single call decide (their alignment) is not looked at.
+    The alignment of a call's operands, which also matters, is not checked here.
 
     Args:
-        capability: of the device.
-        dtype: of the products.
+        capability: compute capability of the device; "" is returned for any other than (9, 0).
+        dtype: dtype of the products.
         shape: (H, D) of the up projection.
         glu: the activation.
-        transposed: the weights are stored [E, in, out].
+        transposed: the weights are stored as [E, in, out].
     """
     if capability != (9, 0):
         return ""
@@ -56,8 +56,8 @@ def decoding_reason(capability: tuple[int, int], storage: str) -> str:
     """Return why packed weights are never decoded in front of their product on Hopper, or "".
 
     Args:
-        capability: of the device.
-        storage: of the weights, "" where they are plain.
+        capability: compute capability of the device.
+        storage: storage of the weights; "" if they are plain.
     """
     if capability != (9, 0) or storage not in STORAGES:
         return ""
@@ -68,12 +68,12 @@ def decoding_reason(capability: tuple[int, int], storage: str) -> str:
 def smaller_tiles_reason(
     dtype: torch.dtype, capability: tuple[int, int], shared_memory: int
 ) -> str:
-    """Which products get a smaller tile than their first choice, or none; "" where all get it.
+    """Return which products have only a smaller tile than their first choice, or none; "" if none.
 
     Args:
-        dtype: of the products.
-        capability, shared_memory: of the device, as
-        :func:`moe_patch.kernels.common.tiles.pick_tile` has.
+        dtype: dtype of the products.
+        capability, shared_memory: properties of the device, as for
+            :func:`moe_patch.kernels.common.tiles.pick_tile`.
     """
 
     def fits(tile: Tile) -> bool:

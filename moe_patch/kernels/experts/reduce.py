@@ -1,4 +1,4 @@
-"""The reductions around the grouped GEMMs. Every sum runs in a fixed order; nothing is atomic."""
+"""Reductions around the grouped GEMMs. Every sum has a fixed order; no atomics are used."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from moe_patch.types import Plan
 
 
 def combine(rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None) -> Tensor:
-    """out_t = sum_k w_tk rows[slot_tk] in the order of k, accumulated in fp32; [T, D].
+    """Compute out_t = sum_k w_tk rows[slot_tk] in the order of k, in fp32; [T, D].
 
     Args:
         rows_ND: contiguous, in plan order.
-        plan: an empty slot (-1) adds nothing.
+        plan: the plan of the rows; an empty slot (-1) adds nothing.
         weights_TK: contiguous routing weights, or None for a plain sum (the gradient of x).
     """
     T, K = plan.slot_of_TK.shape
@@ -42,13 +42,13 @@ def _combine_constants(K: int, weighted: bool, block: int) -> Constants:
 def routing_gradient(
     partial_NC: Tensor, rows: Rows, weights_TK: Tensor, dout_TD: Tensor, b2_ED: Tensor | None
 ) -> Tensor:
-    """dw_tk = sum of the partial sums of <da', a>, plus <dout_t, b2_e>; 0 in empty slots.
+    """Compute dw_tk: the partial sums of <da', a>, plus <dout_t, b2_e>; 0 for empty slots.
 
     Args:
-        partial_NC: fp32, in plan order.
+        partial_NC: partial sums, fp32, in plan order.
         rows: the plan and a tile table.
-        weights_TK: gives the dtype.
-        dout_TD, b2_ED: gradient of the output and the down projection's bias, if it has one.
+        weights_TK: routing weights; the result has their dtype.
+        dout_TD, b2_ED: gradient of the output, and the bias of the down projection or None.
     """
     N, C = partial_NC.shape
     grad_TK = weights_TK.new_empty(weights_TK.shape)
@@ -81,13 +81,14 @@ def expert_sum(
     gather: bool = False,
     weights_TK: Tensor | None = None,
 ) -> Tensor:
-    """Bias gradients: sum over the rows of each expert, [E, O] in the dtype of ``like_EO``.
+    """Compute a bias gradient: the sum of each expert's rows, [E, O] in the dtype of ``like_EO``.
 
     Args:
         source: [N, O] in plan order, or with ``gather`` [T, O] by token; last axis contiguous.
-        plan: where each row sits.
+        plan: the plan of the rows.
         like_EO: the bias.
-        weights_TK: multiplies each row, if given.
+        gather: the source is given by token.
+        weights_TK: factors of the rows, or None.
     """
     E, O = like_EO.shape
     grad_EO = like_EO.new_empty(E, O)
@@ -107,7 +108,7 @@ def _combine_kernel(
     rows_ptr, slot_ptr, weights_ptr, out_ptr, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, cdiv(D, BLOCK)): one token's output columns."""
+    """Grid (T, cdiv(D, BLOCK)): BLOCK output columns of one token per program."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -129,7 +130,7 @@ def _bias_dot_kernel(
     stride_bd,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (row tiles,): <dout_t, b_e> of a tile's rows."""
+    """Grid (row tiles,): <dout_t, b_e> of the rows of one tile per program."""
     row_tile = tl.program_id(0)
     if row_tile < tl.load(table_ptr):
         e = tl.load(table_ptr + 1 + row_tile).to(tl.int64)
@@ -153,7 +154,7 @@ def _routing_gradient_kernel(
     partial_ptr, bias_ptr, slot_ptr, grad_ptr, N, C,
     BIASED: tl.constexpr, BLOCK: tl.constexpr, COLUMNS_P2: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(N, BLOCK),): adds up each row's partial sums."""
+    """Grid (cdiv(N, BLOCK),): add the partial sums of each row."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slot_ptr + n, mask=n < N, other=-1)
     c = tl.arange(0, COLUMNS_P2)
@@ -169,7 +170,7 @@ def _expert_sum_kernel(
     in_ptr, weights_ptr, out_ptr, row_ptr, offsets_ptr, O, K, stride_in,
     GATHER: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_O: tl.constexpr,
 ):  # fmt: skip
-    """Grid (E, cdiv(O, BLOCK_O)): one expert's columns, its rows in order."""
+    """Grid (E, cdiv(O, BLOCK_O)): BLOCK_O columns of one expert per program, rows in order."""
     e = tl.program_id(0)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     acc = tl.zeros((BLOCK_O,), dtype=tl.float32)

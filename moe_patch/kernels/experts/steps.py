@@ -1,4 +1,4 @@
-"""What a backward of the experts computes on the way, by the gradients that are needed."""
+"""Intermediate results that a backward of the experts computes for the requested gradients."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from moe_patch.types import ExpertsNeeds
 
 
 class Steps(NamedTuple):
-    """Rows of a backward, each computed or not.
+    """Flags of the intermediate results of backward.
 
     Attributes:
-        h: anything that takes h.
+        h: some result that needs h.
         dh, wa: the gradient of h; the activation times the routing weight.
-        p, q: s B13ᵀ dh and s B2ᵀ dout, where there are factors.
-        u13, u2: the inputs of B13 and B2, where there are factors.
+        p, q: s B13ᵀ dh and s B2ᵀ dout, if there are factors.
+        u13, u2: the inputs of B13 and B2, if there are factors.
     """
 
     h: bool
@@ -29,7 +29,7 @@ class Steps(NamedTuple):
 
 @functools.cache
 def steps_of(needs: ExpertsNeeds) -> Steps:
-    """The steps of a backward that returns these gradients."""
+    """Return the steps of a backward that computes these gradients."""
     p = needs.x or needs.lora13_A or needs.norms
     dh = any((p, needs.w13, needs.b13, needs.lora13_B))
     wa = needs.w2 or needs.lora2_A or needs.norms

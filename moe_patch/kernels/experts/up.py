@@ -1,7 +1,7 @@
 """The up projection: h_n = W13_e x_t (+ b13_e) (+ B13_e u_n), a_n = act(h_n), in one kernel.
 
-x is gathered in the prologue and the activation evaluated in the epilogue from the rounded h, so
-that a recomputed in backward is the same bit for bit.
+The prologue gathers x. The epilogue evaluates the activation from the rounded h, so that backward
+recomputes a bit for bit.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def up(
     save_a: bool = True,
     into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """h and a of every row, in plan order.
+    """Compute h and a of every row, in plan order.
 
     Args:
         x_TD: hidden states, last axis contiguous.
         rows: the plan and its tile table for ``tile.m``.
         w_EHD, b_EH: up projection, any strides.
         glu: the activation.
-        tile: sizes; n counts gate and up columns together.
+        tile: tile sizes; n counts gate and up columns together.
         low_rank: (u_NR, B_EHR): adds B_e u_n to h.
-        save_h, save_a: which outputs to write; the other is an empty tensor.
-        into: what an earlier call over other experts of the plan returned; written on.
+        save_h, save_a: outputs to write; an output that is not written is empty.
+        into: result of an earlier call over other experts of the plan, to be filled in further.
     """
     N, D = rows.count, x_TD.shape[1]
     H = w_EHD.shape[1]
@@ -120,7 +120,8 @@ def _up_kernel(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         n = start + tl.arange(0, BM)
-        # Rows past the expert's end repeat its last row: no mask in the loop; none is stored.
+        # Rows past the expert's end repeat its last row and are never stored. This saves a mask in
+        # the loop.
         token = tl.load(row_ptr + tl.minimum(n, end - 1)) // K
         x_row = x_ptr + token.to(tl.int64)[:, None] * stride_x
         column, exists = pair_columns(column_tile, F, BN, GATED, INTERLEAVED)

@@ -1,1 +1,1 @@
-"""Hopper kernels in Gluon; each has the name of its portable twin in ``experts``."""
+"""Hopper kernels in Gluon; each has the name of its portable counterpart in ``experts``."""

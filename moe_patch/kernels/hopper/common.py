@@ -1,11 +1,13 @@
-"""What the warp-specialised Hopper kernels share, in Gluon: a producer, two consumers and a ring.
+"""Parts of the warp-specialised Hopper kernels, in Gluon: one producer, two consumers and a ring.
 
-A program takes tiles of BM rows by BN columns in turn. Its producer fills a ring of STAGES pairs of
-buffers, BK of the summed axis at a time, and runs ahead into the next tile while the consumers, 64
-rows each, still write theirs out.
+A program processes one tile of BM rows by BN columns after another. Its producer fills a ring of
+STAGES pairs of buffers, with BK elements of the summed axis in each. It runs ahead into the next
+tile while the consumers, with 64 rows each, still write their results.
 
-    ready[stage]   the bytes that TMA brings, and where cp.async gathers the left side 128 threads
-    empty[stage]   one arrival of each consumer
+Barriers of a stage:
+
+- ready: the bytes that TMA loads, and 128 threads if cp.async gathers the left side.
+- empty: one arrival from each consumer.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ from moe_patch.kernels.plan.row_tiles import Rows, depth_block
 from moe_patch.types import Glu
 
 BM, BN, BK, STAGES = 128, 256, 64, 4
-# Columns that leave the accumulator at a time, and the buffers of a consumer that they leave by.
+# Columns written from the accumulator at a time, and the number of output buffers per consumer.
 CHUNK, OUTS = 64, 2
-# A ragged descriptor clips at 2^30 rows; two leading axes shift the origin to any expert's end,
-# with 64-bit wrap-around in the first one's stride.
+# A ragged descriptor clips at 2^30 rows. Two leading axes shift its origin to the end of any
+# expert; the stride of the first one relies on 64-bit wrap-around.
 RAGGED_ROWS = 1 << 30
 RAGGED_WRAP = 1 << 34
 RAGGED_AXIS = 0x7FFF0000
 RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
-# The same for kernels, which read no plain values from outside.
+# The same values as constexpr, because kernels cannot read other globals.
 BM_C, BN_C, BK_C, HALF_C, STAGES_C = map(gl.constexpr, (BM, BN, BK, BM // 2, STAGES))
 CHUNK_C, OUTS_C, RAGGED_ROWS_C = map(gl.constexpr, (CHUNK, OUTS, RAGGED_ROWS))
 RANK2_C, RANK3_C, RANK4_C = map(gl.constexpr, (RANK2, RANK3, RANK4))
-# A consumer's accumulator, and a chunk of it.
+# Layouts of a consumer's accumulator and of one chunk of it.
 ACC, PART = (
     gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
     for columns in (BN, CHUNK)
@@ -54,7 +56,7 @@ ACC, PART = (
 
 
 class Ring(NamedTuple):
-    """Buffers of both sides and barriers of the stages, in shared memory: see :func:`make_ring`."""
+    """Buffers of both sides and barriers of all stages, in shared memory; see :func:`make_ring`."""
 
     left: Any
     right: Any
@@ -63,7 +65,7 @@ class Ring(NamedTuple):
 
 
 def copies_rows(*sides: Tensor) -> bool:
-    """Whether TMA and cp.async can copy rows: whole 16 bytes, from multiples of 16 bytes."""
+    """Return whether TMA and cp.async can copy rows: all sizes and addresses in 16-byte units."""
     for side in sides:
         (count, width), (step, unit) = side.shape, side.stride()
         if unit != 1 or step % 8 or width % 8 or count >= RAGGED_ROWS or side.data_ptr() % 16:
@@ -72,7 +74,7 @@ def copies_rows(*sides: Tensor) -> bool:
 
 
 def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
-    """Whether TMA can bring boxes of [E, out, in] weights whose ``axis`` has to be contiguous."""
+    """Return whether TMA can load boxes of [E, out, in] weights; ``axis`` must be contiguous."""
     for w in weights_EOI:
         strides = w.stride()
         if strides[axis] != 1 or strides[0] % 8 or strides[3 - axis] % 8:
@@ -89,13 +91,13 @@ def takes(
     low_rank: tuple[Tensor, Tensor] | None,
     axis: int = 2,
 ) -> bool:
-    """Return whether rows, weight and factor are in whole 16 bytes, and the tiles :data:`BM` high.
+    """Return whether rows, weight and factor are in 16-byte units and tiles have :data:`BM` rows.
 
     Args:
         rows: the plan and its tile table.
         sides: rows to be copied.
-        w_EOI, low_rank: the weight, and the low-rank term's rows and factor.
-        axis: of weight and factor, which has to be contiguous.
+        w_EOI, low_rank: the weight; rows and factor of the low-rank term.
+        axis: axis of weight and factor that must be contiguous.
     """
     weights = (w_EOI,)
     if low_rank is not None:
@@ -109,50 +111,50 @@ def takes(
 
 
 def rank_depth(low_rank: tuple[Tensor, Tensor] | None) -> int:
-    """How much of a stage's summed axis the low-rank product fills; 0 without one."""
+    """Return the depth of a stage that the low-rank product uses; 0 without one."""
     return 0 if low_rank is None else depth_block(low_rank[0].shape[1])
 
 
 def whole_box(base: Tensor, block: tuple[int, ...], layout: Any) -> Box:
-    """Boxes of a tensor as it lies."""
+    """Return a Box of a whole tensor in its own strides."""
     return Box(base, base.shape, base.stride(), block, layout)
 
 
 def ragged_box(
     rows: Tensor, block: tuple[int, int], width: int | None = None, first: int = 0
 ) -> Box:
-    """Rows whose loads and stores clip at any given row: see :data:`RAGGED_ROWS`.
+    """Return a Box of rows whose loads and stores clip at any row; see :data:`RAGGED_ROWS`.
 
     Args:
         rows: [N, O].
-        block: rows and columns that are copied at a time.
-        width, first: so many columns, from the first one on; it saves the host a slice.
+        block: rows and columns of one copy.
+        width, first: number of columns and the first one, which is cheaper than a slice.
     """
     return Box(rows, *_ragged(rows.stride(0), width or rows.shape[1], block), RANK4, first)
 
 
 @functools.cache
 def _ragged(stride: int, width: int, block: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
-    """The shape, strides and block of a ragged box."""
+    """Return the shape, strides and block of a ragged Box."""
     shape = (RAGGED_AXIS, RAGGED_AXIS, RAGGED_ROWS, width)
     return shape, (RAGGED_WRAP - stride, stride, stride, 1), (1, 1, *block)
 
 
 @functools.cache
 def constants(group: int, glu: Glu | None = None, fast: bool = False, **own: Any) -> Constants:
-    """A kernel's compile-time arguments: the group, the activation's if it has one, and ``own``."""
+    """Return a kernel's compile-time arguments: group, activation if any, and ``own``."""
     activation = {} if glu is None else glu_constants(glu, fast=fast)
     return Constants(**activation, **own, GROUP=group, num_warps=4, maxnreg=168)
 
 
 def programs(tiles: int, tensor: Tensor) -> int:
-    """Grid size: the multiprocessors, or fewer where there are fewer tiles."""
+    """Return the grid size: the number of multiprocessors, or of tiles if that is smaller."""
     return min(tiles, device_of(tensor).multiprocessors)
 
 
 @gluon.jit
 def claim(ring, step, BYTES: gl.constexpr):
-    """Producer: wait for the next stage of the ring and announce what TMA will bring into it."""
+    """Producer: wait for the next stage of the ring, and expect BYTES from TMA in it."""
     stage = step % STAGES_C
     mbarrier.wait(ring.empty.index(stage), ((step // STAGES_C) & 1) ^ 1)
     mbarrier.expect(ring.ready.index(stage), BYTES)
@@ -163,7 +165,7 @@ def claim(ring, step, BYTES: gl.constexpr):
 def load_box(
     descriptor, at, bar, buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr = RANK3_C
 ):  # fmt: skip
-    """Bring the box at ``at`` into a 2-D buffer, which has the same bytes in the same order."""
+    """Load the box at ``at`` into a 2-D buffer with the same bytes in the same order."""
     tma_load(descriptor, at, bar, seen_as(buffer, SHAPE, LAYOUT))
 
 
@@ -172,16 +174,16 @@ def sum_steps(
     acc, steps, step, half, ring,
     LEFT_T: gl.constexpr, RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, DEPTH: gl.constexpr = 0,
 ):  # fmt: skip
-    """Consumer: acc plus the products of the next ``steps`` stages; returns (acc, next step).
+    """Consumer: add the products of the next ``steps`` stages to acc; return (acc, next step).
 
-    DEPTH, where not 0, is how much of a stage's summed axis is there, for sides that do not have it
-    first on the left and first or last on the right.
+    If DEPTH is not 0, only the first DEPTH elements of a stage's summed axis are used. The summed
+    axis is then the last one on the left side, and the last (RIGHT_T) or first on the right.
     """
     for i in range(0, steps):
         stage = step % STAGES_C
         mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
         if GATHERED:
-            # cp.async wrote through the generic proxy, wgmma reads through the asynchronous one.
+            # cp.async writes through the generic proxy, but wgmma reads through the async proxy.
             fence_async_shared()
         left = ring.left.index(2 * stage + half)
         right = ring.right.index(stage)
@@ -206,7 +208,7 @@ def sum_both(
     acc, steps, low_steps, step, half, ring,
     RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: acc plus the product and, LOW_RANK deep at a stage, the low-rank one."""
+    """Consumer: add the product and the low-rank product, LOW_RANK deep per stage, to acc."""
     acc, step = sum_steps(acc, steps, step, half, ring, False, RIGHT_T, GATHERED)
     if LOW_RANK > 0:
         acc, step = sum_steps(acc, low_steps, step, half, ring, False, RIGHT_T, GATHERED, LOW_RANK)
@@ -215,7 +217,7 @@ def sum_both(
 
 @gluon.jit
 def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
-    """A quarter of the accumulator's columns, without leaving the registers."""
+    """Return a quarter of the accumulator's columns, without leaving registers."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     low, high = gl.split(acc.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1)))
@@ -230,7 +232,7 @@ def store_box(
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):  # fmt: skip
-    """Consumer: write a chunk out by TMA; PENDING earlier ones may still be leaving."""
+    """Consumer: store a chunk by TMA; up to PENDING earlier stores may still be in flight."""
     tma.store_wait(PENDING)
     if TRANSPOSED:
         buffer.permute((1, 0)).store(value)
@@ -244,7 +246,7 @@ def store_box(
 def make_ring(
     dtype: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ARRIVALS: gl.constexpr
 ):  # fmt: skip
-    """The buffers and barriers of a ring: two LEFT buffers and one RIGHT buffer a stage."""
+    """Allocate the buffers and barriers of a ring: per stage two LEFT buffers and one RIGHT."""
     left = gl.allocate_shared_memory(dtype, [2 * STAGES_C, LEFT[0], LEFT[1]], RANK2_C)
     right = gl.allocate_shared_memory(dtype, [STAGES_C, RIGHT[0], RIGHT[1]], RANK2_C)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES_C, 1], mbarrier.MBarrierLayout())
@@ -257,7 +259,7 @@ def make_ring(
 
 @gluon.jit
 def _call(function, first, rest):
-    # The sum of two tuples would have no compile-time strings in it.
+    # Concatenating the two tuples would lose compile-time strings.
     function(*first, *rest)
 
 
@@ -266,9 +268,9 @@ def specialise(
     consume, consumed, produce, produced,
     WARPS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Run two consumers, told apart by their first argument, and a producer of WARPS warps.
+    """Run two consumers, whose first argument is 0 or 1, and a producer of WARPS warps.
 
-    REGISTERS are those of a thread in the second consumer and in the producer.
+    REGISTERS holds the registers per thread of the second consumer and of the producer.
     """
     gl.warp_specialize(
         [

@@ -1,10 +1,12 @@
-"""The gradients through the activation on Hopper, in Gluon: a twin of experts/dh.py.
+"""Gradients through the activation on Hopper, in Gluon: the counterpart of experts/dh.py.
 
-One warpgroup produces: it gathers rows of dout by cp.async and brings W2 by TMA. h follows through
-the same ring (kernels/hopper/common.py), 64 columns of gate and up a stage, so that it is there
-when the product ends. Two warpgroups consume: they multiply 64 rows each and turn da' and h into
-dh, w·a and the partial sums. Gradients overwrite the h they came from in shared memory and leave
-from there by TMA, clipped at the expert's end; only then the stage is free.
+One warpgroup is the producer. It gathers rows of dout by cp.async and loads W2 by TMA. Then it
+loads h through the same ring (kernels/hopper/common.py), 64 columns of gate and up per stage. So h
+has arrived when the product ends.
+
+Two warpgroups are consumers. Each multiplies 64 rows and computes dh, w·a and the partial sums from
+da' and h. Gradients overwrite h in shared memory and are stored from there by TMA, clipped at the
+expert's end. Only then is the stage released.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def supported(
     glu: Glu,
     low_rank: tuple[Tensor, Tensor] | None,
 ) -> bool:
-    """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
+    """Return whether the kernel supports the operands: gate and up in halves, 16-byte units."""
     side_by_side = glu.gated and not glu.interleaved
     return side_by_side and takes(rows, (h_NH, dout_TD), w_EDF, low_rank)
 
@@ -79,14 +81,14 @@ def specialised_hidden_gradients(
     low_rank: tuple[Tensor, Tensor] | None,
     group: int,
 ) -> None:
-    """Writes the tensors of ``into``.
+    """Write the tensors of ``into``.
 
     Args:
         dout_TD, w_EDF, weights_TK, h_NH, glu, low_rank: see
             :func:`moe_patch.kernels.experts.dh.hidden_gradients`.
         rows: the plan and its tile table for :data:`BM`.
-        into: (dh_NH, wa_NF, partial_NC), where wa_NF may be empty and partial_NC has a column for
-            every :data:`BN` columns of a.
+        into: (dh_NH, wa_NF, partial_NC). wa_NF may be empty; partial_NC has one column for every
+            :data:`BN` columns of a.
         group: row tiles that share a pass over the columns.
     """
     dh_NH, wa_NF, partial_NC = into
@@ -115,7 +117,7 @@ def _boxes(w_EIO: Tensor) -> Box:
 
 @gluon.jit
 def _h_boxes(ring, stage, half):
-    """The buffers of gate and up of one consumer in a stage that carries h."""
+    """Return one consumer's buffers of gate and up in a stage that holds h."""
     SHAPE: gl.constexpr = [4, HALF_C, CHUNK_C]
     boxes = seen_as(ring.right.index(stage), SHAPE, RANK2_C)
     return boxes.index(half), boxes.index(2 + half)
@@ -135,7 +137,7 @@ def _produce(
         )
         column = column_tile * BN_C
         low, high = halves(start, end)
-        # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
+        # Pass strides in units of 8, so that the compiler can prove 16-byte alignment.
         step = gather_steps(
             dout_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8,
             start, end, width_8 * 8, weight, e, column, ring, steps, step, [1, BK_C, BN_C], RANK3_C,
@@ -154,7 +156,7 @@ def _produce(
                 at = [RAGGED_ROWS_C, end, clip, column + chunk * CHUNK_C]
                 load_box(h_gate, at, bar, gate, [1, 1, HALF_C, CHUNK_C], RANK4_C)
                 load_box(h_up, at, bar, up, [1, 1, HALF_C, CHUNK_C], RANK4_C)
-            # In place of the threads that gather in the other stages.
+            # Arrive for the 128 threads, which gather only in the other stages.
             mbarrier.arrive(bar, count=128)
             step += 1
 
@@ -191,7 +193,7 @@ def _consume(
             a = rounded(a, dtype, FAST)
             partial += gl.sum(da * a, axis=1)
             dgate, dup = glu_backward(gate, up, da * weight, *glu, FAST)
-            # By now the chunk before has left its buffers.
+            # Wait until the previous chunk is stored, then release its stage.
             tma.store_wait(0)
             if chunk > 0:
                 mbarrier.arrive(ring.empty.index((step + STAGES_C - 1) % STAGES_C), count=1)
@@ -220,7 +222,7 @@ def _specialised_dh_kernel(
     LIMIT: gl.constexpr, CLAMPED: gl.constexpr, FAST: gl.constexpr,
     LOW_RANK: gl.constexpr, WA: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns of a in turn."""
+    """Grid: the multiprocessors. Each program loops over tiles of BM rows x BN columns of a."""
     dtype: gl.constexpr = dout_ptr.dtype.element_ty
     ring = make_ring(dtype, (HALF_C, BK_C), (BK_C, BN_C), 129)
     wa_bufs = gl.allocate_shared_memory(dtype, [2, HALF_C, CHUNK_C], RANK2_C)

@@ -1,9 +1,9 @@
-"""Weight gradients on Hopper, in Gluon: the sum of :mod:`kernels.experts.dw`, warp-specialised.
+"""Weight gradients on Hopper, in Gluon: the warp-specialised counterpart of experts/dw.py.
 
-One warpgroup produces, two consume. The producer brings BK token rows of both sides into the ring
-(kernels/hopper/common.py): the side in plan order by TMA, whose ragged descriptor clips at the
-expert's end, and the gathered side by cp.async, row by row. Each consumer multiplies 64 of the left
-side's 128 columns by all 256 of the right.
+One warpgroup is the producer, two are consumers. The producer loads BK token rows of both sides
+into the ring (kernels/hopper/common.py). TMA loads the side in plan order, with a ragged descriptor
+that clips at the expert's end. The gathered side is loaded by cp.async, row by row. Each consumer
+multiplies 64 of the left side's 128 columns by all 256 columns of the right side.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from moe_patch.types import Plan
 def supported(
     left: Tensor, right: Tensor, like_EOI: Tensor, *, gather_left: bool, gather_right: bool
 ) -> bool:
-    """Whether this kernel takes the operands: one side gathered, whole 16 bytes."""
+    """Return whether the kernel supports the operands: one side gathered, 16-byte units."""
     return (
         available(left)
         and gather_left != gather_right
@@ -79,13 +79,13 @@ def specialised_outer_sum(
     gather_left: bool,
     group: int,
 ) -> Tensor:
-    """[E, O, I] like ``like_EOI``; see :func:`moe_patch.kernels.experts.dw.outer_sum`.
+    """Return the gradient [E, O, I]; see :func:`moe_patch.kernels.experts.dw.outer_sum`.
 
     Args:
-        left, right: [N, O] and [N, I] in plan order, one of them by token.
-        plan: where each row sits.
-        like_EOI: the weight whose gradient this is.
-        gather_left: the left side is by token; otherwise the right one is.
+        left, right: [N, O] and [N, I]; one side in plan order, the other one by token.
+        plan: the plan of the rows.
+        like_EOI: the weight that the gradient belongs to.
+        gather_left: the left side is given by token; otherwise the right side is.
         group: row tiles that share a pass over the columns.
     """
     E, O, I = like_EOI.shape
@@ -109,9 +109,9 @@ def specialised_outer_sum(
 
 @functools.cache
 def _laid(O: int, I: int) -> tuple[bool, int, int]:
-    """Return whether the gradient is made transposed, and its row and column tiles.
+    """Return whether the gradient is computed transposed, and its row and column tiles.
 
-    The tile is oblong: of the two ways to lay it, the one that covers less beyond the edges.
+    A tile is not square, so choose the orientation with less padding at the edges.
     """
     transposed = _covered(I, O) < _covered(O, I)
     rows, columns = (I, O) if transposed else (O, I)
@@ -124,7 +124,7 @@ def _covered(rows: int, columns: int) -> int:
 
 @gluon.jit
 def _tile(tile, row_tiles, columns, GROUP: gl.constexpr):
-    """(expert, row tile, column tile)."""
+    """Return (expert, row tile, column tile)."""
     e = tile // (row_tiles * columns)
     row_tile, column_tile = locate_tile(tile - e * (row_tiles * columns), row_tiles, columns, GROUP)
     return e, row_tile, column_tile
@@ -139,7 +139,7 @@ def _rows(row_ptr, n0, end):
 @gluon.jit
 def _gather(source, bufs, index, n, end, column, width, WIDE: gl.constexpr):
     column += gl.arange(0, WIDE, layout=gl.SliceLayout(0, COPY))
-    # Rows past the expert's end become zero: zero times a neighbour's Inf would be NaN.
+    # Zero the rows past the expert's end: zero times an Inf of the next expert would be NaN.
     mask = (n < end)[:, None] & (column < width)[None, :]
     load_rows(bufs.index(index), source + column[None, :], mask=mask)
 
@@ -149,7 +149,7 @@ def _step(
     n0, row, sorted_side, gathered_ptr, end, o, i, ring, step, width, stride,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Bring one step, if the expert has that many rows; returns the next step."""
+    """Load one step if the expert has that many rows; return the next step."""
     if n0 < end:
         stage = claim(ring, step, BK_C * (BN_C if GATHER_LEFT else BM_C) * 2)
         bar = ring.ready.index(stage)
@@ -178,14 +178,14 @@ def _produce(
     stride_8,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    # In units of 8, so that the compiler knows that rows keep the 16 bytes of a copy aligned.
+    # Sizes are passed in units of 8, so that the compiler can prove 16-byte alignment.
     width, stride = width_8 * 8, stride_8 * 8
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, row_tile, column_tile = _tile(tile, row_tiles, columns, GROUP)
         o, i = row_tile * BM_C, column_tile * BN_C
         end = gl.load(offsets_ptr + e + 1)
-        # Rows are looked up for four steps at once: one by one, that latency sets the pace.
+        # Load the row indices of four steps at once, to hide the latency of these loads.
         for n0 in range(gl.load(offsets_ptr + e), end, 4 * BK_C):
             row_0 = _rows(row_ptr, n0, end)
             row_1 = _rows(row_ptr, n0 + BK_C, end)
@@ -228,7 +228,7 @@ def _specialised_dw_kernel(
     stride_8,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the multiprocessors. Each program takes tiles of BM x BN in turn."""
+    """Grid: the multiprocessors. Each program loops over tiles of BM x BN."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
     ring = make_ring(dtype, (BK_C, HALF_C), (BK_C, BN_C), 129)
     out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)

@@ -1,4 +1,4 @@
-"""How the producers of the Hopper kernels gather rows: by cp.async, into a stage of the ring."""
+"""Gather rows in the producers of the Hopper kernels: by cp.async, into a stage of the ring."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy
 from moe_patch.kernels.hopper.common import BK_C, HALF_C, claim, load_box
 from moe_patch.kernels.hopper.gluon_names import load_rows
 
-# How the threads of a producer share a block of rows, 16 bytes a copy.
+# Layout of a producer's threads over a block of rows, with 16 bytes per copy.
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def halves(start, end):
-    """Plan positions of a tile's halves; past the expert's end its last one, which has a row."""
+    """Return the slots of both halves of a tile; past the expert's end, its last slot."""
     n = start + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, COPY))
     return gl.minimum(n, end - 1), gl.minimum(n + HALF_C, end - 1)
 
 
 @gluon.jit
 def rows_at(base, index, stride):
-    """Pointers to rows."""
+    """Return pointers to rows."""
     return base + index.to(gl.int64)[:, None] * stride
 
 
@@ -31,19 +31,21 @@ def gather_steps(
     source, low_row, high_row, stride, start, end, width, descriptor, e, column, ring, steps, step,
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Producer: the steps of a tile whose left rows cp.async gathers, 64 for each consumer.
+    """Producer: run all steps of a tile whose left rows are gathered, 64 for each consumer.
 
-    Rows past the expert's end, which are never stored, become zero, and nothing is read for them.
-    Most tiles have none, and do without the comparisons.
+    Rows past the expert's end are set to zero without being read, and are never stored. Most tiles
+    have no such rows and skip the comparisons.
 
     Args:
-        source, stride: where the rows are; multiples of 16 bytes to the compiler's knowledge.
-        low_row, high_row: which they are, of the upper and the lower half of the tile.
-        start, end: the tile's first plan position and its expert's end.
-        descriptor: of the right side, at [e, 0, column, k] or, of rank 3, at [e, k, column].
+        source, stride: base and stride of the rows, which the compiler must know to be multiples of
+            16 bytes.
+        low_row, high_row: row indices of the first and the second half of the tile.
+        start, end: first slot of the tile, and end of its expert's slots.
+        descriptor: descriptor of the right side, loaded at [e, 0, column, k], or at [e, k, column]
+            if its rank is 3.
 
     Returns:
-        the next step.
+        The next step.
     """
     n = start + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, COPY))
     low_at, high_at = rows_at(source, low_row, stride), rows_at(source, high_row, stride)

@@ -1,4 +1,4 @@
-"""Functions of Gluon under one name: Triton 3.8 and 3.9 gave some of them another."""
+"""Gluon functions under one name each; Triton 3.8 and 3.9 renamed some of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The twin of experts/linear.py on Hopper, in Gluon: the down projection and the gradient of x.
+"""Down projection and gradient of x on Hopper, in Gluon: the counterpart of experts/linear.py.
 
-One warp produces, everything by TMA; two warpgroups multiply 64 rows each by 256 columns and write
-them out in four chunks, clipped at the expert's end, while the producer is in the next tile.
+The producer is one warp and loads everything by TMA. Two warpgroups are consumers: each multiplies
+64 rows by 256 columns and stores them in four chunks, clipped at the expert's end. Meanwhile the
+producer works on the next tile.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from moe_patch.kernels.plan.row_tiles import Rows
 def supported(
     inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
-    """Whether this kernel takes the operands: all in whole 16 bytes, factor and weight alike."""
+    """Return whether the kernel supports the operands: 16-byte units, factor laid like weight."""
     axis = 2 if w_EOI.stride(2) == 1 else 1
     return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axis)
 
@@ -67,7 +68,7 @@ def specialised_grouped_linear(
     low_rank: tuple[Tensor, Tensor] | None,
     group: int,
 ) -> None:
-    """Writes out_NO; see :func:`moe_patch.kernels.experts.linear.grouped_linear`.
+    """Write out_NO; see :func:`moe_patch.kernels.experts.linear.grouped_linear`.
 
     Args:
         group: row tiles that share a pass over the columns.
@@ -126,7 +127,7 @@ def _produce(
 
 @gluon.jit
 def _step(rows, weight, e, start, column, k0, ring, step, DEPTH_LAST: gl.constexpr):
-    """Bring one step's boxes. Rows past the expert's end are its neighbour's, and never stored."""
+    """Load one step. Rows past the expert's end belong to the next expert and are never stored."""
     stage = claim(ring, step, (BM_C + BN_C) * BK_C * 2)
     bar = ring.ready.index(stage)
     if DEPTH_LAST:
@@ -173,7 +174,7 @@ def _specialised_rows_kernel(
     M, columns, O, I, R, stride_be, stride_bo,
     DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns in turn."""
+    """Grid: the multiprocessors. Each program loops over tiles of BM rows x BN columns."""
     dtype: gl.constexpr = out.dtype
     RIGHT: gl.constexpr = (BN_C, BK_C) if DEPTH_LAST else (BK_C, BN_C)
     ring = make_ring(dtype, (HALF_C, BK_C), RIGHT, 1)

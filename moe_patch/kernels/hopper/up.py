@@ -1,8 +1,9 @@
-"""The twin of experts/up.py on Hopper, in Gluon: gather, product and gated activation in one.
+"""Gather, up projection and gated activation on Hopper, in Gluon: the counterpart of experts/up.py.
 
-One warpgroup produces: it gathers rows of x by cp.async and brings gate and up columns of W13 as
-the two halves of one box by TMA. Two warpgroups multiply 64 rows each and write h and a in chunks,
-clipped at the expert's end, while the producer is in the next tile.
+One warpgroup is the producer. It gathers rows of x by cp.async, and loads gate and up columns of
+W13 by TMA as the two halves of one box. Two warpgroups are consumers: each multiplies 64 rows and
+stores h and a in chunks, clipped at the expert's end. Meanwhile the producer works on the next
+tile.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from moe_patch.types import Glu
 def supported(
     x_TD: Tensor, rows: Rows, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
-    """Whether this kernel takes the operands: gate and up side by side, whole 16 bytes."""
+    """Return whether the kernel supports the operands: gate and up in halves, 16-byte units."""
     return (
         glu.gated
         and not glu.interleaved
@@ -73,7 +74,7 @@ def specialised_up(
     low_rank: tuple[Tensor, Tensor] | None,
     group: int,
 ) -> None:
-    """Writes h_NH and a_NF, where they are not empty; see :func:`moe_patch.kernels.experts.up.up`.
+    """Write h_NH and a_NF unless they are empty; see :func:`moe_patch.kernels.experts.up.up`.
 
     Args:
         group: row tiles that share a pass over the columns.
@@ -103,7 +104,7 @@ def specialised_up(
 
 
 def _halves(w_EHI: Tensor) -> Box:
-    """Boxes with as many columns of gate as of up."""
+    """Return a Box whose blocks have as many columns of gate as of up."""
     E, H, I = w_EHI.shape
     stride_e, stride_h, stride_i = w_EHI.stride()
     strides = (stride_e, H // 2 * stride_h, stride_h, stride_i)
@@ -124,7 +125,7 @@ def _produce(
         )
         f = column_tile * (BN_C // 2)
         low, high = halves(start, end)
-        # Strides in units of 8, so that the compiler knows that copies of 16 bytes are aligned.
+        # Pass strides in units of 8, so that the compiler can prove 16-byte alignment.
         step = gather_steps(
             x_ptr, gl.load(row_ptr + low) // K, gl.load(row_ptr + high) // K, stride_8 * 8, start,
             end, width_8 * 8, weight, e, f, ring, steps, step, [1, 2, BN_C // 2, BK_C], RANK4_C,
@@ -201,7 +202,7 @@ def _specialised_up_kernel(
     LOW_RANK: gl.constexpr, BIASED: gl.constexpr, SAVE_H: gl.constexpr, SAVE_A: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Grid: the multiprocessors. Each program takes tiles of BM rows x BN columns of h in turn."""
+    """Grid: the multiprocessors. Each program loops over tiles of BM rows x BN columns of h."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     ring = make_ring(dtype, (HALF_C, BK_C), (BN_C, BK_C), 129)
     out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)

@@ -1,7 +1,7 @@
-"""Packed experts as plain ones: a few of them at a time, into a buffer that the next ones reuse.
+"""Dequantise packed experts into a buffer, a few at a time.
 
-Only experts that own rows are read and written. Products and sums are rounded one by one, as torch
-and bitsandbytes round them, so that the weights are theirs bit for bit.
+Only experts with rows are read and written. Every product and sum is rounded separately, as in
+torch and bitsandbytes, so the weights are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.packed.e4m3 import e4m3_value
 
-# Blocks of 64 values a program decodes, and of 32.
+# Blocks per program: of 64 values for NF4, of 32 values for MXFP4.
 _BLOCKS = 128
 _MX_BLOCKS = 256
 _ROWS = 64
 _SCALES = 1024
-# Triton has no e4m3 below this capability: there its bytes are taken apart.
+# Triton has no e4m3 below this capability; its bytes are then decoded as integers.
 _E4M3 = (8, 9)
 
 
 def dequantize_into(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
-    """Write experts ``first``, ``first + 1``, .. of a packed weight, where they own rows.
+    """Dequantise the experts from ``first`` on into a buffer; experts without rows are skipped.
 
     Args:
-        buffer: [count, rows, columns], contiguous, as the weight is stored.
-        w: the packed weight; its dtype is not looked at.
-        offsets_S: the plan's offsets, over all experts.
-        first: the expert that goes to the buffer's first place.
+        buffer: [count, rows, columns], contiguous, in the weight's storage order.
+        w: the packed weight; its dtype is ignored.
+        offsets_S: offsets of the plan, over all experts.
+        first: the expert that is written to the first place of the buffer.
     """
     _LAUNCHES[w.storage](buffer, w, offsets_S, first)
 
@@ -83,11 +83,13 @@ _LAUNCHES: dict[str, Callable[[Tensor, PackedWeight, Tensor, int], None]] = {
 
 
 def decoded_scales(w: PackedWeight, offsets_S: Tensor) -> Tensor:
-    """fp32 scales of NF4, [E, rows, columns / 64] as stored; those of experts without rows are not.
+    """Decode the fp32 scales of NF4, [E, rows, columns / 64] in storage order.
+
+    The scales of experts without rows are left uninitialised.
 
     Args:
         w: the packed weight.
-        offsets_S: the plan's offsets.
+        offsets_S: offsets of the plan.
     """
     E, rows, columns = w.stored_shape
     absmax, nested_absmax, code, offset, _ = w.scales
@@ -107,7 +109,7 @@ def _scales_kernel(
     absmax_ptr, nested_ptr, code_ptr, offset_ptr, out_ptr, offsets_ptr, blocks,
     NESTED: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (E, cdiv(blocks, SCALES)): SCALES scales of one expert."""
+    """Grid (E, cdiv(blocks, SCALES)): SCALES scales of one expert per program."""
     e = tl.program_id(0)
     if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
         inside = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
@@ -132,7 +134,7 @@ def _nf4_kernel(
     first, blocks,
     NESTED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 64 values of one expert."""
+    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 64 values of one expert per program."""
     e = first + tl.program_id(0)
     if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
         inside = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -157,7 +159,7 @@ def _nf4_kernel(
 
 @triton.jit
 def _e2m1(index):
-    """fp32 of the 16 values: the fp16 of the same bits, but for the exponent's bias."""
+    """Convert e2m1 to fp32: shift the bits to fp16 and correct the exponent bias."""
     bits = ((index & 8).to(tl.uint16) << 12) | ((index & 7).to(tl.uint16) << 9)
     return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
@@ -166,14 +168,14 @@ def _e2m1(index):
 def _mxfp4_kernel(
     packed_ptr, scale_ptr, out_ptr, offsets_ptr, first, blocks, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 32 values of one expert."""
+    """Grid (count, cdiv(blocks, BLOCKS)): BLOCKS runs of 32 values of one expert per program."""
     e = first + tl.program_id(0)
     if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
         inside = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         exists = inside < blocks
         block = e.to(tl.int64) * blocks + inside
         exponent = tl.load(scale_ptr + block, mask=exists, other=0).to(tl.int32)
-        # A scale is the exponent of a power of two; 0 is that of the first subnormal one.
+        # A scale is the exponent of a power of two; 0 means 2^-127, which is subnormal in fp32.
         scale = tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
         byte = tl.load(
             packed_ptr + block[:, None] * 16 + tl.arange(0, 16)[None, :],
@@ -195,7 +197,7 @@ def _fp8_kernel(
     values_ptr, scales_ptr, out_ptr, offsets_ptr, first, rows, columns, block_rows, block_columns,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, IN_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (count, cdiv(rows, ROWS), cdiv(columns, BLOCK)): a part of one expert's block."""
+    """Grid (count, cdiv(rows, ROWS), cdiv(columns, BLOCK)): ROWS x BLOCK values per program."""
     e = first + tl.program_id(0)
     if tl.load(offsets_ptr + e) < tl.load(offsets_ptr + e + 1):
         row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -1,9 +1,9 @@
-"""The values of FP8 e4m3 in a kernel, from their bytes.
+"""Decode FP8 e4m3 from bytes inside a kernel.
 
-Bytes, not Triton's own type, whose tensors it converts in a layout of its own: where the value is
-an operand of Hopper's matrix instruction, it then moves a whole step at once into the operand's
-registers, among them those that products in flight still read (triton 3.6; found by
-tools/wgmma_operands.py). What inline assembly makes is in place from the start.
+The kernels use bytes rather than Triton's e4m3 type, whose conversion happens in another layout. If
+the value is an operand of Hopper's matrix instruction, Triton then moves a whole step at once into
+the operand's registers. Products in flight may still read some of these (triton 3.6; found by
+tools/wgmma_operands.py). The results of inline assembly are in the right registers from the start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Two bytes in each half of $4: the low ones to $0 and $1, the high ones to $2 and $3.
+# $4 holds two pairs of bytes. Their low bytes go to $0 and $1, their high bytes to $2 and $3.
 _ASSEMBLY: tl.constexpr = tl.constexpr(
     """{
 .reg .b16 first, second, a, b, c, d;
@@ -31,7 +31,7 @@ cvt.f32.f16 $3, d;
 
 @triton.jit
 def e4m3_value(byte):
-    """fp32 of e4m3 given as bytes: the fp16 of the same bits, but for the exponent's bias."""
+    """Convert e4m3 bytes to fp32: shift the bits to fp16 and correct the exponent bias."""
     bits = byte.to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -40,7 +40,7 @@ def e4m3_value(byte):
 
 @triton.jit
 def e4m3_pair(pair, FAST: tl.constexpr):
-    """fp32 of the low and of the high byte of int16; FAST from compute capability 8.9 on."""
+    """Decode the low and the high byte of int16 to fp32; FAST needs compute capability 8.9."""
     if FAST:
         return tl.inline_asm_elementwise(
             _ASSEMBLY, "=f,=f,=f,=f,r", [pair], dtype=(tl.float32, tl.float32), is_pure=True, pack=2

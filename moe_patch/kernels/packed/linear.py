@@ -1,9 +1,9 @@
-"""Grouped product of rows with packed weights, decoded in front of the product that uses them.
+"""Grouped product of rows with packed weights, which the kernel decodes in front of each product.
 
-The product is transposed, outᵀ = W inᵀ: the weight is the operand that the matrix instruction takes
-from registers, where it was decoded, and it serves a tile of 256 rows at once. It moves fewer bytes
-than decoding into a buffer (:mod:`moe_patch.kernels.packed.parts`), and decodes once per tile of
-rows: the better way while an expert has few of them.
+The product is transposed, outᵀ = W inᵀ. The weight is decoded in registers, from which the matrix
+instruction reads it, and is used for a tile of 256 rows at once. This moves fewer bytes than
+decoding into a buffer (:mod:`moe_patch.kernels.packed.parts`), but decodes again for each row tile.
+So it is faster if experts have few rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moe_patch.kernels.packed.e4m3 import e4m3_pair
 from moe_patch.kernels.packed.nf4_levels import nf4_levels
 from moe_patch.kernels.plan.row_tiles import Rows, depth_block
 
-# Rows of an average expert up to which an H100 was faster this way than through the buffer, by
-# storage: of two models NF4 won on both at 256 and on one at 384, FP8 on both at 512
+# Mean rows per expert up to which this kernel beats the buffer, by storage. Measured on an H100
+# with two models: NF4 was faster on both at 256 and on one at 384, FP8 on both at 512
 # (docs/quantisation.md).
 _MOST_ROWS = {"nf4": 320, "fp8": 512}
 _FEW_ROWS = 32
@@ -37,15 +37,15 @@ _FEW_TILE = Tile(64, 128, 64, 8, 4)
 
 
 def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int) -> Tile | None:
-    """The tile of :func:`packed_linear`, or None where decoding into a buffer is the better way.
+    """Return the tile of :func:`packed_linear`, or None if decoding into a buffer is better.
 
     Args:
         w: the packed weight; mxfp4 is always decoded into a buffer.
-        dtype: of the rows.
-        device: where it runs; only Hopper's matrix instructions take an operand from registers, and
-            only of a Triton that was looked at is it known that it leaves those registers alone
-            while they are read (tools/wgmma_operands.py).
-        rows: of all experts.
+        dtype: dtype of the rows.
+        device: the device. Only Hopper's matrix instructions take an operand from registers. Triton
+            must also be tested not to overwrite registers that are still read
+            (tools/wgmma_operands.py).
+        rows: number of rows of all experts.
     """
     mean = rows / w.shape[0]
     aligned = all(size % 64 == 0 for size in w.shape[1:]) and w.packed.data_ptr() % 16 == 0
@@ -66,15 +66,15 @@ def packed_linear(
     low_rank: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[N, out] in plan order: W_e in_n (+ b_e) (+ L_e u_n).
+    """Compute out_n = W_e in_n (+ b_e) (+ L_e u_n), [N, out] in plan order.
 
     Args:
-        inputs: [N, in] in plan order, contiguous, rows of whole 16 bytes.
+        inputs: [N, in] in plan order, contiguous; a row is a multiple of 16 bytes.
         rows: the plan and its tile table for ``tile.m``.
         w, b_EO: weight, packed along either axis, and optional bias.
-        tile: m rows, n columns of out, k of depth; n and k are multiples of 64.
+        tile: m rows, n columns of out and depth k; n and k are multiples of 64.
         low_rank: (u_NR, L_EOR): adds L_e u_n.
-        dtype: of the result; that of ``inputs`` by default.
+        dtype: dtype of the result; by default that of ``inputs``.
     """
     E, O, I = w.shape
     out_NO = inputs.new_empty(rows.count, O, dtype=dtype)
@@ -112,7 +112,7 @@ def _constants(
 
 
 def _weight_box(w: PackedWeight, tile: Tile) -> Box:
-    """Of two values each: NF4 has them in a byte, FP8 in two."""
+    """Return a Box of pairs of values: one byte for NF4, two bytes for FP8."""
     pairs = w.packed if w.storage == "nf4" else w.packed.view(torch.int16)
     block = (1, tile.k, tile.n // 2) if w.transposed else (1, tile.n, tile.k // 2)
     return Box(pairs, pairs.shape, pairs.stride(), block)
@@ -127,7 +127,7 @@ def _packed_rows_kernel(
     LOW_RANK: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Grid: persistent. One tile: BM rows by BN columns of out, half of them where they suffice."""
+    """Grid: persistent. One tile: BM rows by BN columns of out; BM / 2 rows if that is enough."""
     row_tiles = tl.load(table_ptr)
     for tile in range(tl.program_id(0), row_tiles * columns, tl.num_programs(0)):
         row_tile, column_tile = locate_tile(tile, row_tiles, columns, GROUP)
@@ -201,9 +201,9 @@ def _weight(
     ALONG_DEPTH: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BN, BK] of one expert's weight, from pairs of values along what is stored as columns.
+    """Decode a tile [BN, BK] of one expert's weight to fp32, from pairs along the stored columns.
 
-    NF4 has a scale for each 64 columns, FP8 one for BLOCK x BLOCK.
+    NF4 has one scale per 64 columns, FP8 one per BLOCK x BLOCK.
     """
     ROWS: tl.constexpr = BN if ALONG_DEPTH else BK
     COLUMNS: tl.constexpr = BK if ALONG_DEPTH else BN

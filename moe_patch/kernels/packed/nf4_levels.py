@@ -1,4 +1,4 @@
-"""The 16 levels of NF4 in a kernel: from memory, or on a GPU out of the lanes of a warp."""
+"""Look up the 16 levels of NF4 in a kernel: in memory, or on CUDA in the lanes of a warp."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_patch.formats import nf4
 
 
 def _lane_level() -> list[str]:
-    """PTX for the level that this lane holds, by the four bits of its place: the same in a loop."""
+    """Return PTX that selects this lane's level by four bits of its index; loop-invariant."""
     lines = [".reg .u32 lane, bit;", ".reg .pred p<4>;", "mov.u32 lane, %laneid;"]
     for bit in range(4):
         lines += [f"and.b32 bit, lane, {1 << bit};", f"setp.ne.u32 p{bit}, bit, 0;"]
@@ -28,10 +28,10 @@ def _lane_level() -> list[str]:
 
 
 def _assembly() -> str:
-    """PTX for four bytes in $8: levels of the high halves to $0..$3, of the low ones to $4..$7.
+    """Return PTX for four bytes in $8: levels of high nibbles to $0..$3, of low nibbles to $4..$7.
 
-    A lane is asked for by the lower four bits of an index, where lanes stay among their 16
-    (0x101f): what else a shifted word holds does no harm.
+    The shuffle uses only the lower four bits of an index, within groups of 16 lanes (0x101f). The
+    other bits of the shifted word do not matter.
     """
     lines = [*_lane_level(), ".reg .u32 index;"]
     for byte in range(4):
@@ -48,9 +48,9 @@ _ASSEMBLY: tl.constexpr = tl.constexpr(_assembly())
 
 @triton.jit
 def nf4_levels(byte, levels_ptr, FAST: tl.constexpr):
-    """fp32 levels of the high and of the low half of each byte.
+    """Return the fp32 levels of the high and the low nibble of each byte.
 
-    FAST needs a GPU of CUDA, and all lanes of a warp at one place.
+    FAST needs CUDA, and all lanes of a warp active.
     """
     if FAST:
         return tl.inline_asm_elementwise(

@@ -1,9 +1,9 @@
-"""The experts that one launch of a grouped GEMM covers: all of them, or some that are dequantised.
+"""Parts of the experts: a grouped GEMM runs over all experts, or over some that are dequantised.
 
-Packed experts are dequantised some at a time into one buffer, which the next ones reuse, and the
-same kernels run over the rows of each part: halves of the experts where that is a small buffer,
-else quarters. The decoding runs at the speed of the memory. Where an expert has few rows, Hopper
-cards decode inside the GEMM instead: kernels/packed/linear.py.
+Packed experts are dequantised some at a time into one buffer, which the next part reuses. The same
+kernels run over the rows of each part. A part is half of the experts if that buffer is small, and
+a quarter otherwise. Decoding is limited by memory bandwidth. If experts have few rows, Hopper cards
+decode inside the GEMM instead (kernels/packed/linear.py).
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from moe_patch.kernels.common.device import cdiv
 from moe_patch.kernels.packed.dequant import dequantize_into
 from moe_patch.kernels.plan.row_tiles import Rows, RowTiles
 
-# The products with the experts' weights; the thin ones have factors instead.
+# Products with expert weights; the thin products use low-rank factors instead.
 PACKED_OPS = ("up", "down", "dh", "dx")
-# Fewer parts have fewer launches and partly filled waves: half where that is at most so many bytes.
+# Fewer parts mean fewer launches and fewer partial waves. Use the fewest parts if the buffer is at
+# most _SMALL_BUFFER bytes.
 _FEWEST, _MOST = 2, 4
 _SMALL_BUFFER = 512 << 20
-# Offsets of a part start at a multiple of 16 bytes: one compiled kernel serves every part.
+# Offsets of every part start at a multiple of 16 bytes, so all parts use one compiled kernel.
 _ALIGNED = 4
 
 
 class Part(NamedTuple):
-    """Some experts of a plan.
+    """A range of experts of a plan.
 
     Attributes:
-        w_EOI: their weight, [count, out, in].
-        tiles: their rows.
-        first: the first of them.
+        w_EOI: weight of these experts, [count, out, in].
+        tiles: rows of these experts.
+        first: the first expert.
     """
 
     w_EOI: Tensor
@@ -42,15 +43,15 @@ class Part(NamedTuple):
     first: int = 0
 
     def rows(self, block_m: int) -> Rows:
-        """Their rows in tiles; expert ids in the table count from ``first``."""
+        """Return the rows of this part in tiles; expert ids in the table count from ``first``."""
         return self.tiles.rows(block_m)
 
     def own(self, per_expert: Tensor | None) -> Tensor | None:
-        """Their slice of a tensor over all experts."""
+        """Slice a per-expert tensor to the experts of this part."""
         return None if per_expert is None else self._slice(per_expert)
 
     def low_rank(self, pair: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
-        """Rank-sized rows, which are all experts' own, and their slice of the factor."""
+        """Return the low-rank rows unchanged, and the factor sliced to the experts of this part."""
         return None if pair is None else (pair[0], self._slice(pair[1]))
 
     def _slice(self, per_expert: Tensor) -> Tensor:
@@ -61,14 +62,14 @@ class Part(NamedTuple):
 
 
 class PackedParts:
-    """The parts of one call and their tile tables, which its products share."""
+    """Parts of one call with their tile tables, which all its products share."""
 
     def __init__(self, tiles: RowTiles, dtype: torch.dtype) -> None:
         self.plan, self.dtype, self.experts = tiles.plan, dtype, tiles.num_experts
         self._tiles: dict[int, dict[int, RowTiles]] = {}
 
     def size_for(self, rows: int, columns: int) -> int:
-        """How many experts of rows x columns go into the buffer at a time."""
+        """Return how many experts of rows x columns the buffer holds at a time."""
         halves = self._divided(_FEWEST)
         small = halves * rows * columns * self.dtype.itemsize <= _SMALL_BUFFER
         return halves if small else self._divided(_MOST)
@@ -77,7 +78,7 @@ class PackedParts:
         return min(self.experts, cdiv(self.experts, parts * _ALIGNED) * _ALIGNED)
 
     def tiles(self, size: int) -> dict[int, RowTiles]:
-        """The rows of each part of ``size`` experts, by its first expert; made once."""
+        """Return the rows of each part of ``size`` experts, by its first expert; built once."""
         if size not in self._tiles:
             offsets_S = self.plan.offsets_S
             self._tiles[size] = {
@@ -87,7 +88,7 @@ class PackedParts:
         return self._tiles[size]
 
     def parts(self, w: PackedWeight) -> Iterator[Part]:
-        """Each part's weight is valid until the next part is asked for."""
+        """Yield the parts; the weight of a part is valid until the next one is requested."""
         _, rows, columns = w.stored_shape
         size = self.size_for(rows, columns)
         buffer = torch.empty(size, rows, columns, dtype=self.dtype, device=w.device)

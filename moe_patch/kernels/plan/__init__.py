@@ -1,1 +1,1 @@
-"""The alignment of tokens to experts."""
+"""The plan: rows sorted by expert."""

@@ -1,4 +1,4 @@
-"""The kernels of the plan; plan.py says how they fit together."""
+"""Kernels of the plan; plan.py describes how they fit together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def _expert_of_rows(ids_ptr, n, N, E):
-    """The expert of each row, E for an empty slot or a row past the last."""
+    """Return the expert of each row; E for an empty slot or a row past the last."""
     expert = tl.load(ids_ptr + n, mask=n < N, other=0)
     return tl.where((n < N) & (expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["N", "tiles"])
 def count_kernel(ids_ptr, below_ptr, N, tiles, E, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Grid (tiles,): counts the tile's BLOCK rows."""
+    """Grid (tiles,): count the experts of one tile of BLOCK rows per program."""
     tile = tl.program_id(0)
     expert = _expert_of_rows(ids_ptr, tile * BLOCK + tl.arange(0, BLOCK), N, E)
     e = tl.arange(0, BINS)
@@ -27,7 +27,7 @@ def count_kernel(ids_ptr, below_ptr, N, tiles, E, BLOCK: tl.constexpr, BINS: tl.
 def prefix_kernel(
     below_ptr, shift_ptr, offsets_ptr, tiles, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Grid (cdiv(E, EXPERTS),): each expert's offset, and its counts' prefix over the tiles."""
+    """Grid (cdiv(E, EXPERTS),): offset of each expert, and prefix sums of its counts over tiles."""
     lane = tl.arange(0, CHUNK)
     for i in range(0, EXPERTS):
         e = tl.program_id(0) * EXPERTS + i
@@ -54,7 +54,7 @@ def prefix_kernel(
 
 @triton.jit
 def _store_tiles(table_ptr, count, below, e, N, E, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """The tile table of experts ``e`` with ``count`` rows each, from N <= BLOCK rows in all."""
+    """Write the tile table for experts ``e`` with ``count`` rows each, N <= BLOCK rows in all."""
     tiles = tl.where(e < E, (count + BLOCK_M - 1) // BLOCK_M, 0)
     first = tl.cumsum(tiles, axis=0) - tiles
     used = tl.sum(tiles, axis=0)
@@ -77,8 +77,8 @@ def place_kernel(
 ):  # fmt: skip
     """Grid (tiles,): sort the tile's rows by (expert, row); slot = rank + the expert's shift.
 
-    With SINGLE there is one tile: the rank is the slot, and the tile gives the offsets and, where
-    BLOCK_M is not 0, the table.
+    With SINGLE there is one tile, and the rank is the slot. The program then also writes the
+    offsets and, if BLOCK_M is not 0, the tile table.
     """
     tile = tl.program_id(0)
     i = tl.arange(0, BLOCK)
@@ -115,7 +115,7 @@ def tiles_kernel(
     EXPERTS_P2: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (E + 1,): program e writes expert e's tiles; the last one the count and the unused."""
+    """Grid (E + 1,): program e writes expert e's tiles; the last, the count and unused tiles."""
     e = tl.program_id(0)
     lane = tl.arange(0, EXPERTS_P2)
     start = tl.load(offsets_ptr + lane, mask=lane < E, other=0)
@@ -139,7 +139,7 @@ def tiles_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def grouped_kernel(row_ptr, weights_ptr, token_ptr, weight_ptr, N, K, BLOCK: tl.constexpr):
-    """Grid (cdiv(N, BLOCK),): token and weight of each sorted slot."""
+    """Grid (cdiv(N, BLOCK),): token and weight of each slot."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + n, mask=n < N, other=-1)
     weight = tl.load(weights_ptr + row, mask=row >= 0, other=0.0).to(tl.float32)

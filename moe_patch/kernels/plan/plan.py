@@ -1,15 +1,17 @@
-"""The deterministic alignment of rows to experts: a counting sort by (expert, row), in Triton.
+"""Deterministic sort of rows by expert: a counting sort by (expert, row), in Triton.
 
     count_kernel    ids_N -> below_ST      rows of tile t whose expert is below e, e = 0 .. E
-    prefix_kernel   below_ST -> shift_ET   what to add to a row's rank inside its tile; offsets_S
+    prefix_kernel   below_ST -> shift_ET   slot minus rank inside the tile; offsets_S
     place_kernel    ids_N, shift_ET -> slot_of_TK, row_of_N
     tiles_kernel    offsets_S -> the tile table of the grouped GEMMs (see :func:`tile_table`)
 
-Rows that fit one tile need place_kernel only, which then also gives the offsets and the table.
-Summed over the tiles, below_ST[e] is where expert e starts: no pass over the experts is needed.
-Inside a tile the rank comes from sorting keys that carry the row in their low bits, which is
-stable. Integer arithmetic only, and no host sync; every size on the host is an upper bound. The
-result does not depend on the block sizes: it is the stable sort, bit for bit.
+If all rows fit into one tile, only place_kernel runs; it then also writes the offsets and the
+table. The sum of below_ST[e] over the tiles is the offset of expert e, so no pass over the experts
+is needed. Inside a tile, the rank comes from sorting keys with the row in their low bits, which
+makes the sort stable.
+
+All arithmetic is on integers, and nothing synchronises with the host: sizes on the host are upper
+bounds. The result does not depend on the block sizes; it is the stable sort, bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from moe_patch.kernels.plan.kernels import (
 )
 from moe_patch.types import Plan
 
-# Rows per program: a sorting network's depth grows with the block, the table of counts shrinks.
+# Rows per program. A larger block makes the sorting network deeper but the table of counts smaller.
 ROW_BLOCK = 512
 EXPERT_BLOCK = 1
 
@@ -43,12 +45,12 @@ _launch_grouped = Launcher(grouped_kernel)
 
 
 class Grouped(NamedTuple):
-    """Rows grouped by expert, in token order inside a group.
+    """Rows grouped by expert, in token order within a group.
 
     Attributes:
-        token_N: int32 token of each sorted slot, -1 past the last valid row.
+        token_N: int32 token of each slot, -1 past the last valid row.
         weight_N: fp32 routing weight of each slot, 0 past the last valid row.
-        counts_E: int32 rows per expert.
+        counts_E: int32 number of rows per expert.
     """
 
     token_N: Tensor
@@ -57,20 +59,20 @@ class Grouped(NamedTuple):
 
 
 def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
-    """Align rows to experts: the stable sort of rows n = t*K + k by (expert, n).
+    """Sort rows n = t*K + k by expert: a stable sort by (expert, n).
 
     Args:
         ids_TK: expert ids of any integer dtype; outside [0, num_experts) means an empty slot.
         num_experts: E.
 
     Returns:
-        Plan, int32, equal bit for bit to ``moe_patch.ops.experts.definition.build_plan``.
+        Plan, int32, bit for bit equal to that of ``moe_patch.ops.experts.definition.build_plan``.
     """
     return build_plan_blocked(ids_TK, num_experts, row_block=ROW_BLOCK, expert_block=EXPERT_BLOCK)
 
 
 def plan_and_tiles(ids_TK: Tensor, num_experts: int, block_m: int) -> tuple[Plan, Tensor]:
-    """:func:`build_plan` and its :func:`tile_table`: one launch for at most ROW_BLOCK rows."""
+    """Build the plan and its :func:`tile_table`, in one launch for at most ROW_BLOCK rows."""
     N = ids_TK.numel()
     if not 0 < N <= ROW_BLOCK:
         plan = build_plan(ids_TK, num_experts)
@@ -83,12 +85,12 @@ def plan_and_tiles(ids_TK: Tensor, num_experts: int, block_m: int) -> tuple[Plan
 def build_plan_blocked(
     ids_TK: Tensor, num_experts: int, *, row_block: int, expert_block: int
 ) -> Plan:
-    """:func:`build_plan` with its block sizes given; they change the grid, never the result.
+    """Run :func:`build_plan` with given block sizes, which affect the grid but not the result.
 
     Args:
-        ids_TK, num_experts: as there.
+        ids_TK, num_experts: as for :func:`build_plan`.
         row_block: rows per program, a power of two.
-        expert_block: experts per program of the prefix; a last block that is not full is masked.
+        expert_block: experts per program of prefix_kernel; the last block may be partial.
     """
     return _align(ids_TK, num_experts, row_block, expert_block)
 
@@ -101,7 +103,7 @@ def _align(
     table: Tensor | None = None,
     block_m: int = 0,
 ) -> Plan:
-    """The plan; where it is one block also its tile table, for tiles of ``block_m`` rows."""
+    """Build the plan, and if it is a single block, fill ``table`` for tiles of ``block_m`` rows."""
     T, K = ids_TK.shape
     N, E = T * K, num_experts
     ids_N = ids_TK if ids_TK.is_contiguous() else ids_TK.contiguous()
@@ -141,10 +143,10 @@ def _place_constants(single: bool, block_m: int, row_block: int, bins: int) -> C
 
 
 def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:
-    """The tokens, weights and row counts of a plan, grouped by expert in token order.
+    """Return tokens, weights and row counts of a plan, grouped by expert in token order.
 
     Args:
-        plan: what :func:`build_plan` returned.
+        plan: result of :func:`build_plan`.
         weights_TK: routing weights, any floating dtype.
     """
     N, K = plan.row_of_N.shape[0], weights_TK.shape[1]
@@ -163,16 +165,16 @@ def grouped_rows(plan: Plan, weights_TK: Tensor) -> Grouped:
 
 
 def tile_bound(rows: int, num_experts: int, block_m: int) -> int:
-    """The most row tiles any routing of ``rows`` rows to ``num_experts`` experts can need."""
+    """Return the largest number of row tiles that any routing of ``rows`` rows can need."""
     return min(rows, rows // block_m + num_experts)
 
 
 def tile_table(plan: Plan, block_m: int) -> Tensor:
-    """Row tiles of at most ``block_m`` rows that never cross an expert, in expert order.
+    """Cut the rows into tiles of at most ``block_m`` rows of one expert, in expert order.
 
     Returns:
-        int32 [1 + 2M], M = :func:`tile_bound`: the number of tiles in use, the tiles' experts, the
-        tiles' first slots; -1 in tiles not in use.
+        int32 [1 + 2M], with M = :func:`tile_bound`: the number of used tiles, the expert of each
+        tile, and the first slot of each tile. Unused tiles hold -1.
     """
     N, E = plan.row_of_N.shape[0], plan.offsets_S.shape[0] - 1
     M = tile_bound(N, E, block_m)

@@ -1,4 +1,4 @@
-"""What every grouped launch is given: the rows in plan order and the size of its grid."""
+"""Row tiles: the rows in plan order with their tile tables, and grid sizes of grouped launches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from moe_patch.types import Plan
 
 
 class Rows(NamedTuple):
-    """The rows of a call in plan order, cut into tiles.
+    """The rows of a call in plan order, cut into tiles of one height.
 
     Attributes:
-        plan: where each row sits.
-        block_m: the height of a tile.
-        table: the tile table for that height (:func:`moe_patch.kernels.plan.plan.tile_table`).
-        bound: M, the tiles the table has room for.
+        plan: the plan of the rows.
+        block_m: number of rows in a tile.
+        table: tile table for ``block_m`` (:func:`moe_patch.kernels.plan.plan.tile_table`).
+        bound: M, the capacity of the table.
         count: N.
         top_k: K.
     """
@@ -34,11 +34,11 @@ class Rows(NamedTuple):
 
 
 class RowTiles:
-    """The plan of a call and its tile tables, one per height of tile, each built once.
+    """The plan of a call and its tile tables, one for each tile height, each built once.
 
     Args:
-        plan: where each row sits.
-        tables: what is there already, by height.
+        plan: the plan of the rows.
+        tables: existing tile tables by height.
     """
 
     def __init__(self, plan: Plan, tables: dict[int, Tensor] | None = None) -> None:
@@ -49,7 +49,7 @@ class RowTiles:
         self._rows = {m: self._cut(m, table) for m, table in (tables or {}).items()}
 
     def rows(self, block_m: int) -> Rows:
-        """The rows in tiles of ``block_m``."""
+        """Return the rows cut into tiles of ``block_m`` rows."""
         if block_m not in self._rows:
             self._rows[block_m] = self._cut(block_m, tile_table(self.plan, block_m))
         return self._rows[block_m]
@@ -60,11 +60,14 @@ class RowTiles:
 
 
 def programs(tiles: int, tile: Tile, device: Device) -> int:
-    """Grid size: every tile, or for a persistent kernel the multiprocessors."""
+    """Return the grid size: all tiles, or at most the multiprocessors for a persistent kernel."""
     return min(tiles, device.multiprocessors) if tile.persistent else tiles
 
 
 @functools.cache
 def depth_block(depth: int) -> int:
-    """Step along a short summed axis (a rank): a power of two, 16 (tensor cores) to 64."""
+    """Return the step along a short summed axis (a rank): a power of two from 16 to 64.
+
+    Tensor cores need at least 16.
+    """
     return max(16, min(64, next_power_of_2(max(depth, 1))))

@@ -1,8 +1,9 @@
-"""What the auxiliary router losses need of one layer's logits, in one pass each way.
+"""Sums for the auxiliary router losses over one layer's logits, in one pass each way.
 
-Forward: per expert, how often it is among a row's best K and the sum of its softmax probabilities;
-and the sum of squared log-sum-exps. Programs write partial sums, which the caller adds in a fixed
-order: no atomics, the same bits every time. Backward: each program writes its rows whole.
+Forward computes, for each expert, how often it is among a row's best K and the sum of its softmax
+probabilities. It also computes the sum of squared log-sum-exps. Programs write partial sums, which
+the caller adds in a fixed order, so results are reproducible bit for bit. In backward, each program
+writes whole rows.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from moe_patch.kernels.routing.select import (
     tile_of,
 )
 
-# Programs of the forward pass. Fixed, so that the order of summation does not depend on the device.
+# Programs of the forward pass; fixed, so that the summation order does not depend on the device.
 PROGRAMS = 2048
-# Columns of one row per thread.
+# Columns of a row per thread.
 COLUMNS = 16
 
 
@@ -36,9 +37,9 @@ class RouterSums(NamedTuple):
     """Sums over the rows of one layer, fp32, rows weighted by the mask.
 
     Attributes:
-        tokens_E: rows that have the expert among their best K.
-        probabilities_E: softmax probabilities, rounded to the logits' dtype before they are summed.
-        z: squared log-sum-exps, shape [].
+        tokens_E: number of rows with the expert among their best K.
+        probabilities_E: sum of softmax probabilities, each rounded to the logits' dtype first.
+        z: sum of squared log-sum-exps, shape [].
     """
 
     tokens_E: Tensor
@@ -47,12 +48,12 @@ class RouterSums(NamedTuple):
 
 
 def router_sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> RouterSums:
-    """One layer's sums, without an intermediate of the logits' size.
+    """Compute the sums of one layer, without an intermediate of the logits' size.
 
     Args:
-        logits_TE: fp32, bf16 or fp16, any strides.
-        mask_T: fp32 weight of each row, or None for one.
-        top_k: experts that count as chosen, equal probabilities going to the lower id.
+        logits_TE: router logits, fp32, bf16 or fp16, any strides.
+        mask_T: fp32 weight of each row; None means 1 for all rows.
+        top_k: number of chosen experts; among equal probabilities the lower id wins.
     """
     T, E = logits_TE.shape
     tile = tile_of(triton.next_power_of_2(E), T, logits_TE.dtype.itemsize, COLUMNS)
@@ -75,11 +76,11 @@ def router_sums(logits_TE: Tensor, mask_T: Tensor | None, top_k: int) -> RouterS
 def router_sums_backward(
     dprobabilities_E: Tensor, dz: Tensor, logits_TE: Tensor, mask_T: Tensor | None
 ) -> Tensor:
-    """Gradient to the logits, contiguous, in their dtype.
+    """Compute the gradient of the logits, contiguous, in their dtype.
 
     Args:
-        dprobabilities_E: fp32 gradient to the probability sums.
-        dz: fp32 gradient to the sum of squared log-sum-exps, shape [].
+        dprobabilities_E: fp32 gradient of the probability sums.
+        dz: fp32 gradient of the sum of squared log-sum-exps, shape [].
         logits_TE, mask_T: as in the forward pass.
     """
     T, E = logits_TE.shape
@@ -102,7 +103,7 @@ def router_sums_backward(
 def _softmax_tile(
     logits_ptr, t_B, T, stride_t, stride_e, E: tl.constexpr, W: tl.constexpr, L: tl.constexpr
 ):
-    """Columns, softmax and log-sum-exp of the rows t_B; rows past the end repeat the last one."""
+    """Return columns, softmax and log-sum-exp of rows t_B; rows past the end repeat the last."""
     c_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
     row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
     x_BWL = tl.load(
@@ -116,7 +117,7 @@ def _softmax_tile(
 
 @triton.jit
 def _chosen(s_BWL, c_WL, E: tl.constexpr, C: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr):
-    """Whether each column is among the best K of its row, ties to the lower column."""
+    """Return whether each column is among the best K of its row; ties go to the lower column."""
     if tl.float32 == DTYPE:
         key_BWL = tl.where(c_WL < E, key_of(s_BWL), NO_KEY)
         chosen_BWL = (key_BWL == NO_KEY) & (key_BWL != NO_KEY)
@@ -141,7 +142,7 @@ def _sums_kernel(
     E: tl.constexpr, K: tl.constexpr, B: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     MASKED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs,): program p takes the row blocks p, p + programs, ... and writes row p."""
+    """Grid (programs,): program p sums row blocks p, p + programs, ... and writes row p."""
     tokens_BWL = tl.zeros((B, W, L), dtype=tl.float32)
     sum_BWL = tl.zeros((B, W, L), dtype=tl.float32)
     z_B = tl.zeros((B,), dtype=tl.float32)

@@ -1,6 +1,6 @@
-"""Device functions the routing kernels share: rounding, order-preserving keys, scores, weights.
+"""Device functions of the routing kernels: rounding, order-preserving keys, scores, weights.
 
-A *key* is an integer that orders like the value it stands for: NaN above everything (as in
+A *key* is an integer that orders like the value it encodes: NaN above everything (as in
 torch.sort), -0 equal to +0.
 """
 
@@ -12,20 +12,20 @@ import triton.language as tl
 
 TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
-# Below the key of -inf: columns that do not exist and columns already chosen.
+# Key of columns that do not exist or are already chosen; it is below the key of -inf.
 NO_KEY = tl.constexpr(-0x7FFFFFFF)
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """What is left of fp32 x after a trip through DTYPE."""
+    """Round fp32 x to DTYPE and convert back."""
     return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def key_of(x):
-    """fp32 -> int32 key."""
+    """Return the int32 key of an fp32 value."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     return tl.where(x == x, key, NAN_KEY)
@@ -33,14 +33,14 @@ def key_of(x):
 
 @triton.jit
 def value_of(key):
-    """The inverse of :func:`key_of` (-0 comes back as +0)."""
+    """Invert :func:`key_of`; -0 becomes +0."""
     bits = tl.where(key < 0, (-key) | -0x80000000, key)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def short_key_of(x, DTYPE: tl.constexpr):
-    """fp32 x, exact in the 16-bit DTYPE -> its key in int32, at most 0x7FFF in magnitude."""
+    """Return the key of fp32 x that is exact in 16-bit DTYPE: int32, magnitude at most 0x7FFF."""
     bits = x.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32)
     key = tl.where(bits < 0, -(bits & 0x7FFF), bits)
     return tl.where(x == x, key, 0x7FFF)
@@ -48,14 +48,14 @@ def short_key_of(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def short_value_of(key, DTYPE: tl.constexpr):
-    """The inverse of :func:`short_key_of`, as fp32."""
+    """Invert :func:`short_key_of`; returns fp32."""
     bits = tl.where(key < 0, (-key) | 0x8000, key)
     return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), accurate where exp(x) vanishes beside 1; x itself above 20, as in torch."""
+    """Return log(1 + exp(x)), accurate also for tiny exp(x); x itself above 20, as in torch."""
     u = tl.exp(-tl.abs(x))
     w = 1.0 + u
     log1p = tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
@@ -64,7 +64,7 @@ def softplus(x):
 
 @triton.jit
 def score_of(x, row_max, row_inv, SCORE: tl.constexpr, DTYPE: tl.constexpr):
-    """Scores of logits x in DTYPE; softmax takes the row's maximum and 1 / sum of exponentials."""
+    """Return scores of logits x in DTYPE; softmax uses the row's maximum and 1 / sum of exp."""
     if SCORE == "softmax":
         return rounded(tl.exp(x - row_max) * row_inv, DTYPE)
     elif SCORE == "sigmoid":
@@ -77,12 +77,12 @@ def score_of(x, row_max, row_inv, SCORE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def score_slope(x, s, SCORE: tl.constexpr):
-    """ds/dx of the elementwise scores; s is the score of x, unrounded."""
+    """Return ds/dx of the elementwise scores; s is the unrounded score of x."""
     if SCORE == "sigmoid":
-        # Not 1 - s, which cancels where s nears 1.
+        # sigmoid(-x) instead of 1 - s, which loses precision as s approaches 1.
         return s * tl.sigmoid(-x)
     elif SCORE == "sqrtsoftplus":
-        # exp(x / 2) / 2 is the limit; there both the slope and s underflow.
+        # As x goes to -inf the slope tends to exp(x / 2) / 2. It underflows together with s.
         return tl.where(s > 0.0, tl.sigmoid(x) / (2.0 * tl.where(s > 0.0, s, 1.0)), 0.0)
     else:
         return x * 0.0 + 1.0
@@ -90,7 +90,7 @@ def score_slope(x, s, SCORE: tl.constexpr):
 
 @triton.jit
 def row_softmax(x_BK, used_BK, DTYPE: tl.constexpr):
-    """Softmax over the used columns of each row, 0 elsewhere; NaN in a used column spreads."""
+    """Compute softmax over the used columns of each row, 0 elsewhere; NaN in a row propagates."""
     top_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
     p_BK = tl.where(used_BK, tl.exp(x_BK - top_B[:, None]), 0.0)
     return rounded(p_BK / tl.sum(p_BK, axis=1)[:, None], DTYPE)
@@ -100,7 +100,7 @@ def row_softmax(x_BK, used_BK, DTYPE: tl.constexpr):
 def weights_of(
     v_BK, used_BK, eps, scale, RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
-    """Weights of chosen scores v: renormalised, scaled, each step rounded as torch rounds it."""
+    """Compute weights of chosen scores v: renormalise and scale, rounding each step like torch."""
     w_BK = tl.where(used_BK, v_BK, 0.0)
     if RENORMALIZE:
         total_B = rounded(tl.sum(w_BK, axis=1), DTYPE)
@@ -116,7 +116,7 @@ def weights_of(
 def weights_grad(
     dw_BK, v_BK, used_BK, eps, scale, RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr
 ):  # fmt: skip
-    """Gradient to the chosen scores v from the gradient to the weights."""
+    """Compute the gradient of the chosen scores v from the gradient of the weights."""
     dv_BK = tl.where(used_BK, dw_BK * scale, 0.0)
     if RENORMALIZE:
         v_BK = tl.where(used_BK, v_BK, 0.0)

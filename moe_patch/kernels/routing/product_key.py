@@ -1,16 +1,18 @@
 """Product-key top-k in Triton: two rows of P logits -> K of P*P expert ids, in one launch each way.
 
-The meaning is ``moe_patch.ops.product_key.product_key_reference``. Forward, per token:
+``moe_patch.ops.product_key.product_key_reference`` defines the result. Forward, for each token:
 
-1. The best K of x and of y: a partial bitonic sort of keys with the inverted index below the value.
-2. With both sorted, the pair (i, j) has (i + 1)(j + 1) - 1 pairs at or above its sum, so the
-   *values* of the best K sums come from the pairs with (i + 1)(j + 1) <= K: K ln K of them.
-3. Rounding makes sums equal that were not, and then a pair outside that set may tie the K-th sum
-   with a lower id. All pairs above the K-th sum lie inside the set, so only ties with it are in
-   question: if the first pair outside the set of any i reaches it, the lowest ids among all K * K
-   pairs with that sum are found one by one. So the choice is exact by (sum, id).
+1. Find the best K of x and of y by a partial bitonic sort. A key holds the value above the inverted
+   index.
+2. Form the candidate pairs. With both lists sorted, pair (i, j) has (i + 1)(j + 1) - 1 other pairs
+   at or above its sum. So the *values* of the best K sums come from the pairs with
+   (i + 1)(j + 1) <= K, about K ln K of them.
+3. Resolve ties. Rounding can make sums equal, so a pair outside the candidates may tie the K-th sum
+   with a lower id. All pairs above the K-th sum are candidates, so only ties with it matter. If the
+   first non-candidate of any i reaches that sum, search all K * K pairs with that sum for the
+   lowest ids, one by one. The choice is therefore exact by (sum, id).
 
-Backward sums a token's K terms into its row of dx and of dy, in order, and writes both whole.
+Backward adds a token's K terms to its rows of dx and dy, in order, and writes both rows whole.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ from moe_patch.kernels.routing.math import (
     weights_of,
 )
 
-# Keys of one axis that a backward program covers; more would spill.
+# Keys of one axis per backward program; more would spill registers.
 BACKWARD_COLUMNS = 256
 
 
 def product_key_forward(
     x_TP: Tensor, y_TP: Tensor, top_k: int, *, softmax: bool = True, renormalize: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """ids_TK (int64; -1 is an empty slot) and weights_TK of the best ``top_k`` pairs.
+    """Return ids_TK (int64; -1 for an empty slot) and weights_TK of the best ``top_k`` pairs.
 
     Args:
         x_TP, y_TP: logits of one dtype (fp32, bf16, fp16), any strides, P at most 1024.
@@ -77,12 +79,12 @@ def product_key_backward(
     softmax: bool = True,
     renormalize: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(dx_TP, dy_TP), contiguous, every element written; evaluated in fp32 and rounded once.
+    """Return (dx_TP, dy_TP), contiguous and fully written; computed in fp32 and rounded once.
 
     Args:
-        dweights_TK: gradient to the weights.
+        dweights_TK: gradient of the weights.
         x_TP, y_TP, softmax, renormalize: as in the forward pass.
-        ids_TK: the forward's ids, any integer dtype; an id outside [0, P * P) is an empty slot.
+        ids_TK: ids from forward, any integer dtype; an id outside [0, P * P) is an empty slot.
     """
     T, P = x_TP.shape
     K = ids_TK.shape[1]
@@ -91,7 +93,7 @@ def product_key_backward(
     if T == 0:
         return dx_TP, dy_TP
     columns = min(triton.next_power_of_2(P), BACKWARD_COLUMNS)
-    # With one row the compiler sends it through shared memory for each of the K terms.
+    # Use at least two rows: for one row the compiler goes through shared memory for each term.
     block = max(2, min(512 // columns, triton.next_power_of_2(T)))
     with on_device_of(x_TP):
         compiling(
@@ -105,7 +107,7 @@ def product_key_backward(
 
 
 def _log2_up(n: int) -> int:
-    """At least 1: a sort wants two elements."""
+    """Return log2(n), rounded up, at least 1: tl.topk needs two elements."""
     return max(1, (n - 1).bit_length())
 
 
@@ -118,11 +120,14 @@ def _best_of_row(
     row_ptr, stride, P: tl.constexpr, LOG_P: tl.constexpr, LOG_KEPT: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [2**LOG_KEPT] of a row's largest logits, descending, the inverted index below each."""
+    """Return packed keys [2**LOG_KEPT] of a row's largest logits, descending.
+
+    The low bits of a packed key hold the inverted index.
+    """
     c_P = tl.arange(0, 1 << LOG_P)
     x_P = tl.load(row_ptr + c_P.to(tl.int64) * stride, mask=c_P < P, other=float("-inf"))
     x_P = x_P.to(tl.float32)
-    # Columns that do not exist have the key of -inf and a higher index than every one that does.
+    # Columns that do not exist have the key of -inf and a higher index than all real columns.
     if WIDE:
         packed_P = (key_of(x_P).to(tl.int64) << LOG_P) + ((1 << LOG_P) - 1 - c_P)
     else:
@@ -132,7 +137,7 @@ def _best_of_row(
 
 @triton.jit
 def _unpack(packed, LOG_P: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """(value, index) of a packed key."""
+    """Return (value, index) of a packed key."""
     index = ((1 << LOG_P) - 1 - (packed & ((1 << LOG_P) - 1))).to(tl.int32)
     if WIDE:
         return value_of((packed >> LOG_P).to(tl.int32)), index
@@ -142,7 +147,7 @@ def _unpack(packed, LOG_P: tl.constexpr, WIDE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _sum_keys(x, y, exists, WIDE: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys of the rounded sums; -0x7FFFFFFF or -0x7FFF where there is no candidate."""
+    """Return the keys of the rounded sums; -0x7FFFFFFF or -0x7FFF where there is no candidate."""
     total = rounded(x + y, DTYPE)
     infinite = (x == float("-inf")) | (y == float("-inf")) | (total == float("-inf"))
     if WIDE:
@@ -153,8 +158,8 @@ def _sum_keys(x, y, exists, WIDE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _inner_pair(c, K: tl.constexpr, KEPT: tl.constexpr):
-    """(i, j) of the c-th pair with (i + 1)(j + 1) <= K; row i has K // (i + 1) of them."""
-    # With all K rows there, rows from K // 3 on hold two pairs or one: no need to search them.
+    """Return the c-th pair (i, j) with (i + 1)(j + 1) <= K; row i has K // (i + 1) of them."""
+    # If all K rows exist, rows from K // 3 on have one or two pairs and need no search.
     SEARCHED: tl.constexpr = K // 3 if KEPT == K else KEPT - 1
     start = 0
     i = tl.zeros_like(c)
@@ -180,7 +185,7 @@ def _fill_ties(
     P: tl.constexpr, K: tl.constexpr, KEPT: tl.constexpr, LOG_K: tl.constexpr,
     WIDE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """From slot ``above`` on, the lowest ids among all pairs whose sum has the key ``tie``."""
+    """Fill ids from ``above`` on with the lowest ids of all pairs whose sum has the key ``tie``."""
     k_K = tl.arange(0, 1 << LOG_K)
     k_k = tl.arange(0, x_k.shape[0])
     exists_kk = (k_k < KEPT)[:, None] & (k_k < KEPT)[None, :]
@@ -282,7 +287,7 @@ def _backward_kernel(
     dy_BC = tl.zeros((BLOCK, C), dtype=tl.float32)
     for k in tl.static_range(K):
         at_k = (k_K == k)[None, :] & used_BK
-        # 0 stands for "none" in the sums, so indices are shifted by one.
+        # Shift indices by one, because 0 means "none" in these sums.
         ix_B = tl.sum(tl.where(at_k, ix_BK + 1, 0), axis=1) - 1
         iy_B = tl.sum(tl.where(at_k, iy_BK + 1, 0), axis=1) - 1
         dv_B = tl.sum(tl.where(at_k, dv_BK, 0.0), axis=1)

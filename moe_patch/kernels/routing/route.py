@@ -1,7 +1,7 @@
 """Routing in Triton: logits_TE -> ids_TK, weights_TK in one launch, and dlogits_TE in one launch.
 
-The meaning is ``ops.routing.route``, its order of ties and its rounding included. A program
-owns whole rows: nothing is accumulated across programs.
+``ops.routing.route`` defines the result, including the order of ties and the rounding. A program
+processes whole rows; nothing is accumulated across programs.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from moe_patch.kernels.routing.route_kernels import backward_kernel, forward_ker
 from moe_patch.kernels.routing.select import Tile, tile_of
 from moe_patch.types import RouteSpec
 
-# Columns of one row per thread. More save shuffles, which pays as long as the registers suffice: a
-# column is one packed key where logits are packed, and a logit, a score and keys elsewhere.
+# Columns of a row per thread. More columns save shuffles, as long as there are enough registers. A
+# column needs one packed key if logits are packed, or else a logit, a score and keys.
 PACKED_COLUMNS = 32
-WIDE_PACKED_COLUMNS = 64  # of the 512 of a row
-SCORED_COLUMNS = {2: 16, 4: 8}  # by the bytes of a logit
+WIDE_PACKED_COLUMNS = 64  # for rows of up to 512 columns
+SCORED_COLUMNS = {2: 16, 4: 8}  # by bytes per logit
 BACKWARD_COLUMNS = 16
-# More rows than a program of any tile holds.
+# More rows than any program holds.
 MANY = 1 << 20
-# Registers per thread of the forward kernel. The rare exact pass would take more and so halve the
-# warps at work; with these it spills, and nothing else does.
+# Registers per thread of the forward kernel. The rare exact pass would need more, which would halve
+# the active warps. With these limits it spills, and nothing else does.
 FORWARD_REGISTERS = 80
 WIDE_REGISTERS = 128
 
 
 class RouteForward(NamedTuple):
-    """What one forward launch wrote.
+    """Outputs of a forward launch.
 
     Attributes:
-        ids_TK: expert ids in descending order of the choice score, of the integer dtype asked for.
-        weights_TK: routing weights in the dtype the spec asks for.
+        ids_TK: expert ids in descending order of the choice score, in the requested dtype.
+        weights_TK: routing weights in the dtype of the spec.
     """
 
     ids_TK: Tensor
@@ -46,11 +46,11 @@ class RouteForward(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """How experts lie on the columns of a forward program's tile: group by group, padded.
+    """Mapping of experts to the columns of a forward tile: group by group, padded.
 
     Attributes:
-        groups, size: experts are groups * size; one group when there is no group limit.
-        groups_p2, size_p2: the same padded to powers of two; groups_p2 * size_p2 columns.
+        groups, size: groups * size is the number of experts; one group without a group limit.
+        groups_p2, size_p2: both padded to powers of two; the tile has groups_p2 * size_p2 columns.
     """
 
     groups: int
@@ -60,12 +60,12 @@ class Columns(NamedTuple):
 
 
 def score_dtype(logits_dtype: torch.dtype, spec: RouteSpec) -> torch.dtype:
-    """The dtype in which scores are rounded."""
+    """Return the dtype to which scores are rounded."""
     return torch.float32 if spec.fp32 else logits_dtype
 
 
 def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
-    """The columns a spec needs; a limit to all groups is none."""
+    """Return the columns that a spec needs; a limit to all groups counts as no limit."""
     limited = spec.order == "score_topk" and spec.groups > 1 and spec.top_groups < spec.groups
     groups = spec.groups if limited else 1
     size = num_experts // groups
@@ -73,7 +73,7 @@ def columns_of(num_experts: int, spec: RouteSpec) -> Columns:
 
 
 def _tile(columns: int, tokens: int, itemsize: int, per_thread: int, spec: RouteSpec) -> Tile:
-    """Fewer rows than a program can hold spread differently over its threads, and sum so."""
+    """Return the tile of a program; its summation order would depend on a small ``tokens``."""
     return tile_of(columns, MANY if spec.batch_invariant else tokens, itemsize, per_thread)
 
 
@@ -83,12 +83,12 @@ def route_forward(
     bias_E: Tensor | None = None,
     ids_dtype: torch.dtype = torch.int64,
 ) -> RouteForward:
-    """Choose and weight ``spec.top_k`` experts per row, in one launch.
+    """Choose ``spec.top_k`` experts per row and compute their weights, in one launch.
 
     Args:
-        logits_TE: fp32, bf16 or fp16, any strides, E at most 512.
-        spec: the family's choices, with ties="lower".
-        bias_E: correction bias of any of these dtypes, for the choice only.
+        logits_TE: router logits, fp32, bf16 or fp16, any strides, E at most 512.
+        spec: the family's options, with ties="lower".
+        bias_E: correction bias in one of these dtypes, for the choice only.
         ids_dtype: int32 or int64.
     """
     T, E = logits_TE.shape
@@ -115,17 +115,17 @@ def route_forward(
 def route_backward(
     dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, spec: RouteSpec
 ) -> Tensor:
-    """Gradient to the logits, contiguous, in their dtype; each row written whole by one program.
+    """Compute the gradient of the logits, contiguous, in their dtype; one program writes a row.
 
-    Evaluated in fp32 from the logits and rounded once; the rounding of the forward pass counts as
-    the identity, and the choice of ids carries no gradient.
+    The gradient is evaluated in fp32 from the logits and rounded once. It treats the rounding of
+    forward as the identity. The choice of ids has no gradient.
 
     Args:
-        dweights_TK: gradient to the routing weights, any floating dtype and strides.
-        logits_TE: what the forward pass read.
-        ids_TK: what it chose, any integer dtype, distinct within a row; an id outside [0, E) is an
-            empty slot.
-        spec: the family's choices.
+        dweights_TK: gradient of the routing weights, any floating dtype and strides.
+        logits_TE: logits of the forward pass.
+        ids_TK: ids chosen in forward, any integer dtype, distinct within a row; an id outside
+            [0, E) is an empty slot.
+        spec: the family's options.
     """
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
@@ -145,21 +145,21 @@ def route_backward(
 
 
 def _rounded_up(tokens: int) -> int:
-    """A tile depends on no more than this: so few values are worth a cache."""
+    """Round the tokens up to a power of two, on which the tile depends, for few cache entries."""
     return min(next_power_of_2(tokens), MANY)
 
 
 @functools.cache
 def _backward_constants(spec: RouteSpec, E: int, tokens: int, logits: torch.dtype) -> Constants:
     tile = _tile(next_power_of_2(E), tokens, logits.itemsize, BACKWARD_COLUMNS, spec)
-    # Renormalised by its plain sum, a softmax over all experts is one over the chosen: the other
-    # logits cancel, in the gradient too (and so does a NaN among them).
+    # A softmax over all experts, renormalised by its plain sum, is a softmax over the chosen ones.
+    # The other logits cancel, also in the gradient, and so does a NaN among them.
     topk_first, renormalize = spec.order == "topk_score", spec.renormalize
     if spec.score == "softmax" and spec.renormalize and spec.eps == 0.0:
         topk_first, renormalize = True, False
     return Constants(
         E=E, K=spec.top_k, KP=next_power_of_2(spec.top_k),
-        # With one row the compiler sends the whole tile through shared memory for each of K terms.
+        # For one row, the compiler would pass the tile through shared memory for each of K terms.
         B=max(2, tile.rows), W=tile.chunks, L=tile.chunk,
         SCORE=spec.score, TOPK_FIRST=topk_first, RENORMALIZE=renormalize, CLAMP=spec.clamp_eps,
         num_warps=1,
@@ -180,7 +180,7 @@ def _forward_constants(
     choice = scores if bias is None else torch.promote_types(scores, bias)
     by_logits = spec.order == "topk_score" or spec.bias_on == "logits"
     packing = _packing(logits, choice, bias is not None or columns.groups > 1)
-    # Renormalised softmax weights of chosen logits do not depend on the other logits' sum.
+    # Renormalised softmax weights of the chosen logits do not depend on the other logits.
     sums_chosen = packing == "monotone" and not by_logits and spec.renormalize and spec.eps == 0.0
     per_thread, registers = _per_thread(packing == "monotone", E, logits.itemsize)
     width = columns.groups_p2 * columns.size_p2
@@ -202,7 +202,7 @@ def _forward_constants(
 
 
 def _per_thread(packed: bool, num_experts: int, itemsize: int) -> tuple[int, int]:
-    """Columns and registers of a thread."""
+    """Return the columns and the register limit of a thread."""
     if not packed:
         return SCORED_COLUMNS[itemsize], FORWARD_REGISTERS
     if num_experts > 256:

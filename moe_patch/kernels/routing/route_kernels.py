@@ -1,4 +1,4 @@
-"""The two routing kernels; ``routing`` launches them and says what they compute."""
+"""Forward and backward kernel of routing; route.py launches and describes them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def _may_share_score(
     packed, x, v, row_max, row_inv,
     SCORE: tl.constexpr, DTYPE: tl.constexpr, MANTISSA: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Whether the next smaller 16-bit logit than x may have the score v of x; so may NaN."""
+    """Return whether the next smaller 16-bit logit may have the same score v as x; true for NaN."""
     if SCORE == "softmax":
-        # Cheaper than a second exponential. It lies at least STEP * |x| below; is that more than
-        # the roundings of x - max, of its product with log2(e), of exponential and division?
+        # Avoid a second exponential: the next logit is at least STEP * |x| below x. The scores
+        # differ if that exceeds all rounding errors: of x - max, of its product with log2(e), of
+        # the exponential and of the division.
         STEP: tl.constexpr = 2.0 ** -(MANTISSA + 1)
         roundings = (row_max - x) * 2.0**-22 + 2.0**-20
         return ((tl.abs(x) * STEP > roundings) & (v > 1e-34)) == 0
@@ -73,12 +74,12 @@ def forward_kernel(
     RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr,
     POSITIVE_NAN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, B),). The C columns of a tile hold the experts group by group, padded."""
+    """Grid (cdiv(T, B),). The C columns of a tile are the experts, group by group, padded."""
     C: tl.constexpr = W * L
     MANTISSA: tl.constexpr = 7 if logits_ptr.dtype.element_ty == tl.bfloat16 else 10
     t_B = tl.program_id(0) * B + tl.arange(0, B)
     inside_B = t_B < T
-    # Rows past the end repeat the last one and are not stored.
+    # Rows past the end repeat the last row and are not stored.
     row_B = logits_ptr + tl.minimum(t_B, T - 1).to(tl.int64) * stride_t
     c_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
     e_WL = c_WL if SIZE == SIZE_P2 else (c_WL // SIZE_P2) * SIZE + c_WL % SIZE_P2
@@ -127,7 +128,7 @@ def forward_kernel(
     else:
         x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
     if BY_SCORES and not SUM and SCORE == "softmax":
-        # A weight's denominator is then the sum over the chosen: any common factor will do.
+        # Weights are divided by the sum over the chosen here, so any common factor cancels.
         max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
         inv_B = tl.full((B,), 1.0, dtype=tl.float32)
     v_BK = x_BK
@@ -142,7 +143,7 @@ def forward_kernel(
             )  # fmt: skip
         bad_B = tl.max((used_BK & unsure_BK).to(tl.int32), axis=1) > 0
     if CHECK:  # noqa: SIM102
-        # A compile-time condition and one of the data cannot share an `if`.
+        # A compile-time condition and a run-time condition cannot be in one `if`.
         if tl.max(bad_B.to(tl.int32), axis=0) > 0:
             if PACKING == "monotone":
                 x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
@@ -162,7 +163,7 @@ def forward_kernel(
                 exact_v_BK = score_of(
                     exact_v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE
                 )
-            # Only the rows in question, so that a row's bits never depend on its neighbours.
+            # Replace only the affected rows, so that a row's result never depends on other rows.
             ids_BK = tl.where(bad_B[:, None], exact_BK, ids_BK)
             v_BK = tl.where(bad_B[:, None], exact_v_BK, v_BK)
 
@@ -186,7 +187,7 @@ def backward_kernel(
     B: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr, RENORMALIZE: tl.constexpr, CLAMP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (cdiv(T, B),). A row's gradient is the K chosen terms plus, for softmax, a dense one."""
+    """Grid (cdiv(T, B),). A row's gradient is its K chosen terms, and for softmax a dense term."""
     t_B = tl.program_id(0) * B + tl.arange(0, B)
     inside_B = t_B < T
     safe_B = tl.minimum(t_B, T - 1).to(tl.int64)

@@ -1,18 +1,21 @@
 """Device functions that choose the best K columns of each row, exactly by (value, lower column).
 
-A tile is [B, W, L]: B rows, whose column w * L + l lies at (w, l). The launcher chooses L and B so
-that a warp's threads cover [B, L] and W stays inside a thread, which then holds many columns of one
-row: most of a row maximum needs no shuffle.
+A tile is [B, W, L]: B rows, with column w * L + l at (w, l). The launcher chooses L and B so that a
+warp's threads cover [B, L] and W stays inside a thread. A thread then holds many columns of a row,
+and most of a row maximum needs no shuffle.
 
-Selection runs K rounds over *packed* keys: int32, the value's key above the inverted column, so
-that all keys of a row differ, the lower column wins a tie, and a round is one subtraction and one
-maximum per column. Two of the three packings can be too coarse; those rows are found and done again
-by :func:`select_exactly`:
-    short      values of 16 bits, packed whole.
-    monotone   16-bit logits, also in place of their fp32 scores. A score never falls where its
-               logit rises, but two logits may share one, and then the lower column must win. Rows
-               with NaN are done again too.
-    truncated  fp32 values without their last bits.
+Selection runs K rounds over *packed* int32 keys: the value's key in the high bits, the inverted
+column in the low bits. So all keys of a row differ, the lower column wins a tie, and a round takes
+one subtraction and one maximum per column.
+
+There are three packings. The last two can be too coarse; affected rows are detected and selected
+again by :func:`select_exactly`.
+
+- short: 16-bit values, packed whole.
+- monotone: 16-bit logits, also as a substitute for their fp32 scores. The score is a monotone
+  function of the logit, but two logits may have the same score, and then the lower column must win.
+  Rows with NaN are selected again too.
+- truncated: fp32 values without their lowest bits.
 """
 
 from __future__ import annotations
@@ -24,12 +27,12 @@ import triton.language as tl
 
 from moe_patch.kernels.routing.math import NO_KEY, key_of, rounded, short_key_of, value_of
 
-# What a 16-bit float leaves of the bits of an fp32 number, its sign aside; as a number, a NaN.
+# Bits of an fp32 number that a 16-bit float uses, without the sign. As a float this is a NaN.
 LOGIT_BITS = tl.constexpr(0x7FFFE000)
 
 
 class Tile(NamedTuple):
-    """The shape [rows, chunks, chunk] of a tile, called [B, W, L] in kernels; powers of two."""
+    """Shape [rows, chunks, chunk] of a tile, called [B, W, L] in kernels; powers of two."""
 
     rows: int
     chunks: int
@@ -37,9 +40,9 @@ class Tile(NamedTuple):
 
 
 def tile_of(columns: int, tokens: int, itemsize: int, columns_per_thread: int) -> Tile:
-    """The tile of a one-warp program over rows of ``columns`` (a power of two) logits.
+    """Return the tile of a one-warp program over rows of ``columns`` logits (a power of two).
 
-    Each thread loads 16 bytes of one row at a time, so that L / vector threads share a row.
+    Each thread loads 16 bytes of one row at a time, so L / vector threads share a row.
     """
     vector = 16 // itemsize
     chunk = min(columns, max(vector, columns * vector // columns_per_thread))
@@ -64,18 +67,19 @@ def row_sum(x_BWL):
 
 @triton.jit
 def pack_short(x_BWL, exists_WL, c_WL, C: tl.constexpr, DTYPE: tl.constexpr):
-    """Packed keys of fp32 values that are exact in the 16-bit DTYPE."""
+    """Pack fp32 values that are exact in the 16-bit DTYPE."""
     key_BWL = tl.where(exists_WL, short_key_of(x_BWL, DTYPE), -0x7FFF)
     return key_BWL * C + (C - 1 - c_WL)
 
 
 @triton.jit
 def pack_logits(x_BWL, c_WL, C: tl.constexpr, POSITIVE_NAN: tl.constexpr):
-    """Packed keys of 16-bit logits given as fp32: all 32 bits of a key in few instructions.
+    """Pack 16-bit logits given as fp32, with few instructions.
 
-    Such values end in 13 zero bits, where the column goes. NaN comes out on top, without one.
+    At least 13 low bits of such values are zero; the column is stored there. NaN becomes the
+    largest key, without a column.
     """
-    # A sum has one zero, and on some devices one NaN.
+    # Adding 0 turns -0 into +0 and, on some devices, gives all NaNs the same bits.
     bits_BWL = (x_BWL + 0.0).to(tl.int32, bitcast=True)
     if not POSITIVE_NAN:
         bits_BWL = tl.where(x_BWL == x_BWL, bits_BWL, LOGIT_BITS)
@@ -84,22 +88,22 @@ def pack_logits(x_BWL, c_WL, C: tl.constexpr, POSITIVE_NAN: tl.constexpr):
 
 @triton.jit
 def logit_of(packed, C: tl.constexpr):
-    """The logits of :func:`pack_logits`."""
+    """Recover the logits from keys of :func:`pack_logits`."""
     return ((packed ^ ((packed >> 31) & LOGIT_BITS)) & -C).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def pack_truncated(key_BWL, c_WL, C: tl.constexpr):
-    """Packed keys of int32 keys, which lose 1 + log2(C) bits."""
+    """Pack int32 keys, which lose 1 + log2(C) bits."""
     return ((key_BWL >> 1) & -C) | (C - 1 - c_WL)
 
 
 @triton.jit
 def next_below(packed_BWL, last_B):
-    """The largest key below ``last_B`` in each row.
+    """Return the largest key below ``last_B`` in each row.
 
-    Seen from it the keys below wrap around to the upper end of uint32, in order, and every other
-    key is at or above zero: the nearest is the maximum.
+    After subtracting ``last_B``, smaller keys wrap around to the upper end of uint32, in order. All
+    other keys are small. So the maximum is the nearest smaller key.
     """
     gap_BWL = (packed_BWL - last_B[:, None, None]).to(tl.uint32, bitcast=True)
     return last_B + row_max(gap_BWL).to(tl.int32, bitcast=True)
@@ -109,10 +113,10 @@ def next_below(packed_BWL, last_B):
 def select_packed(
     packed_BWL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, CLOSE: tl.constexpr
 ):  # fmt: skip
-    """The K largest packed keys [B, KP] of each row, in order.
+    """Return the K largest packed keys [B, KP] of each row in descending order, and ``close_B``.
 
-    With CLOSE, ``close_B`` tells whether any two neighbours among the best K + 1 differ in nothing
-    but the column.
+    With CLOSE, ``close_B`` is true if any two adjacent keys of the best K + 1 differ only in the
+    column.
     """
     k_K = tl.arange(0, KP)
     last_B = row_max(packed_BWL)
@@ -130,7 +134,7 @@ def select_packed(
 
 @triton.jit
 def select_exactly(key_BWL, c_WL, C: tl.constexpr, K: tl.constexpr, KP: tl.constexpr):
-    """Columns [B, KP] of the K largest keys, equal keys in order of their column."""
+    """Return the columns [B, KP] of the K largest keys; equal keys in order of their column."""
     k_K = tl.arange(0, KP)
     cols_BK = tl.zeros((key_BWL.shape[0], KP), dtype=tl.int32)
     for k in tl.range(K):
@@ -148,8 +152,8 @@ def limit_groups(
 ):  # fmt: skip
     """Replace the keys outside each row's best groups by ``fill_key``.
 
-    Group g is the columns from g * SIZE_P2 on, padded with NO_KEY. With L columns per chunk it is
-    SIZE_P2 // L chunks, or one of L // SIZE_P2 parts of a chunk.
+    Group g is the SIZE_P2 columns from g * SIZE_P2 on, padded with NO_KEY. With L columns per chunk
+    that is SIZE_P2 // L chunks, or one of L // SIZE_P2 parts of a chunk.
     """
     B: tl.constexpr = key_BWL.shape[0]
     L: tl.constexpr = key_BWL.shape[2]

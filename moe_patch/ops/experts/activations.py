@@ -1,7 +1,7 @@
-"""The gated activation of the torch backend and its analytic derivative.
+"""Gated activation of the torch backend and its analytic derivative.
 
-Forward is the reference's. Backward also returns a, because the weight gradient of the down
-projection and the routing weight's gradient both need it and it is not saved.
+Forward is the function of ops/experts/definition.py. Backward also returns a, which forward does
+not save: the gradients of the down projection and of the routing weights both need it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _aten = torch.ops.aten
 def gated_activation_backward(
     h_NH: Tensor, da_NF: Tensor, w_N1: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor]:
-    """a and dL/dh from h and the unweighted gradient of a.
+    """Compute a and dL/dh from h and the unweighted gradient of a.
 
     Args:
-        h_NH: the up projection's output.
-        da_NF: W2ᵀ dout, before the routing weight.
+        h_NH: output of the up projection.
+        da_NF: W2ᵀ dout, before it is multiplied by the routing weight.
         w_N1: routing weights of the rows, fp32 (fp64 for fp64).
         glu: the activation.
 
@@ -63,7 +63,7 @@ def gated_activation_backward(
 
 
 def activate_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
-    """grad * act'(x), elementwise."""
+    """Return grad * act'(x), elementwise."""
     if kind == "silu":
         return _aten.silu_backward(grad, x)
     if kind == "gelu":

@@ -1,11 +1,11 @@
-"""The experts in separate differentiable steps, for activations that no fused kernel knows.
+"""The experts as separate differentiable steps, for activations without a fused kernel.
 
     x_TD -> token rows -> grouped linear -> the module's own gate -> grouped linear
          -> the module's own post-expert norm, if any -> weighted sum over a token's experts
 
-Each step is an operator with autograd, the products on either backend; between them runs the
-model's own code. More is kept for backward than in the fused path (the gathered rows, the
-activation and the expert outputs), and the report says which blocks run it.
+Each step is an operator with autograd; the products run on either backend. The model's own code
+runs between them. This path saves more for backward than the fused one: the gathered rows, the
+activation and the expert outputs. The report names the blocks that use it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.experts.rows import gather_sum, row_weights, rows_to_slots, token_rows
 from moe_patch.types import ExpertWeights, Lora, Plan
 
-# Each has a class Groups of the same methods.
+# Each module has a class Groups with the same methods.
 _GROUPS = {"torch": "moe_patch.ops.experts.grouped", "triton": "moe_patch.kernels.experts.groups"}
 _PLAN = "Tensor row_of_N, Tensor slot_of_TK, Tensor offsets"
 _ops = torch.ops.moe_patch_steps
@@ -44,12 +44,14 @@ def experts_composed(
     lora2: Lora | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """out_t = sum_k w_tk * norm(W2_e gate(W13_e x_t + b13_e) + b2_e); arguments as ``experts_mlp``.
+    """Compute out_t = sum_k w_tk * norm(W2_e gate(W13_e x_t + b13_e) + b2_e).
+
+    Takes the arguments of ``experts_mlp``, and:
 
     Args:
-        gate: h_NH -> a_NF, differentiable; the experts module's own.
-        post_norm: y_ND -> y_ND, differentiable; None for none.
-        backend: of the grouped products, as in ``experts_mlp``.
+        gate: h_NH -> a_NF, differentiable; the experts module's own activation.
+        post_norm: y_ND -> y_ND, differentiable; None for no norm.
+        backend: backend of the grouped products, as in ``experts_mlp``.
     """
     plan = build_plan(ids_TK, w.w13_EHD.shape[0])
     x_ND = gather_rows(x_TD, plan)
@@ -61,7 +63,7 @@ def experts_composed(
 
 
 def gather_rows(x_TD: Tensor, plan: Plan) -> Tensor:
-    """Each row's token in plan order, [N, D]; differentiable."""
+    """Return the token of each row, in plan order, [N, D]; differentiable."""
     refuse_forward_mode(x_TD)
     return _ops.rows(x_TD, *plan)
 
@@ -75,13 +77,13 @@ def grouped_linear(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable.
+    """Compute W_e x_n + b_e + s * B_e (A_e x_n) for rows in plan order, [N, O]; differentiable.
 
     Args:
         backend: "auto", "torch" or "triton", as in ``experts_mlp``.
 
     Raises:
-        UnsupportedOptionError: Triton was asked for and cannot run on this device and dtype.
+        UnsupportedOptionError: Triton was requested and cannot run on this device and dtype.
     """
     refuse_forward_mode(x_NI, w_EOI, b_EO, *(lora or ())[:2])
     if lora is not None:
@@ -91,7 +93,7 @@ def grouped_linear(
 
 
 def combine_rows(y_ND: Tensor, weights_TK: Tensor, plan: Plan) -> Tensor:
-    """sum_k w_tk y[slot_tk], [T, D]; differentiable."""
+    """Return sum_k w_tk y[slot_tk], [T, D]; differentiable."""
     refuse_forward_mode(y_ND, weights_TK)
     return _ops.combine(y_ND, weights_TK, *plan)
 
@@ -118,7 +120,7 @@ def _module(backend: str) -> ModuleType:
 
 
 def _groups(backend: str, plan: Plan, like: Tensor) -> Any:
-    """The products of a backend; kernels have no rows to start from where there are none."""
+    """Return a backend's grouped products; without rows torch's, as kernels need at least one."""
     return _module(backend if plan.row_of_N.numel() else "torch").Groups(plan, like)
 
 
@@ -141,7 +143,7 @@ def _linear_bwd(
     empty = x.new_empty(0)
     with torch.autocast(x.device.type, enabled=False):
         dx, p = groups.linear_transposed(dy, w, lora)
-        # What these rows hold is unspecified, and a gate with parameters sums over all rows.
+        # Rows past the last valid one are unspecified, but a gate with parameters sums over all.
         dx.masked_fill_((plan[0] < 0).unsqueeze(1), 0.0)
         return [
             dx if needs[0] else empty,
@@ -201,7 +203,7 @@ def _linear_fake(x: Any, w: Any, *args: Any) -> Any:
 
 
 def _gradient_of(t: Any) -> Any:
-    """Gradients of weights and factors lie as those do, all others are contiguous."""
+    """Allocate a gradient: like its weight or low-rank factor, or else contiguous."""
     return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
 
 

@@ -1,8 +1,8 @@
-"""READ FIRST. What the experts compute, in plain differentiable torch: the meaning of every kernel.
+"""READ FIRST. Definition of the experts in plain differentiable torch; every kernel follows it.
 
-Small, slow and obvious. Autograd differentiates it, in fp64 when a test needs certainty. The torch
-backend (ops/experts/torch_backend.py) and the Triton kernels must agree with it; nothing in
-training calls it.
+The code is small, slow and obvious. Autograd differentiates it; exact tests run it in fp64. The
+torch backend (ops/experts/torch_backend.py) and the Triton kernels must agree with it. Training
+never calls it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from moe_patch.types import ExpertWeights, Glu, Lora, Plan
 
 
 def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
-    """Align rows to experts: the stable sort of rows n = t*K + k by (expert, n).
+    """Sort rows n = t*K + k by expert: a stable sort by (expert, n).
 
     Args:
-        ids_TK: integer expert ids; outside [0, num_experts) means an empty slot.
+        ids_TK: integer expert ids; an id outside [0, num_experts) means an empty slot.
         num_experts: E.
 
     Returns:
-        Plan, int32. Equal bit for bit for any device, grid or block size.
+        Plan, int32, bit for bit the same for any device, grid or block size.
     """
     T, K = ids_TK.shape
     N = T * K
@@ -41,7 +41,7 @@ def build_plan(ids_TK: Tensor, num_experts: int) -> Plan:
 
 
 def split_gate(h: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
-    """The gate and up halves of h, [..., F] each."""
+    """Return the gate and up halves of h, [..., F] each."""
     if glu.interleaved:
         return h[..., ::2], h[..., 1::2]
     gate, up = h.chunk(2, dim=-1)
@@ -49,7 +49,7 @@ def split_gate(h: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
 
 
 def activate(x: Tensor, kind: str) -> Tensor:
-    """The elementwise activation functions, by name."""
+    """Apply the elementwise activation function of this name."""
     if kind == "silu":
         return torch.nn.functional.silu(x)
     if kind == "gelu":
@@ -64,7 +64,7 @@ def activate(x: Tensor, kind: str) -> Tensor:
 
 
 def gated_activation(h: Tensor, glu: Glu) -> Tensor:
-    """a from h, evaluated in fp32 (fp64 for fp64) and rounded once to the dtype of h."""
+    """Compute a from h in fp32 (fp64 for fp64), rounded once to the dtype of h."""
     wide = h if h.dtype == torch.float64 else h.float()
     if not glu.gated:
         return activate(wide, glu.kind).to(h.dtype)
@@ -80,7 +80,7 @@ def gated_activation(h: Tensor, glu: Glu) -> Tensor:
 
 
 def project(x_nI: Tensor, w_OI: Tensor, b_O: Tensor | None, lora: Lora | None, e: int) -> Tensor:
-    """One expert's linear with its low-rank term: W x + b + s * B (A x)."""
+    """Apply the linear of expert e with its low-rank term: W x + b + s * B (A x)."""
     y_nO = x_nI @ w_OI.T
     if lora is not None:
         y_nO = y_nO + lora.scaling * ((x_nI @ lora.A_ERI[e].T) @ lora.B_EOR[e].T)
@@ -96,7 +96,7 @@ def experts(
     lora13: Lora | None = None,
     lora2: Lora | None = None,
 ) -> Tensor:
-    """out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e) + b2_e), e = ids[t, k].
+    """Compute out_t = sum_k w_tk * (W2_e act(W13_e x_t + b13_e) + b2_e), with e = ids[t, k].
 
     Args:
         x_TD, ids_TK, weights_TK: hidden states, expert ids, routing weights.
@@ -104,7 +104,7 @@ def experts(
         lora13, lora2: low-rank factors of the up and the down projection.
 
     Returns:
-        out_TD in the dtype of x; slots with an id outside [0, E) contribute nothing.
+        out_TD in the dtype of x. Empty slots (an id outside [0, E)) contribute nothing.
     """
     out_TD = torch.zeros_like(x_TD)
     for e in range(w.w13_EHD.shape[0]):

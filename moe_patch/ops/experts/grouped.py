@@ -1,7 +1,7 @@
 """Grouped products on the torch backend: one matrix product per expert over its slice of rows.
 
-It is torch's grouped_mm where that serves the operands, which lie in rows of 16 bytes: in bf16 on
-CUDA, without a host sync, and on a CPU. Elsewhere it is a loop over experts that own rows.
+Uses torch's grouped_mm where it supports the operands: aligned to 16 bytes, in bf16 on CUDA
+(without a host sync) or on a CPU. Otherwise loops over the experts that have rows.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moe_patch.types import Lora, Plan
 
 
 class Groups:
-    """The rows of each expert, and the products over them.
+    """Matrix products over each expert's rows.
 
-    Rows past the last valid one belong to nobody: outputs there are zero or unspecified, and no
-    consumer may read them (the plan's slots never point there).
+    Rows past the last valid one belong to no expert. Outputs there are zero or unspecified and must
+    not be read; the plan's slots never point there.
     """
 
     def __init__(self, plan: Plan, like: Tensor) -> None:
         self.offsets_S, self.rows = plan.offsets_S, plan.row_of_N.shape[0]
-        # On a CPU torch's operator runs the same products one after the other, with less between.
+        # On a CPU grouped_mm runs the same products one by one, with less overhead in between.
         self.on_cuda = like.is_cuda
         self.native = (
             like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
@@ -42,7 +42,7 @@ class Groups:
         b_EO: Tensor | None = None,
         low_rank: tuple[Tensor, Lora] | None = None,
     ) -> Tensor:
-        """y_n = W_e x_n + b_e, plus s * B_e u_n for ``low_rank`` = (u_NR, lora); [N, O]."""
+        """Compute y_n = W_e x_n + b_e, [N, O]; ``low_rank`` = (u_NR, lora) adds s * B_e u_n."""
         y_NO = self._product(x_NI, w_EOI)
         if low_rank is not None:
             u_NR, lora = low_rank
@@ -58,9 +58,9 @@ class Groups:
         lora: Lora | None = None,
         p_NR: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The data gradient W_eᵀ dy_n + s * A_eᵀ p_n, and p_n = B_eᵀ dy_n when there is LoRA.
+        """Return the data gradient W_eᵀ dy_n + s * A_eᵀ p_n, and p_n = B_eᵀ dy_n if there is LoRA.
 
-        ``p_NR`` is what an earlier product made of it.
+        Pass ``p_NR`` if it was already computed.
         """
         dx_NI = self._product(dy_NO, w_EOI.transpose(1, 2))
         if lora is None:
@@ -71,7 +71,7 @@ class Groups:
         return dx_NI, p_NR
 
     def outer_sum(self, dy_NO: Tensor, x_NI: Tensor, like_EOI: Tensor) -> Tensor:
-        """sum_n dy_n ⊗ x_n per expert, laid out like ``like_EOI``; exact zeros without rows."""
+        """Sum dy_n ⊗ x_n per expert, strided like ``like_EOI``; exact zeros for no rows."""
         aligned = self.native and _aligned(dy_NO, x_NI)
         if aligned and not self.on_cuda and like_EOI.is_contiguous() and 0 not in self._counts[:-1]:
             return torch.nn.functional.grouped_mm(dy_NO.T, x_NI, offs=self.offsets_S[1:])
@@ -88,7 +88,7 @@ class Groups:
         return dw_EOI
 
     def row_sum(self, dy_NO: Tensor, like_EO: Tensor) -> Tensor:
-        """sum_n dy_n per expert, [E, O], contiguous."""
+        """Sum dy_n per expert, [E, O], contiguous."""
         db_EO = like_EO.new_zeros(like_EO.shape)
         for count, dy, db_O in self._each(self._split(dy_NO), db_EO.unbind(0)):
             if count:
@@ -102,7 +102,7 @@ class Groups:
             )
         y_NO = x_NI.new_empty(x_NI.shape[0], w_EOI.shape[1])
         ys, experts = self._split(y_NO), range(w_EOI.shape[0])
-        # Packed weights are dequantised expert by expert, never as a stack.
+        # Dequantise packed weights one expert at a time, never all of them at once.
         packed = isinstance(w_EOI, PackedWeight)
         weights: Any = experts if packed else w_EOI.transpose(1, 2).unbind(0)  # type: ignore[union-attr]
         for count, x, w, y in self._each(self._split(x_NI), weights, ys):
@@ -118,22 +118,22 @@ class Groups:
 
     @functools.cached_property
     def _counts(self) -> list[int]:
-        """The rows of each expert, then those of nobody; on a device this waits for it."""
+        """Number of rows of each expert, then of no expert; on a GPU this synchronises."""
         ends = [*self.offsets_S.tolist(), self.rows]
         return [end - start for start, end in itertools.pairwise(ends)]
 
     def _split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
-        """The rows of each expert, then those of nobody: one call, where slices take one each."""
+        """Split into the rows of each expert and those of no expert, in one call instead of E."""
         return rows.split_with_sizes(self._counts, dim)
 
     def _each(self, *of_experts: Iterable[Any]) -> Iterable[tuple[Any, ...]]:
-        """Of each expert how many rows it has, and its share of all that is given."""
+        """Iterate over experts: its number of rows, then its item of each argument."""
         return zip(self._counts[:-1], *of_experts, strict=False)
 
 
 @functools.cache
 def _serves_cpu(dtype: torch.dtype) -> bool:
-    """Return whether torch's grouped product takes a dtype on a CPU, tried once a process."""
+    """Return whether grouped_mm supports a dtype on a CPU; tried once per process."""
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     if grouped_mm is None or dtype not in (torch.float32, torch.bfloat16):
         return False
@@ -146,7 +146,7 @@ def _serves_cpu(dtype: torch.dtype) -> bool:
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """What torch's grouped_mm asks for: one unit stride, all else in multiples of 16 bytes."""
+    """Return whether grouped_mm accepts these: a unit stride, all else in multiples of 16 bytes."""
     return all(_aligned_operand(one) for one in operands)
 
 

@@ -1,10 +1,10 @@
-"""The experts as one operator per direction, with autograd: where the backends meet torch.
+"""The experts as one operator each for forward and backward, with autograd.
 
-``experts_mlp`` is what everything above calls. It dispatches to ``torch.ops.moe_patch.experts``
-(and ``experts_bwd`` in backward), opaque operators with fake implementations, so that compile, CUDA
-graphs and checkpointing see one call (ops/experts/schema.py); inside, a backend module supplies
-``experts_forward`` and ``experts_backward``. In plain eager work those are called without torch's
-dispatcher (ops/direct.py).
+All other packages call ``experts_mlp``. It dispatches to ``torch.ops.moe_patch.experts``, and in
+backward to ``experts_bwd``. These are opaque operators with fake implementations, so that
+``torch.compile``, CUDA graphs and checkpointing see one call (ops/experts/schema.py). A backend
+module implements ``experts_forward`` and ``experts_backward``. In plain eager execution they are
+called without torch's dispatcher (ops/direct.py).
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _NO_LORA = (None, None, 1.0)
 
 @dataclass
 class Signals:
-    """Per-row signals of one experts call, filled by forward and backward when asked for.
+    """Per-row signals of one experts call, written by forward and backward.
 
     Attributes:
         act_norm_TK: ||y_tk||, set by forward.
-        grads_3TK: written by backward: ||dL/dy_tk||, the row's gradient norm over the parameters,
-            and over the low-rank factors (zeros without LoRA). fp32, fp64 for fp64 models.
+        grads_3TK: written by backward, fp32 (fp64 for fp64 models). Holds ||dL/dy_tk|| and the
+            norms of the row's contribution to two sums: the gradients of the parameters, and of the
+            low-rank factors (zeros without LoRA).
     """
 
     grads_3TK: Tensor
@@ -58,29 +59,31 @@ def experts_mlp(
     batch_invariant: bool = False,
     signals: Signals | None = None,
 ) -> Tensor:
-    """The weighted sum of each token's expert MLPs, differentiable in every floating input.
+    """Return the weighted sum of each token's expert MLPs, differentiable in all float inputs.
 
     Args:
         x_TD: hidden states; x and the weights share one floating dtype.
-        ids_TK: integer expert ids; outside [0, E) is an empty slot (weight and gradient 0).
+        ids_TK: integer expert ids; an id outside [0, E) is an empty slot (weight and gradient 0).
         weights_TK: routing weights, any floating dtype.
-        w, glu: the experts' weights ([E, out, in] views, or both of them PackedWeight) and their
-            activation.
-        lora13, lora2: low-rank factors of the up and the down projection, of any floating dtype:
-            cast for the products, and their gradients cast back; no copy is held for backward.
+        w, glu: weights of the experts ([E, out, in] views, or PackedWeight for both projections)
+            and their activation.
+        lora13, lora2: low-rank factors of the up and the down projection, any floating dtype. They
+            are cast for the products, and their gradients are cast back. No cast copy is saved for
+            backward.
         backend: "auto", "torch" or "triton".
-        recompute: keep nothing but the plan between forward and backward; else h is kept, and
-            the rank-sized input of each trained factor B.
-        batch_invariant: a token's output, and its gradients to x and to the routing weights, are
-            the same bits for any number of tokens and any neighbours.
-        signals: asks for per-row norms and receives them.
+        recompute: save only the plan between forward and backward. Otherwise h is saved too, and
+            the input of each trained factor B (R values per row).
+        batch_invariant: make the results of a token independent, bit for bit, of the number of
+            tokens and of the other tokens. Applies to its output and to the gradients of x and of
+            its routing weights.
+        signals: if given, receives per-row norms.
 
     Returns:
         out_TD in the dtype of x.
 
     Raises:
-        UnsupportedOptionError: the backend cannot run on this device and dtype, or not with
-            ``batch_invariant``; or a forward-mode derivative is asked for.
+        UnsupportedOptionError: the backend cannot run on this device and dtype or with
+            ``batch_invariant``, or a forward-mode derivative is requested.
     """
     backend = choose_backend(backend, x_TD.device, x_TD.dtype, batch_invariant).name
     plain, scales, storage = plain_weights(w)
@@ -103,7 +106,8 @@ def experts_mlp(
         None if signals is None else signals.grads_3TK,
         scales,
     )
-    # Compilers know the operator's own rule; made by hand it costs a third of the time.
+    # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
+    # third of its time.
     if graph and not torch.compiler.is_compiling():
         found = _Experts.apply(x_TD, ids_TK, weights_TK, *tensors, call)
     else:
@@ -115,13 +119,14 @@ def experts_mlp(
 
 
 class _Call(NamedTuple):
-    """What the operator takes beside tensors with gradients, in its order.
+    """Arguments of the operator other than differentiable tensors, in its order.
 
     Attributes:
-        scalars: both scalings, the activation's numbers and the options in words.
-        keep: what forward keeps for backward, and True last if it returns norms.
-        signals: where backward writes norms.
-        scales: of packed weights.
+        scalars: both scalings, the numbers of the activation, and the options as a string.
+        keep: flags of the tensors that forward saves for backward; the last one is True if forward
+            returns norms.
+        signals: tensor into which backward writes norms, or None.
+        scales: scales of packed weights.
     """
 
     scalars: tuple[float | str, ...]
@@ -132,7 +137,7 @@ class _Call(NamedTuple):
     def arguments(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
-        """All arguments of the operator."""
+        """Return all arguments of the operator."""
         scalars, keep, signals, scales = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
@@ -145,7 +150,7 @@ def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _keeps_u(lora: Lora | None, keep: bool, norms: bool) -> bool:
-    """Return whether forward keeps what the factor B is multiplied with, which backward reads."""
+    """Return whether forward saves the input of the low-rank factor B for backward."""
     return keep and lora is not None and (norms or lora.B_EOR.requires_grad)
 
 
@@ -181,7 +186,7 @@ def _backward(ctx: Any, dout: Any, *_: Any) -> Any:
 
 
 def _fill(signals: Tensor | None, tensors: Sequence[Tensor | None], *norms_TK: Any) -> None:
-    """Write the gradients' norms where they were asked for."""
+    """Write the gradient norms into ``signals``, unless that is None."""
     if signals is None:
         return
     out_TK, params_TK, lora_TK = norms_TK
@@ -192,18 +197,19 @@ def _fill(signals: Tensor | None, tensors: Sequence[Tensor | None], *norms_TK: A
 
 @functools.cache
 def _graph_is_kept() -> Callable[[], bool]:
-    """A function: may the backward pass now running run again? True if torch does not tell.
+    """Return a function that tells whether the running backward keeps its graph for another pass.
 
-    The private name is looked up once; torch's compiler reads the same.
+    It returns True if torch lacks the private name, which is looked up once. torch's compiler uses
+    the same name.
     """
     return getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 class _Experts(torch.autograd.Function):
-    """The rule of :func:`_backward` at a third of the time.
+    """Same autograd formula as :func:`_backward`, in a third of the time.
 
-    Autograd spends a microsecond on each argument and on each output: what is no tensor is one
-    argument, and what backward needs is saved but not returned.
+    Autograd takes a microsecond for each argument and each output. So one argument holds all that
+    is not a tensor, and tensors for backward are saved without being returned.
     """
 
     @staticmethod
@@ -232,7 +238,7 @@ class _Experts(torch.autograd.Function):
         if not torch.is_grad_enabled() and unwatched((dout, *saved)):
             grads = schema.experts_bwd(*arguments, overwrite_h=not again)
         else:
-            # Neither again nor through: the other operator refuses a gradient of gradients.
+            # h may be overwritten only if this backward neither repeats nor is differentiated.
             operator, returned = _OPERATORS.experts_bwd, (*needs, *needs[-1:] * 2)
             grads = (operator.default if again else operator.over_h)(*arguments)
             grads = [g if need else None for g, need in zip(grads, returned, strict=True)]
@@ -244,7 +250,8 @@ define(
     "moe_patch::experts", schema.EXPERTS,
     schema.experts_operator, schema.experts_fake, _backward, _setup_context,
 )  # fmt: skip
-# Where gradients are off: autograd's layer and outputs that nothing reads cost more than the call.
+# With gradients off, a separate overload saves autograd's layer and the unused outputs, which
+# cost more than the call.
 define(
     "moe_patch::experts.inference", schema.INFERENCE,
     schema.inference, lambda x, *_: x.new_empty(x.shape), backward=None,
@@ -253,7 +260,7 @@ define(
     "moe_patch::experts_bwd", schema.EXPERTS_BWD,
     schema.experts_bwd_operator, schema.experts_bwd_fake,
 )  # fmt: skip
-# If backward runs only once, dh is written over h: this lowers peak memory.
+# If backward runs only once, write dh over h: this lowers peak memory.
 define(
     "moe_patch::experts_bwd.over_h", schema.OVER_H,
     functools.partial(schema.experts_bwd_operator, overwrite_h=True), schema.experts_bwd_fake,

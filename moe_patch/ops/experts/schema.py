@@ -1,8 +1,8 @@
-"""The experts' operators as torch knows them: schemas, implementations, fakes.
+"""Schemas, implementations and fakes of the experts operators.
 
-``experts``, ``inference`` and ``experts_bwd`` are what the operators run.
-:mod:`moe_patch.ops.experts.op` defines the operators, with autograd's rules, and calls these
-functions itself where nobody watches operators.
+``experts``, ``inference`` and ``experts_bwd`` are the implementations.
+:mod:`moe_patch.ops.experts.op` defines the operators and their autograd formulas. In plain eager
+execution it calls the implementations directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _BACKEND_MODULES = {
     "triton": "moe_patch.kernels.experts.experts",
 }
 
-# Few arguments, since torch spends time on each: what is no tensor travels as one string.
 _OPERANDS = (
     "Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? a13, Tensor? lb13, Tensor? a2, "
     "Tensor? lb2, float s13, float s2, float alpha, float limit, str options"
@@ -42,11 +41,10 @@ EXPERTS_BWD = (
 OVER_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
 
 
-# Options travel as one string of words, since torch spends time on each argument and takes no
-# tuple. Floats stay arguments of their own: compilers make symbols of them where shapes are
-# dynamic.
+# The options are one string of words: torch takes time for each argument and accepts no tuple.
+# Floats stay separate arguments, because compilers with dynamic shapes turn them into symbols.
 class Options(NamedTuple):
-    """What :func:`spell_options` wrote."""
+    """Options encoded by :func:`spell_options`."""
 
     kind: str
     gated: bool
@@ -57,27 +55,27 @@ class Options(NamedTuple):
 
 
 def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
-    """The options in words; ``storage`` is :func:`moe_patch.formats.packed.plain_weights`'s."""
+    """Encode the options; ``storage`` comes from :func:`moe_patch.formats.packed.plain_weights`."""
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
     return f"{activation} {backend} {batch_invariant:d} {storage}"
 
 
 @functools.cache
 def read_options(spelled: str) -> Options:
-    """The inverse of :func:`spell_options`."""
+    """Decode the string of :func:`spell_options`."""
     kind, gated, interleaved, backend, invariant, storage = spelled.split(" ", 5)
     return Options(kind, gated == "1", interleaved == "1", backend, invariant == "1", storage)
 
 
 @functools.cache
 def read_glu(spelled: str, alpha: float, limit: float) -> Glu:
-    """The activation: its words and its numbers."""
+    """Decode the activation from the options and its two numbers."""
     options = read_options(spelled)
     return Glu(options.kind, options.gated, options.interleaved, alpha, limit)
 
 
 def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
-    """``experts``."""
+    """Fake implementation of ``experts``."""
     w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = args
     save_h, save_u13, save_u2, norms = keep
     storage = read_options(options).storage
@@ -98,7 +96,7 @@ def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
 
 
 def experts_bwd_fake(dout: Any, *args: Any) -> Any:
-    """``experts_bwd``."""
+    """Fake implementation of ``experts_bwd``."""
     inputs, slot_of_TK, needs = args[:10], args[-7], args[-2]
     x, a13, a2 = args[0], args[6], args[8]
     grads = [
@@ -115,7 +113,7 @@ def experts_bwd_fake(dout: Any, *args: Any) -> Any:
 
 
 def _gradient_of(t: Tensor) -> Tensor:
-    """Gradients of weights and factors lie as those do, all others are contiguous."""
+    """Allocate a gradient: like its weight or low-rank factor, or else contiguous."""
     return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
 
 
@@ -135,13 +133,13 @@ def _operands(
         None if a13 is None else Lora(_cast(a13, dtype), _cast(lb13, dtype), s13),
         None if a2 is None else Lora(_cast(a2, dtype), _cast(lb2, dtype), s2),
         _module(options.backend),
-        # The torch backend does not know the option: it cannot hold there.
+        # The torch backend has no such option, because it cannot be batch invariant.
         {"batch_invariant": True} if options.batch_invariant else {},
     )
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # To ask takes the host a tenth of a conversion that changes nothing.
+    # Checking the dtype is ten times cheaper than a no-op `.to()`.
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -155,7 +153,10 @@ def _no_autocast(device_type: str) -> contextlib.AbstractContextManager:
 
 
 def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
-    """(out, the plan's three, h, u13, u2, norms): what is not kept is empty, and may be one."""
+    """Return (out, three tensors of the plan, h, u13, u2, norms).
+
+    A tensor that is not saved is empty; several may be the same empty tensor.
+    """
     *operands, keep, _, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     save_h, save_u13, save_u2, norms = keep
@@ -168,12 +169,12 @@ def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
 
 
 def experts_operator(*args: Any) -> tuple[Tensor, ...]:
-    """Copy empty outputs of :func:`experts`: those of an operator must not alias."""
+    """Run :func:`experts` and copy its empty outputs: outputs of an operator must not alias."""
     return tuple(t if t.numel() else t.new_empty(t.shape) for t in experts(*args))
 
 
 def inference(x: Any, ids: Any, weights: Any, *args: Any) -> Tensor:
-    """The output alone."""
+    """Return only the output of :func:`experts`."""
     *operands, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     with _no_autocast(x.device.type):
@@ -188,7 +189,7 @@ _FACTORS = ("lora13_A", "lora13_B", "lora2_A", "lora2_B")
 def experts_bwd(
     dout: Any, x: Any, weights: Any, *args: Any, overwrite_h: bool = False
 ) -> Sequence[Tensor | None]:
-    """The fields of ExpertsBackward; None is what was not asked for."""
+    """Return the fields of ExpertsBackward; None for those not requested."""
     *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs, scales = args
     w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
     needs = ExpertsNeeds(*needs)
@@ -209,6 +210,6 @@ def experts_bwd(
 
 
 def experts_bwd_operator(dout: Any, x: Any, *args: Any, overwrite_h: bool = False) -> list[Tensor]:
-    """Return empty tensors for None, since an operator returns tensors."""
+    """Run :func:`experts_bwd` with empty tensors for None: an operator returns only tensors."""
     grads = experts_bwd(dout, x, *args, overwrite_h=overwrite_h)
     return [x.new_empty(0) if g is None else g for g in grads]

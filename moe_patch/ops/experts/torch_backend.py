@@ -1,18 +1,18 @@
-"""The experts on the torch backend: forward and backward, saving x, h, the plan and LoRA's u only.
+"""The experts on the torch backend: forward and backward; saves only x, h, the plan and LoRA's u.
 
-Same algorithm, names and signatures as the Triton kernels (kernels/experts.py). With rows in plan
-order, t = the token of row n and e its expert:
+Algorithm, names and signatures are those of the Triton kernels (kernels/experts/experts.py). Rows
+are in plan order; t is the token of row n and e its expert:
 
     forward     h = W13 x + b13        a = act(h)        y = W2 a + b2        out_t = sum_k w y
     backward    da' = W2ᵀ dout_t       dw = <da', a> + <dout_t, b2>           da = w da'
                 dh = act'(h) da        dW2 = sum dout_t ⊗ w a                 dW13 = sum dh ⊗ x_t
                 dx_t = sum_k W13ᵀ dh   db2 = sum w dout_t                     db13 = sum dh
-    LoRA        W -> W + s B A in every product above, W's own gradient excepted; then
+    LoRA        W -> W + s B A in every product above, except in the gradient of W; then
                 u13 = A13 x_t          dB13 = s sum dh ⊗ u13                  dA13 = s sum p ⊗ x_t
                 u2 = A2 a              dB2 = s sum dout_t ⊗ (w u2)            dA2 = s sum w q ⊗ a
                 p = B13ᵀ dh            q = B2ᵀ dout_t
 
-The gathered x, a and y are not kept: a is recomputed from h, and y is never needed.
+The gathered x, a and y are not saved: backward recomputes a from h, and never needs y.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def experts_forward(
     save_u2: bool = False,
     norms: bool = False,
 ) -> ExpertsForward:
-    """The weighted sum of each token's experts.
+    """Compute the weighted sum of each token's experts.
 
     Args:
         x_TD: hidden states; x, the weights and the factors share one floating dtype.
-        ids_TK: integer expert ids; outside [0, E) is an empty slot.
+        ids_TK: integer expert ids; an id outside [0, E) is an empty slot.
         weights_TK: routing weights, any floating dtype.
-        w, glu: the experts' weights and activation.
+        w, glu: weights and activation of the experts.
         lora13, lora2: low-rank factors of the up and the down projection.
-        save_h, save_u13, save_u2: return h and the factors' inputs (where there are factors) for
-            backward, which otherwise computes them again.
+        save_h, save_u13, save_u2: return h and the inputs of the factors B (if there are factors)
+            for backward, which otherwise recomputes them.
         norms: also return the norm of every expert's output row.
 
     Returns:
@@ -88,7 +88,7 @@ def experts_forward(
         low2 = groups.linear(a_NF, lora2.A_ERI), lora2
     y_ND = groups.linear(a_NF, w.w2_EDF, w.b2_ED, low2)
     out_TD = gather_sum(y_ND, plan.slot_of_TK, weights_TK).to(x_TD.dtype)
-    # One empty tensor each: an operator's outputs must not alias.
+    # A new empty tensor for each: outputs of an operator must not alias.
     kept = Kept(
         h_NH if save_h else x_TD.new_empty(0),
         low13[0] if save_u13 and low13 is not None else x_TD.new_empty(0),
@@ -112,14 +112,14 @@ def experts_backward(
     *,
     overwrite_h: bool = False,
 ) -> ExpertsBackward:
-    """All gradients that ``needs`` asks for; nothing is computed for the others.
+    """Compute the gradients listed in ``needs``.
 
     Args:
         dout_TD: gradient of out_TD.
         x_TD, weights_TK, w, glu, lora13, lora2: as in forward.
-        plan, kept: what forward returned; what is empty is computed again.
-        needs: which gradients to return.
-        overwrite_h: h may be written on; no use is made of that here.
+        plan, kept: results of forward; empty tensors are recomputed.
+        needs: gradients to return.
+        overwrite_h: allow backward to overwrite h; ignored on this backend.
 
     Returns:
         ExpertsBackward; each gradient in the dtype and layout of its input.
@@ -142,10 +142,11 @@ def experts_backward(
 
 
 class _Rows(NamedTuple):
-    """Everything backward needs, gathered or recomputed in plan order.
+    """Operands of backward, gathered or recomputed in plan order.
 
-    ``da_NF`` is W2ᵀ dout before the routing weight ``w_N1``; ``p_NR`` and ``q_NR`` are empty
-    without the LoRA they belong to, ``u13_NR`` and ``u2_NR`` also where forward kept none.
+    ``da_NF`` is W2ᵀ dout, not yet multiplied by the routing weight ``w_N1``. ``p_NR``, ``q_NR``,
+    ``u13_NR`` and ``u2_NR`` are empty without LoRA on their projection. The last two are also empty
+    if forward did not save them.
     """
 
     groups: Groups
@@ -183,7 +184,7 @@ def _backward_rows(
 ) -> _Rows:
     groups = Groups(plan, x_TD)
     empty = x_TD.new_empty(0)
-    # One division for both: of integers it takes a CPU as long as the copy of the rows.
+    # Divide once for both gathers: on a CPU, integer division takes as long as copying the rows.
     token_N = tokens_of(plan)
     x_ND = x_TD.index_select(0, token_N)
     h_NH, u13_NR, u2_NR = kept
@@ -250,7 +251,7 @@ def _lora2_grads(rows: _Rows, lora: Lora, needs: ExpertsNeeds) -> dict[str, Tens
 def _grad_norms(
     rows: _Rows, w: ExpertWeights, lora13: Lora | None, lora2: Lora | None, plan: Plan
 ) -> dict[str, Tensor]:
-    """Row norms by the outer-product identity ||u ⊗ v|| = ||u|| ||v|| (no second backward)."""
+    """Compute row norms without a second backward, from the identity ||u ⊗ v|| = ||u|| ||v||."""
     w_N = rows.w_N1.squeeze(1).abs()
     x_N, a_N, dh_N = row_norm(rows.x_ND), row_norm(rows.a_NF), row_norm(rows.dh_NH)
     dy_N = w_N * row_norm(rows.dout_ND)
