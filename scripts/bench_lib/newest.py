@@ -131,11 +131,29 @@ def _order(op: Op, line: Line) -> tuple:
     return place, line.shape, line.T, line.R or 0, line.dtype, line.passes, line.card
 
 
+def in_turn(rows: Iterable[Row]) -> list[list[Row]]:
+    """Our timed rows of each machine and commit on which several releases of Triton took turns."""
+    places: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["impl"] == OURS and row.get("machine") and row["median_ms"] is not None:
+            place = tuple(row[name] for name in ("machine", "commit", "torch", "transformers"))
+            places.setdefault(place, []).append(row)
+    return [found for found in places.values() if len({row["triton"] for row in found}) > 1]
+
+
+def _without_turns(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those runs of :func:`in_turn` that have nobody but us."""
+    accompanied = {row["run"] for row in rows if row["impl"] != OURS}
+    turns = {row["run"] for found in in_turn(rows) for row in found} - accompanied
+    return [row for row in rows if row["run"] not in turns]
+
+
 def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[Line]:
     """A line per point that ours was measured at on a GPU, in the order of the op's grid.
 
     Runs without a row of every required peer that covers the point count only where there are no
-    others, and after that fewer runs or machines than enough.
+    others, and after that fewer runs or machines than enough. Runs of ours alone on several
+    releases of Triton in turn never count: they have a table of their own.
 
     Args:
         rows: of the op.
@@ -143,7 +161,7 @@ def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[L
         each_card: a line per kind of card that the point was measured on, not one of the newest.
     """
     found: dict[tuple, dict[tuple, dict[str, Rows]]] = {}
-    for row in rows:
+    for row in _without_turns(rows):
         if row["card"].startswith("CPU"):
             continue
         point = tuple(row[name] for name in ("shape", "T", "R", "dtype", "pass"))
