@@ -67,6 +67,7 @@ def _add_common(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--plain", action="store_true", help="time ours in a plain process too: field plain_ms"
     )
+    sub.add_argument("--no-bounds", action="store_true", help="time no floors and ceilings")
     sub.add_argument("--runs", type=int, default=1, metavar="N", help="repeat all, as N runs")
     sub.add_argument("--commit", help="full SHA, where the tree was copied without its .git")
     sub.add_argument("--dry-run", action="store_true", help="tiny, CPU; writes only with --out")
@@ -135,6 +136,7 @@ def _plan(args: argparse.Namespace, op: Op, part: Any) -> runner.Plan:
     settings = DRY_SETTINGS if args.dry_run else Settings()
     if args.rep is not None:
         settings = dataclasses.replace(settings, rep_ms=args.rep)
+    settings = dataclasses.replace(settings, bounds=not args.no_bounds)
     device, shapes, tokens = _device(args), part.shapes, part.tokens
     if args.dry_run:
         shapes, tokens = (op.dry_shape,), SHAPES[op.dry_shape].tokens

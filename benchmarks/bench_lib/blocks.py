@@ -104,8 +104,8 @@ def model(results: Path) -> str:
         return NOTHING
     body = []
     for line in lines:
-        for impl, row in sorted(line.by_impl.items(), reverse=True):
-            if "skipped" in row:
+        for impl in impls_of([line], "model"):
+            if "skipped" in line.by_impl[impl]:
                 body.append([line.shape, line.card, impl, "skipped", "", "", "", "", ""])
             else:
                 body.append([line.shape, line.card, impl, *_step(line, impl), runs_cell(line)])

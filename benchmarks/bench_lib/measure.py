@@ -23,6 +23,7 @@ class Settings:
         rep_ms: how long each timing measures; at least :data:`timers.MIN_SAMPLES` calls.
         clocks: the file of clocks and power that is read after each timing, or None.
         plain: time by :func:`timers.plain_ms`, and check nothing.
+        bounds: time the floors and ceilings too.
     """
 
     repeats: int = 40
@@ -30,6 +31,7 @@ class Settings:
     rep_ms: float = 200.0
     clocks: str | None = None
     plain: bool = False
+    bounds: bool = True
 
 
 class WrongResultError(RuntimeError):
@@ -147,7 +149,7 @@ class Bounds:
     def at(self, point: Point) -> dict[str, float | None]:
         """Return the copy floor and the matmul ceiling of a point, in milliseconds."""
         work, timer = self.op.work(point), self.op.timer
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" or not self.settings.bounds:
             return {"floor_ms": None, "ceiling_ms": None}
         for product in work.matmuls:
             key = (*product, point.torch_dtype)

@@ -131,11 +131,28 @@ def _order(op: Op, line: Line) -> tuple:
     return place, line.shape, line.T, line.R or 0, line.dtype, line.passes, line.card
 
 
+def in_turn(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return our timed rows by machine and commit, where several releases of Triton took turns."""
+    places: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if row["impl"] == OURS and row.get("machine") and row["median_ms"] is not None:
+            place = tuple(row[name] for name in ("machine", "commit", "torch", "transformers"))
+            places.setdefault(place, []).append(row)
+    return [found for found in places.values() if len({row["triton"] for row in found}) > 1]
+
+
+def _without_turns(rows: Sequence[Row]) -> list[Row]:
+    """Drop the runs of :func:`in_turn` that timed no other implementation."""
+    accompanied = {row["run"] for row in rows if row["impl"] != OURS}
+    turns = {row["run"] for found in in_turn(rows) for row in found} - accompanied
+    return [row for row in rows if row["run"] not in turns]
+
+
 def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[Line]:
     """Return a line per point that ours was measured at on a GPU, in the order of the op's grid.
 
-    Runs are preferred that have a row of every required peer that covers the point, and then sets
-    with enough runs and machines.
+    Prefer runs with a row of every required peer that covers the point, then sets with enough runs
+    and machines. Runs that compare releases of Triton are left out; they have their own table.
 
     Args:
         rows: of the op.
@@ -143,7 +160,7 @@ def newest_lines(rows: Sequence[Row], op: Op, each_card: bool = False) -> list[L
         each_card: return a line per kind of card, not only one of the newest.
     """
     found: dict[tuple, dict[tuple, dict[str, Rows]]] = {}
-    for row in rows:
+    for row in _without_turns(rows):
         if row["card"].startswith("CPU"):
             continue
         point = tuple(row[name] for name in ("shape", "T", "R", "dtype", "pass"))

@@ -31,6 +31,7 @@ _EXPERTS = ("moe_patch", "hf_grouped_mm", "torch_grouped_mm_early", "scattermoe"
 _VARIANTS = ("moe_patch:recompute", "moe_patch:batch_invariant")
 _PORTABLE = ("moe_patch:portable", "hf_grouped_mm")
 _PORTABLE_LORA = ("moe_patch:portable", "peft", "split_lora")
+_OURS, _RELEASED = ("moe_patch",), ("qwen3_30b", "glm45_air")
 _ROUTING = ("moe_patch", "torch", "torch_compile")
 _LORA = ("moe_patch", "peft", "split_lora", "axolotl_lora")
 # Its rows are in segments of their own.
@@ -69,14 +70,12 @@ PRESETS = {
         Segment("lora", "lora", _PORTABLE_LORA, ("qwen3_30b", "olmoe", "glm45_air"), ranks=(16,)),
         Segment("lora_large", "lora", _PORTABLE_LORA, ("mixtral",), (16384,), ranks=(16,)),
     ),
-    # The same points on two releases of Triton, in turn on one card.
+    # Few points: the preset runs six times, on two releases of Triton in turn on one card.
     "releases": (
-        Segment("experts", "experts", ("moe_patch",), ("qwen3_30b", "glm45_air"), (1024, 16384)),
-        Segment(
-            "lora", "lora", ("moe_patch",), ("qwen3_30b", "glm45_air"), (1024, 16384), ranks=(16,)
-        ),
-        Segment("decode", "decode", ("moe_patch",), ("qwen3_30b",), (1, 16)),
-        Segment("quantised", "quantised", ("moe_patch",), ("qwen3_30b",), (16384,)),
+        Segment("experts", "experts", _OURS, _RELEASED, (1024, 16384), ("fwd+bwd",)),
+        Segment("lora", "lora", _OURS, _RELEASED, (1024, 16384), ("fwd+bwd",), (16,)),
+        Segment("decode", "decode", _OURS, ("qwen3_30b",), (1, 16)),
+        Segment("quantised", "quantised", _OURS, ("qwen3_30b",), (16384,)),
     ),
     "block": (Segment("block", "block"),),
     "h100": (

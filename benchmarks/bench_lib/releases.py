@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench_lib.cells import markdown, number, spread
-from bench_lib.newest import OURS, median
+from bench_lib.newest import in_turn, median
 from bench_lib.ops import OPS
 from bench_lib.rows import Row, read_rows
 
@@ -14,21 +14,6 @@ OP_NAMES = ("experts", "lora", "decode", "quantised")
 POINT = ("op", "shape", "T", "R", "dtype", "pass")
 # From this size on the kernels determine the time, below it the host.
 LARGE_TOKENS = 16384
-
-
-def _place(row: Row) -> tuple:
-    """Return an equal key for comparable rows: one machine and commit, all else the same."""
-    return tuple(row[name] for name in ("machine", "commit", "torch", "transformers"))
-
-
-def _newest_place(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows of the newest machine and commit that has more than one release."""
-    places: dict[tuple, list[Row]] = {}
-    for row in rows:
-        if row["impl"] == OURS and row.get("machine") and row["median_ms"] is not None:
-            places.setdefault(_place(row), []).append(row)
-    several = [found for found in places.values() if len({r["triton"] for r in found}) > 1]
-    return max(several, key=lambda found: max(row["date"] for row in found), default=[])
 
 
 def _cell(rows: Sequence[Row], field: str) -> str:
@@ -42,7 +27,8 @@ def releases(results: Path) -> str:
     for name in OP_NAMES:
         path = results / f"{name}.jsonl"
         rows += read_rows(path) if path.exists() else []
-    chosen = _newest_place(rows)
+    # Of the machines and commits with more than one release, the newest.
+    chosen = max(in_turn(rows), key=lambda found: max(row["date"] for row in found), default=[])
     if not chosen:
         return "No rows of two releases from one machine yet.\n"
     versions = sorted({row["triton"] for row in chosen})

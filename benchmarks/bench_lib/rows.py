@@ -27,7 +27,8 @@ OPS = (
 IMPLS = (
     "moe_patch", "torch", "torch_compile", "hf_eager", "hf_batched_mm", "hf_grouped_mm",
     "torch_grouped_mm_early", "scattermoe", "liger", "sonicmoe", "peft", "axolotl_lora",
-    "split_lora", "peft_liger", "all_pairs_loop", "dequant_grouped_mm", "te_router",
+    "split_lora", "peft_liger", "peft_scattermoe", "all_pairs_loop", "dequant_grouped_mm",
+    "te_router",
 )  # fmt: skip
 SHAPE_NAME = re.compile(
     r"(qwen3_30b|olmoe|mixtral|glm45_air|dsv3_e64|cpu_e64|tiny|tiny128"

@@ -112,3 +112,9 @@ def test_moved_bytes_are_inputs_once_and_outputs_once():
     assert op.work(dataclasses.replace(TINY, passes="fwd")).moved_bytes == forward
     assert op.work(TINY).moved_bytes == forward + backward
     assert op.input_bytes(TINY) == sum(t.nbytes for t in read) + inputs.dout_TD.nbytes
+
+
+def test_without_bounds_nothing_is_timed_for_them():
+    # A CUDA device that is not there would be an error.
+    bounds = measure.Bounds(OPS["experts"], torch.device("cuda"), measure.Settings(bounds=False))
+    assert bounds.at(TINY) == {"floor_ms": None, "ceiling_ms": None}

@@ -274,6 +274,18 @@ def test_releases_are_compared_on_one_machine_and_commit(tmp_path):
     assert "3.9.0" not in text
 
 
+def test_releases_in_turn_have_no_line_in_other_tables():
+    def alone(name, triton, **changes):
+        return rows_of_run(name, "m1", 1.0, 9.0, triton=triton, **changes)[:1]
+
+    found = [*alone("b" * 8, "3.6.0"), *alone("b" * 9, "3.8.0")]
+    small = [*alone("c" * 8, "3.6.0", T=1024), *alone("c" * 9, "3.8.0", T=1024)]
+    (line,) = newest.newest_lines([*three_runs(), *found, *small], OPS["experts"])
+    assert (line.T, line.time("moe_patch")) == (16384, 5.0)
+    (line,) = newest.newest_lines(found[:1], OPS["experts"])
+    assert line.time("moe_patch") == 1.0, "one release took no turns"
+
+
 def test_one_later_run_does_not_take_the_place_of_three(tmp_path):
     later = rows_of_run("aaaa", "m1", 9.0, 10.0, commit="f" * 40)
     (line,) = newest.newest_lines([*three_runs(), *later], OPS["experts"])

@@ -2,19 +2,22 @@
 
 Unpatched with PEFT (``peft``) and patched runs use the very same model object. A row's ``rel_err``
 compares the first step with that of the unpatched model: the loss, and the norms of all adapters'
-gradients as one vector. With Liger around the blocks each has a process of its own, because Liger's
-changes to a process are permanent.
+gradients as one vector. Runs with Liger or with axolotl's experts have a process of their own,
+because what those change in a process stays changed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench_lib import clocks
+from bench_lib.impls import axolotl_experts
 from bench_lib.measure import Settings, WrongResultError
 from bench_lib.moe_layer import relative_error
 from bench_lib.shapes import SHAPES, Point
@@ -24,6 +27,8 @@ LIMITS = {"bf16": 2e-2, "fp32": 1e-5}
 PATCHED = "moe_patch"
 LIGER = {"peft_liger", "moe_patch:liger"}
 UNPATCHED = {"peft", "peft_liger"}
+# What is trained first in the process of an implementation that has one of its own.
+REFERENCE = {"moe_patch:liger": "peft_liger", axolotl_experts.NAME: "peft"}
 MODULES = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft", "moe_patch",
     "accelerate",
@@ -59,19 +64,31 @@ _STATE = _State()
 
 def _train(impl: Impl, point: Point, device: torch.device) -> Any:
     from bench_lib import training
-    from moe_patch import patch_model, unpatch_model
 
     model = _STATE.model_on(point, device)
     training.reset_adapters(model)
     batch, length, checkpointing = layout(point.shape)
     liger = impl.name in LIGER
-    if impl.name in UNPATCHED:
+    with _as(impl, model):
         return training.train(model, batch, length, checkpointing, device, liger)
-    patch_model(model)
-    try:
-        return training.train(model, batch, length, checkpointing, device, liger)
-    finally:
-        unpatch_model(model)
+
+
+@contextlib.contextmanager
+def _as(impl: Impl, model: Any) -> Iterator[None]:
+    """Let an implementation run the model's blocks."""
+    from moe_patch import patch_model, unpatch_model
+
+    if impl.ours:
+        patch_model(model)
+        try:
+            yield
+        finally:
+            unpatch_model(model)
+    elif impl.name == axolotl_experts.NAME:
+        with axolotl_experts.installed(model):
+            yield
+    else:
+        yield
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -89,8 +106,8 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    if impl.name == "moe_patch:liger":
-        peer = MODEL.impl("peft_liger")
+    if impl.name in REFERENCE:
+        peer = MODEL.impl(REFERENCE[impl.name])
         _STATE.first[point.shape] = _train(peer, point, device).first
     with clocks.watched(settings.clocks) as seen:
         steps = _train(impl, point, device)
@@ -107,13 +124,11 @@ def measure(impl: Impl, point: Point, device: torch.device, settings: Settings) 
 def warm(impl: Impl, point: Point, device: torch.device) -> None:
     """Compile with one layer and a small vocabulary; the kernels are those of the slice."""
     from bench_lib import training
-    from moe_patch import patch_model
 
     batch, length, _ = layout(point.shape)
     model = training.build_model(SHAPES[point.shape], device, layers=1, vocab=64)
-    patch_model(model)
     ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
-    with torch.autocast(device.type, torch.bfloat16):
+    with _as(impl, model), torch.autocast(device.type, torch.bfloat16):
         model(input_ids=ids, labels=ids).loss.backward()
 
 
@@ -138,6 +153,14 @@ MODEL = Op(
         Impl("peft_liger", _not_a_layer, peer=True, needs_cuda=True, modules=MODULES),
         Impl(
             "moe_patch:liger", _not_a_layer, ours=True, peer=True, needs_cuda=True, modules=MODULES
+        ),
+        Impl(
+            axolotl_experts.NAME,
+            _not_a_layer,
+            peer=True,
+            needs_cuda=True,
+            compiles="once",
+            modules=MODULES,
         ),
     ),
     required=("peft",),
