@@ -43,7 +43,10 @@ from moe_patch.cli.status import CHECK_FAILED, UNUSABLE  # noqa: E402
 DRY_SETTINGS = Settings(repeats=3, peer_repeats=2, rep_ms=1.0)
 RESULTS = ROOT / "benchmarks" / "results"
 CHARTS = ROOT / "docs" / "img"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-details", "aims")),
+)
 
 
 class StaleError(Exception):
