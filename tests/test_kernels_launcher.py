@@ -69,7 +69,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 
     def encoded(box: launcher.Box) -> list:
         _, handles = launcher._read([box, here], -1)
-        return launcher._encode(box, handles[0], "kind", kept)
+        return launcher.encode(box, handles[0], "kind", kept)
 
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode, raising=False)
     monkeypatch.setattr(launcher, "_RELEASE", Tested(hopper=True, direct=True))

@@ -9,6 +9,7 @@ tensor descriptor is encoded once for an address and a shape: they come back at 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -94,6 +95,31 @@ class _Compiled(NamedTuple):
     described: tuple[tuple[int, Any, dict], ...]
 
 
+class Launch(NamedTuple):
+    """A direct launch, as it is noted.
+
+    Attributes:
+        compiled: the kernel.
+        sizes: of the grid, three.
+        operands: tensors and boxes.
+        numbers: all others, in the kernel's order.
+    """
+
+    compiled: _Compiled
+    sizes: tuple[int, ...]
+    operands: Sequence[Any]
+    numbers: tuple[int | float, ...]
+
+
+class _Notes(threading.local):
+    """Where a thread's launches are noted, None for one that is not direct; None for nowhere."""
+
+    launches: list[Launch | None] | None = None
+
+
+NOTES = _Notes()
+
+
 class Launcher:
     """A kernel and what was compiled of it, by all that Triton compiles anew for.
 
@@ -126,7 +152,10 @@ class Launcher:
             made: compile-time arguments and Triton's options.
             constants: the same where they are not made beforehand, in one order at every call.
         """
+        notes = NOTES.launches
         if not self._direct:
+            if notes is not None:
+                notes.append(None)
             constants = constants if made is None else made
             compiling(self._kernel[grid], *_described(operands), *varying, *fixed, **constants)
             return
@@ -141,17 +170,22 @@ class Launcher:
         if found is not None:
             compiled, tail, launch, settings, as_tuple, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
-            if launch is None or _hooked():
+            if notes is not None:
+                told = found, sizes, operands, (*varying, *fixed)
+                notes.append(None if launch is None else Launch(*told))
+            if launch is None or hooked():
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
                 return
             # The same, without what only hooks read.
             for at, kind, encoded in described:
-                handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
+                handles[at : at + 1] = encode(operands[at], handles[at], kind, encoded)
             if as_tuple:
                 launch(*sizes, stream, *settings, (*handles, *varying, *fixed, *tail))
             else:
                 launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
             return
+        if notes is not None:
+            notes.append(None)
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
 
     def _first(
@@ -236,7 +270,7 @@ def _below_encoding(launch: Any) -> Callable[..., None] | None:
     return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Return whether a launch hook is set: Triton takes a chain, any function, or None."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -250,7 +284,7 @@ def _described(operands: Sequence[Any]) -> list[Any]:
     return [each.descriptor() if isinstance(each, Box) else each for each in operands]
 
 
-def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
+def encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
     """What the function in C takes for a descriptor; ``key`` is what tells it from others."""
     found = encoded.get(key)
     if found is None:

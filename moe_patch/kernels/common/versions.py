@@ -93,6 +93,11 @@ def gates() -> Gates:
     return found
 
 
+def decided() -> Gates | None:
+    """The decision, None before it was needed."""
+    return _GATES.get(triton.__version__)
+
+
 def _decide() -> Gates:
     entry, marker, ignored = tested(), None, ""
     if not entry.hopper:
