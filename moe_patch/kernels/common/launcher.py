@@ -9,7 +9,6 @@ tensor descriptor is encoded once for an address and a shape: they come back at 
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from moe_patch.kernels.common.cache import compiling
+from moe_patch.kernels.common.notes import NOTES, Launch
 from moe_patch.kernels.common.versions import tested
 
 # What is compiled anew for, and what a compiled kernel takes, differ between releases and on HIP.
@@ -93,31 +93,6 @@ class _Compiled(NamedTuple):
     settings: tuple
     as_tuple: bool
     described: tuple[tuple[int, Any, dict], ...]
-
-
-class Launch(NamedTuple):
-    """A direct launch, as it is noted.
-
-    Attributes:
-        compiled: the kernel.
-        sizes: of the grid, three.
-        operands: tensors and boxes.
-        numbers: all others, in the kernel's order.
-    """
-
-    compiled: _Compiled
-    sizes: tuple[int, ...]
-    operands: Sequence[Any]
-    numbers: tuple[int | float, ...]
-
-
-class _Notes(threading.local):
-    """Where a thread's launches are noted, None for one that is not direct; None for nowhere."""
-
-    launches: list[Launch | None] | None = None
-
-
-NOTES = _Notes()
 
 
 class Launcher:
