@@ -29,7 +29,7 @@ from moe_patch.types import ExpertsNeeds, Glu
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 # More of them keep the card busy for longer than the host takes, and a recording holds all it made.
-_MOST_TOKENS = 4096
+_MOST_TOKENS = 2048
 # Keys kept of each pass: a number of tokens adds one for each kind of layer.
 _MOST_KEYS = 256
 _SCALARS = {bool, int, float, str, type(None), ExpertsNeeds, Glu}
