@@ -33,7 +33,7 @@ _MOST_TOKENS = 2048
 # Keys kept of each pass: a number of tokens adds one for each kind of layer.
 _MOST_KEYS = 256
 _SCALARS = {bool, int, float, str, type(None), ExpertsNeeds, Glu}
-_SEEN = "seen"
+_NEW, _SEEN = "new", "seen"
 
 
 def repeated(function: Pass) -> Pass:
@@ -58,12 +58,14 @@ def repeated(function: Pass) -> Pass:
         ):
             return function(*args, **options)
         known = tuple(key)
-        found = kept.get(known, "")
-        if type(found) is Recorded and found.driver is driver.active:
-            return _repeat(found, tensors, addresses)
+        found = kept.get(known, _NEW)
+        if type(found) is Recorded:
+            if found.driver is driver.active:
+                return _repeat(found, tensors, addresses)
+            found = _NEW
         if found is None:
             return function(*args, **options)
-        if found == "":
+        if found is _NEW:
             if len(kept) >= _MOST_KEYS:
                 kept.clear()
             kept[known] = _SEEN
