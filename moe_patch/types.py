@@ -22,6 +22,10 @@ from torch import Tensor
 NEG_INF = float("-inf")
 
 
+# Tensors and nothing more: a subclass can give an operator another meaning.
+PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
+
+
 @dataclass(frozen=True)
 class RouteSpec:
     """The choices that tell one family's routing from another's.

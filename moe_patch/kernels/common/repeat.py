@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from triton.runtime import driver
 
 from moe_patch.kernels.common.device import device_of, is_current
 from moe_patch.kernels.common.launcher import encode, hooked
 from moe_patch.kernels.common.recording import Recorded, Recording
 from moe_patch.kernels.common.versions import decided
-from moe_patch.types import ExpertsNeeds, Glu
+from moe_patch.types import PLAIN_TENSORS, ExpertsNeeds, Glu
 
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 
@@ -83,7 +82,7 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Any], addresses: 
     """Add what tells arguments apart, and their tensors; return False for an unknown kind."""
     for value in values:
         kind = type(value)
-        if kind is Tensor or kind is Parameter:
+        if kind in PLAIN_TENSORS:
             address = value.data_ptr()
             tensors.append(value)
             addresses.append(address)
