@@ -101,12 +101,12 @@ class Made(NamedTuple):
     """What they return."""
 
     out: Tensor
-    kept: tuple[Tensor, Tensor]
+    kept: tuple[Tensor, Tensor, Tensor]
     missing: None = None
 
 
-def _box(tensor: Tensor) -> Box:
-    return Box(tensor, tuple(tensor.shape), tuple(tensor.stride()), SHAPE)
+def _box(tensor: Tensor, first: int = 0) -> Box:
+    return Box(tensor, tuple(tensor.shape), tuple(tensor.stride()), SHAPE, first=first)
 
 
 def _pass(card: Card) -> Callable[..., Made]:
@@ -124,7 +124,9 @@ def _pass(card: Card) -> Callable[..., Made]:
         card.add(kept, b.T, c, 0.5)
         out = x_TD.new_empty(x_TD.shape[::-1])
         card.add(c, given.bias if bias else kept, out, 3.0)
-        return Made(out.T, (kept, nothing))
+        further = x_TD.new_empty(x_TD.numel() - 4)
+        card.add(_box(kept, first=4), given.weight, further, alpha)
+        return Made(out.T, (kept, nothing, further))
 
     return repeated(run)
 
@@ -172,7 +174,7 @@ def test_a_workspace_holds_what_is_needed_at_a_time(monkeypatch: pytest.MonkeyPa
         run(*_inputs(rows=16))
     (found,) = run.kept.values()
     assert found.workspace == 2 * 16 * SHAPE[1] * 4
-    assert [shape for shape, *_ in found.returned] == [(16, 8), (16, 8), (0,)]
+    assert [shape for shape, *_ in found.returned] == [(16, 8), (16, 8), (0,), (124,)]
 
 
 def _changed(card: Card, what: str, x_TD: Tensor, given: Given) -> tuple[tuple, dict[str, Any]]:
