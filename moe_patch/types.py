@@ -22,6 +22,10 @@ from torch import Tensor
 NEG_INF = float("-inf")
 
 
+# Exact types only: a subclass of Tensor can redefine operators.
+PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
+
+
 @dataclass(frozen=True)
 class RouteSpec:
     """Options that distinguish one family's routing from another's.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,15 @@ torch.set_num_threads(1)
 def _seeded() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _not_recorded() -> None:
+    """Forget recorded launches, because a test may replace kernels."""
+    module: Any = sys.modules.get("moe_patch.kernels.experts.experts")
+    if module is not None:
+        module.experts_forward.kept.clear()
+        module.experts_backward.kept.clear()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -49,6 +49,16 @@ def test_known_releases_are_launched_directly_and_others_are_not(launches: dict)
         assert launches["by_triton"] == [], "each of them takes the host 10 to 20 µs more"
 
 
+def test_passes_of_the_experts_are_repeated(launches: dict) -> None:
+    """Forward and backward, with the launches of a call that is not (see ``different``)."""
+    from moe_patch.kernels.common.versions import tested
+
+    found, two = launches["repeated"], 2 * tested().direct
+    plain = ("1 tokens", "1 tokens, misaligned", "600 tokens", "600 tokens, misaligned")
+    assert [found[case] for case in (*plain, "600 tokens, adapters")] == [two] * 5
+    assert found["600 tokens over nf4"] == 0, "its buffers are torch's work too"
+
+
 def test_descriptors_are_encoded_here_where_kernels_are_launched_directly(launches: dict) -> None:
     assert (launches["descriptors"] > 0) == (launches["direct"] > 0)
     assert launches["encoded"] >= launches["descriptors"]
@@ -69,7 +79,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 
     def encoded(box: launcher.Box) -> list:
         _, handles = launcher._read([box, here], -1)
-        return launcher._encode(box, handles[0], "kind", kept)
+        return launcher.encode(box, handles[0], "kind", kept)
 
     monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode, raising=False)
     monkeypatch.setattr(launcher, "_RELEASE", Tested(hopper=True, direct=True))

@@ -89,10 +89,13 @@ def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
     Raises:
         PatchStateError: a kernel has to be loaded while a CUDA graph is captured.
     """
+    return _ON_THIS_DEVICE if is_current(tensor) else _OnAnotherDevice(tensor.device)
+
+
+def is_current(tensor: Tensor) -> bool:
+    """Return whether a tensor is on the current device, or on a CPU under the interpreter."""
     index = tensor.get_device()
-    if index < 0 or index == _current_device():
-        return _ON_THIS_DEVICE
-    return _OnAnotherDevice(tensor.device)
+    return index < 0 or index == _current_device()
 
 
 def cdiv(a: int, b: int) -> int:

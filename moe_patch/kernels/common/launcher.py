@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from moe_patch.kernels.common.cache import compiling
+from moe_patch.kernels.common.notes import NOTES, Launch
 from moe_patch.kernels.common.versions import tested
 
 # Compilation keys and the arguments of a compiled kernel differ between releases and on HIP.
@@ -127,7 +128,10 @@ class Launcher:
             made: compile-time arguments and Triton's options, created beforehand.
             constants: compile-time arguments and options if ``made`` is None, always in one order.
         """
+        notes = NOTES.launches
         if not self._direct:
+            if notes is not None:
+                notes.append(None)
             constants = constants if made is None else made
             compiling(self._kernel[grid], *_described(operands), *varying, *fixed, **constants)
             return
@@ -142,17 +146,22 @@ class Launcher:
         if found is not None:
             compiled, tail, launch, settings, as_tuple, described = found
             stream, sizes = active.get_current_stream(device), (*grid, 1, 1)[:3]
-            if launch is None or _hooked():
+            if notes is not None:
+                note = Launch(found, sizes, operands, (*varying, *fixed))
+                notes.append(None if launch is None else note)
+            if launch is None or hooked():
                 compiled[sizes](*_described(operands), *varying, *fixed, *tail, stream=stream)
                 return
             # Launch directly, without the metadata that only hooks read.
             for at, kind, encoded in described:
-                handles[at : at + 1] = _encode(operands[at], handles[at], kind, encoded)
+                handles[at : at + 1] = encode(operands[at], handles[at], kind, encoded)
             if as_tuple:
                 launch(*sizes, stream, *settings, (*handles, *varying, *fixed, *tail))
             else:
                 launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
             return
+        if notes is not None:
+            notes.append(None)
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
 
     def _first(
@@ -237,7 +246,7 @@ def _below_encoding(launch: Any) -> Callable[..., None] | None:
     return inspect.getclosurevars(launch).nonlocals.get("launcher")
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Return whether a launch hook is set: Triton accepts a chain, any function, or None."""
     runtime = triton.knobs.runtime
     for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
@@ -251,7 +260,7 @@ def _described(operands: Sequence[Any]) -> list[Any]:
     return [each.descriptor() if isinstance(each, Box) else each for each in operands]
 
 
-def _encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
+def encode(box: Box, key: Hashable, kind: Any, encoded: dict) -> list[Any]:
     """Return the C function's arguments for a descriptor, cached by ``key``."""
     found = encoded.get(key)
     if found is None:

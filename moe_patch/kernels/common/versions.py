@@ -93,6 +93,11 @@ def gates() -> Gates:
     return found
 
 
+def decided() -> Gates | None:
+    """Return the decision, or None if it has not been made yet."""
+    return _GATES.get(triton.__version__)
+
+
 def _decide() -> Gates:
     entry, marker, ignored = tested(), None, ""
     if not entry.hopper:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from moe_patch.kernels.common.activation import activation
 from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.common.repeat import repeated
 from moe_patch.kernels.experts.call import Call, align_rows
 from moe_patch.kernels.experts.dh import HiddenGradients
 from moe_patch.kernels.experts.dw import outer_sum
@@ -52,6 +53,7 @@ from moe_patch.types import (
 __all__ = ["build_plan", "experts_backward", "experts_forward"]
 
 
+@repeated
 def experts_forward(
     x_TD: Tensor,
     ids_TK: Tensor,
@@ -110,6 +112,7 @@ def experts_forward(
     return ExpertsForward(out_TD, tiles.plan, kept, norm_TK)
 
 
+@repeated
 def experts_backward(
     dout_TD: Tensor,
     x_TD: Tensor,
