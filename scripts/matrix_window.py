@@ -1,8 +1,8 @@
 """The window of releases: every combination of transformers and PEFT that matrix.py runs.
 
 All combinations share one environment with the newest releases. An older release of transformers
-or PEFT is a folder of a few dozen megabytes beside it: that package, and those of its dependencies
-that must be older as well. PYTHONPATH puts the folders of a combination before the environment.
+or PEFT is a folder of a few dozen megabytes in it: that package, and those of its dependencies
+that must be older as well. A combination is an environment whose path leads to these folders first.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def add_release(interpreter: Path, folder: Path, package: str, release: str) -> 
     """
     if folder.exists():
         return
-    pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
+    pip = [str(interpreter), "-m", "pip", "install", "-qq"]
     part = folder.with_suffix(folder.suffix + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -80,22 +80,45 @@ def add_release(interpreter: Path, folder: Path, package: str, release: str) -> 
     part.rename(folder)
 
 
-def prepare(combination: Combination, interpreter: Path) -> dict[str, str]:
-    """Return the variables under which an interpreter imports a combination.
+def prepare(combination: Combination, base: Path) -> Path:
+    """Return the Python that imports a combination.
+
+    It belongs to an environment of a few kilobytes, whose path leads through the folders of the
+    older releases to the shared environment. PYTHONPATH would be lost where a test sets it.
 
     Args:
         combination: of releases; those that are not there yet are installed.
-        interpreter: Python of the environment that all combinations share.
+        base: Python of the environment that all combinations share.
 
     Raises:
         subprocess.CalledProcessError: pip cannot install a release.
     """
-    folders = []
+    releases = base.parents[1] / "releases"
+    lines = []
     for package, release in combination.releases:
-        folder = interpreter.parents[1] / "releases" / f"{package}-{release}"
-        add_release(interpreter, folder, package, release)
-        folders.append(str(folder))
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+        folder = releases / f"{package}-{release}"
+        add_release(base, folder, package, release)
+        lines.append(str(folder))
+    made = releases / combination.name
+    if not made.exists():
+        subprocess.run([str(base), "-m", "venv", "--without-pip", str(made)], check=True)
+    python = made / "bin" / "python"
+    lines.append(f"import site; site.addsitedir({_site_packages(base)!r})")
+    pth = Path(_site_packages(python)) / "combination.pth"
+    pth.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for script in base.parent.iterdir():
+        content = script.read_bytes()
+        if content.startswith(f"#!{base}\n".encode()):
+            copied = made / "bin" / script.name
+            copied.write_bytes(content.replace(bytes(base), bytes(python), 1))
+            copied.chmod(0o755)
+    return python
+
+
+def _site_packages(interpreter: Path) -> str:
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    done = subprocess.run([str(interpreter), "-c", ask], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -125,7 +148,7 @@ def run_combination(name: str, whole: bool, row: Path, arguments: list[str]) -> 
     """Run the window's tests in this interpreter and write what came of them to a file.
 
     Args:
-        name: of the combination that PYTHONPATH holds.
+        name: of the combination that this interpreter imports.
         whole: run the whole suite.
         row: the file; it gets one JSON object.
         arguments: for pytest.
@@ -187,15 +210,15 @@ def run_window(names: list[str], interpreter: Path, whole: bool, arguments: list
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             row = Path(folder) / f"{name}.json"
-            script = [str(interpreter), str(MATRIX), "--here", name, "--row", str(row)]
-            script += ["--whole"] * whole + ["--", *arguments]
             try:
-                variables = prepare(COMBINATIONS[name], interpreter)
+                python = prepare(COMBINATIONS[name], interpreter)
             except subprocess.CalledProcessError as error:
                 print(f"{name}: not installed, {error}")
                 failed.append(name)
                 continue
-            if subprocess.run(script, cwd=ROOT, env=variables).returncode:
+            script = [str(python), str(MATRIX), "--here", name, "--row", str(row)]
+            script += ["--whole"] * whole + ["--", *arguments]
+            if subprocess.run(script, cwd=ROOT).returncode:
                 failed.append(name)
             if row.exists():
                 rows.append(json.loads(row.read_text(encoding="utf-8")))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.ops.experts import torch_backend
+from tests import window
 from tests.adapters import (
     EXPERTS,
     ORDERS,
@@ -182,6 +183,7 @@ def test_layers_that_share_their_weights(order):
         assert_same_gradients(pair, work)
 
 
+@window.second_adapter
 def test_one_adapter_in_the_first_forward_and_two_in_the_second():
     """Several adapters run PEFT's merged weight, whose registration counts as well."""
     pair = adapted_pair("qwen3_moe", EXPERTS, order="patch first")

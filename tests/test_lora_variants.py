@@ -15,7 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from moe_patch import patch_model, patch_report
-from tests import tiny_models
+from tests import tiny_models, window
 from tests.adapters import (
     DOWN,
     EXPERTS,
@@ -113,6 +113,7 @@ def test_dtypes_of_base_and_factors(model_type, base, factors, device):
         bf16_rule(ours, theirs, ref, name)
 
 
+@window.second_adapter
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4"])
 def test_loaded_again_under_another_name(model_type, order, tmp_path, device):

@@ -1,11 +1,13 @@
-"""What tests do in the window of releases (scripts/matrix.py): cases to run, and releases' limits."""
+"""What tests do in the window of releases (scripts/matrix.py): the cases, and what is skipped."""
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 # One for every way in which a family's classes changed within the window, and the LoRA tests' own.
 FAMILIES = frozenset(
@@ -22,3 +24,14 @@ def some(names: Iterable[str]) -> list[Any]:
     """
     marks = {True: [pytest.mark.versions], False: []}
     return [pytest.param(name, marks=marks[name in FAMILIES]) for name in names]
+
+
+def _since_peft(release: str, lacking: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test, or a case, on releases of PEFT that lack something."""
+    installed = importlib.metadata.version("peft")
+    older = Version(installed) < Version(release)
+    return pytest.mark.skipif(older, reason=f"PEFT {installed} has no {lacking}; {release} has")
+
+
+second_adapter = _since_peft("0.20", "second adapter with target_parameters")
+single_expert = _since_peft("0.19", "adapter on a single expert")
