@@ -100,10 +100,10 @@ def test_sibling_in_a_composite_config_is_unchanged():
     text.config.parent, draft.config.parent = None, None
     pair = nn.ModuleDict({"text": text, "draft": draft})
     pair.config = composite
-    before, settings = snapshot(draft), draft.get_experts_implementation()
+    before, settings = snapshot(draft), draft.config._experts_implementation
     patch_model(pair, include="text.*")
     assert_unchanged(before, snapshot(draft))
-    assert draft.get_experts_implementation() == settings
+    assert draft.config._experts_implementation == settings
     assert composite._experts_implementation != "moe_patch"
     assert all(row.path.startswith("text.") for row in patch_report(pair))
 

@@ -201,6 +201,7 @@ def test_one_adapter_in_the_first_forward_and_two_in_the_second():
     assert_same_gradients(pair, work)
 
 
+@window.factors_in_forward
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "muse_spark"])
 def test_no_weight_is_copied_for_backward(model_type, trained):
     """Each saved tensor of a weight's size lies in the weight's own memory."""
@@ -222,6 +223,7 @@ def test_no_weight_is_copied_for_backward(model_type, trained):
     assert set(saved) == own
 
 
+@window.factors_in_forward
 @pytest.mark.parametrize("trained", [True], indirect=True)
 def test_a_trained_weight_gets_its_gradient_without_a_copy(trained, monkeypatch):
     """Autograd takes over what the operator returned, also through the alias."""

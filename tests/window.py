@@ -35,3 +35,4 @@ def _since_peft(release: str, lacking: str) -> pytest.MarkDecorator:
 
 second_adapter = _since_peft("0.20", "second adapter with target_parameters")
 single_expert = _since_peft("0.19", "adapter on a single expert")
+factors_in_forward = _since_peft("0.21", "parametrization that keeps the factors in a forward")

@@ -108,7 +108,7 @@ class LayerSignals:
         router_input: [T, D] hidden states before the router, when asked for.
         tokens_per_expert: [E] int64, rows of the newest forward.
         load: [E] int64, rows of all forwards since the last ``Recorder.step``.
-        router_path: path of the router module that ran.
+        router_path: path of the router module that ran, or of a block that chooses by itself.
         no_logits: why ``smk_loss`` cannot compute this router's logits again, or None.
     """
 

@@ -178,6 +178,8 @@ def require_whole(module: nn.Module, where: str) -> None:
 
 def router_obstacle(block: FoundBlock) -> str | None:
     """Why a block's router does not run the common router forward, or None if it does."""
+    if block.spec.chooses_in_block:
+        return "the block chooses experts from its router's logits, which nobody records"
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
     if not block.routers:
@@ -194,6 +196,8 @@ def router_obstacle(block: FoundBlock) -> str | None:
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
     """An empty layer that knows what this block cannot give."""
     layer = LayerSignals(block.path, keeps_input=router_input)
+    if block.spec.chooses_in_block:  # it reads the correction bias
+        layer.router_path = block.path
     layer.no_logits = router_obstacle(block)
     own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
     if layer.no_logits and not (own and all(own) and fused(block.spec)):
