@@ -26,13 +26,15 @@ def some(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=marks[name in FAMILIES]) for name in names]
 
 
-def _since_peft(release: str, lacking: str) -> pytest.MarkDecorator:
-    """Return a mark that skips a test, or a case, on releases of PEFT that lack something."""
-    installed = importlib.metadata.version("peft")
+def _since(package: str, release: str, lacking: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test, or a case, on releases of a package that lack something."""
+    installed = importlib.metadata.version(package)
     older = Version(installed) < Version(release)
-    return pytest.mark.skipif(older, reason=f"PEFT {installed} has no {lacking}; {release} has")
+    why = f"{package} {installed} has no {lacking}; {release} has"
+    return pytest.mark.skipif(older, reason=why)
 
 
-second_adapter = _since_peft("0.20", "second adapter with target_parameters")
-single_expert = _since_peft("0.19", "adapter on a single expert")
-factors_in_forward = _since_peft("0.21", "parametrization that keeps the factors in a forward")
+second_adapter = _since("peft", "0.20", "second adapter with target_parameters")
+single_expert = _since("peft", "0.19", "adapter on a single expert")
+factors_in_forward = _since("peft", "0.21", "parametrization that keeps the factors in a forward")
+sharded_loading = _since("transformers", "5.13", "sizes of meshes in DistributedConfig")
