@@ -6,12 +6,14 @@
     python scripts/matrix.py oldest -- -k cli    arguments for pytest; then no row is written
     python scripts/matrix.py window              tests marked "versions", in every combination
     python scripts/matrix.py 5.9x0.18            in one: transformers 5.9 with PEFT 0.18
+    python scripts/matrix.py 5.9x0.18 newestxnewest --whole    the whole suite in the two ends
 
 The oldest versions are the lower bounds in pyproject.toml, so a wrong bound fails here. The newest
 are what pip finds; an unknown Triton among them fails, too. Environments go to .venv-matrix-NAME
-(gigabytes where pip has no CPU build of torch); combinations share one, in turn. Each run of the
-whole suite, and each combination, appends a row "versions" to benchmarks/results/compat.jsonl.
-scripts/compat/compat.py makes the table from it. This script needs no package itself.
+(gigabytes where pip has no CPU build of torch). Combinations share one environment
+(scripts/compat/matrix_window.py), with the torch of scripts/env/constraints-cpu.txt. Rows of
+environments go to compat.jsonl in benchmarks/results, and those of combinations to window.jsonl.
+scripts/compat/compat.py makes the tables. This script needs no package.
 """
 
 from __future__ import annotations
@@ -30,6 +32,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "compat"))
+
+from matrix_window import (  # noqa: E402
+    COMBINATIONS,
+    WHOLE,
+    pytest_command,
+    run_combination,
+    run_window,
+    test_variables,
+)
+
 ROW = "versions"
 
 
@@ -40,6 +53,7 @@ class Environment:
     name: str
     python: str
     oldest: bool
+    constraints: str = ""
 
     @property
     def folder(self) -> Path:
@@ -56,24 +70,7 @@ ENVIRONMENTS = (
     Environment("oldest", "3.11", oldest=True),
     Environment("newest", "3.12", oldest=False),
 )
-WINDOW = Environment("window", "3.11", oldest=False)
-NEWEST = "newest"
-TRANSFORMERS = ("5.9", "5.13", "5.16", "5.20", NEWEST)
-PEFT = ("0.18", "0.20", NEWEST)
-SUBSET = "versions and not gpu and not slow"
-
-
-def combinations() -> dict[str, list[str]]:
-    """Map each combination of transformers and PEFT to its requirements for pip."""
-
-    def wanted(package: str, release: str) -> str:
-        return package if release == NEWEST else f"{package}=={release}.*"
-
-    return {
-        f"{t}x{p}": [wanted("transformers", t), wanted("peft", p)]
-        for t in TRANSFORMERS
-        for p in PEFT
-    }
+WINDOW = Environment("window", "3.11", oldest=False, constraints="scripts/env/constraints-cpu.txt")
 
 
 def lower_bounds() -> list[str]:
@@ -122,6 +119,8 @@ def build(environment: Environment) -> None:
         constraints = environment.folder / "oldest.txt"
         constraints.write_text("\n".join(lower_bounds()) + "\n", encoding="utf-8")
         pip += ["--constraint", str(constraints)]
+    if environment.constraints:
+        pip += ["--constraint", str(ROOT / environment.constraints)]
     subprocess.run(pip, check=True)
 
 
@@ -159,19 +158,11 @@ def _printed(interpreter: Path, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 
 
-def build_combination(requirements: list[str]) -> None:
-    """Install a combination into the environment that all of them share; make it if missing."""
-    if not WINDOW.interpreter.exists():
-        build(WINDOW)
-    pip = [str(WINDOW.interpreter), "-m", "pip", "install", "--quiet", "--upgrade"]
-    subprocess.run([*pip, *requirements], check=True)
-
-
 def run_suite(name: str, arguments: list[str]) -> int:
     """Run the suite in this interpreter; write the row if the whole suite runs.
 
     Args:
-        name: name of an environment, or of a combination, which runs the tests of the window.
+        name: name of an environment.
         arguments: for pytest.
     """
     sys.path[:0] = [str(ROOT / "scripts" / "compat"), str(ROOT / "benchmarks")]
@@ -181,21 +172,14 @@ def run_suite(name: str, arguments: list[str]) -> int:
     place, commit, (_, date) = compat.environment(), commit_of(ROOT), new_run()
     python = platform.python_version()
     print(f"{name}: Python {python}, " + ", ".join(f"{k} {v}" for k, v in place.items()))
-    subset = name in combinations()
-    selection = ["-q", "-p", "no:cacheprovider", "-m", SUBSET if subset else "not gpu"]
-    command = [sys.executable, "-m", "pytest", "-n", "2", *selection, *arguments]
-    threads = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     start = time.monotonic()
-    status = subprocess.run(command, cwd=ROOT, env=os.environ | threads).returncode
+    command = pytest_command(WHOLE, arguments)
+    status = subprocess.run(command, cwd=ROOT, env=test_variables()).returncode
     if arguments or commit is None:
         return status
     values = {
         "row": ROW,
-        "test": (
-            f"the window's tests, {name}, Python {python.rpartition('.')[0]}"
-            if subset
-            else f"the CPU suite, {name} versions, Python {python.rpartition('.')[0]}"
-        ),
+        "test": f"the CPU suite, {name} versions, Python {python.rpartition('.')[0]}",
         "command": f"python scripts/matrix.py {name}",
         "world": 1,
         "commit": commit,
@@ -212,12 +196,16 @@ def main() -> int:
     """Build and run; return status 1 if a suite fails."""
     parser = argparse.ArgumentParser(description="The suite on the oldest and newest versions.")
     names = [environment.name for environment in ENVIRONMENTS]
-    known = [*names, WINDOW.name, *combinations()]
+    known = [*names, WINDOW.name, *COMBINATIONS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument("--keep", action="store_true", help="reuse an environment that is there")
+    parser.add_argument("--whole", action="store_true", help="all tests in each combination")
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
     own, rest = _split(sys.argv[1:])
     args = parser.parse_args(own)
+    if args.here in COMBINATIONS:
+        return run_combination(args.here, args.whole, args.row, rest)
     if args.here:
         return run_suite(args.here, rest)
     if unknown := sorted(set(args.names) - set(known)):
@@ -232,12 +220,11 @@ def main() -> int:
                 failed.append(environment.name)
             if not environment.oldest and (said := unseen_triton(environment.interpreter)):
                 failed.append(said)
-    for name, requirements in combinations().items():
-        if {name, WINDOW.name} & {*args.names}:
-            build_combination(requirements)
-            script = [str(WINDOW.interpreter), __file__, "--here", name]
-            if subprocess.run([*script, "--", *rest], cwd=ROOT).returncode:
-                failed.append(name)
+    asked = [name for name in COMBINATIONS if {name, WINDOW.name} & {*args.names}]
+    if asked:
+        if not (args.keep and WINDOW.interpreter.exists()):
+            build(WINDOW)
+        failed += run_window(asked, WINDOW.interpreter, args.whole, rest)
     print(f"failed: {', '.join(failed)}" if failed else "passed")
     return 1 if failed else 0
 

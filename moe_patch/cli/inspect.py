@@ -145,11 +145,11 @@ def _sizes(found: FoundBlock) -> dict[str, Any]:
 
 
 def _param(found: FoundBlock, name: str) -> int | None:
-    """Return a number that a router of the block reads from its config, or None."""
-    for _, router in found.routers:
-        source = found.spec_of(router).params.get(name)
-        if source is not None and read(router, source) is not None:
-            return int(read(router, source))
+    """Return a number from the config that a router or the block itself routes by, or None."""
+    for chooser, spec in found.choosers:
+        source = spec.params.get(name)
+        if source is not None and read(chooser, source) is not None:
+            return int(read(chooser, source))
     return None
 
 

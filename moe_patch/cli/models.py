@@ -266,13 +266,16 @@ def perturb(model: nn.Module, seed: int) -> None:
 
     with torch.no_grad():
         for block in discover(model):
-            for _, module in [*block.routers, *block.experts]:
+            routers = [module for _, module in block.routers]
+            if block.spec.chooses_in_block:  # its router is any module that makes logits
+                routers.append(getattr(block.block, block.spec.router_attr))
+            for module in [*routers, *(experts for _, experts in block.experts)]:
                 for tensor in module.parameters():
                     fill(tensor, tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.1)
+            for chooser, spec in block.choosers:
+                if isinstance(spec.bias, str):
+                    fill(read(chooser, spec.bias), 0.1)
             for _, router in block.routers:
-                bias = block.spec_of(router).bias
-                if isinstance(bias, str):
-                    fill(read(router, bias), 0.1)
                 for table in router.buffers():
                     if not table.is_floating_point() and table.dim() == 2:
                         scores = torch.rand(len(table), len(router.weight), generator=generator)

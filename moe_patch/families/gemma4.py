@@ -4,6 +4,7 @@ There is no block: router and experts sit on the decoder layer. The router retur
 where other families return logits.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,22 @@ def gemma4_like(prefix: str, module: str, *model_types: str) -> FamilySpec:
     )
 
 
+def narrow_probabilities_and_scaled(router: Any, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the router returns before 5.13: the same, with a softmax in the logits' dtype."""
+    weights_TK = routing.weights_TK * router.per_expert_scale[routing.ids_TK]
+    return torch.softmax(routing.logits_TE, dim=-1), weights_TK, routing.ids_TK
+
+
+GEMMA4 = gemma4_like("Gemma4Text", "gemma4", "gemma4_text")
+
 FAMILIES = (
-    gemma4_like("Gemma4Text", "gemma4", "gemma4_text"),
+    replace(GEMMA4, since="5.13"),
+    replace(
+        GEMMA4,
+        until="5.13",
+        params={**GEMMA4.params, "fp32": Const(False)},
+        weights_dtype="logits",
+        returns=narrow_probabilities_and_scaled,
+    ),
     gemma4_like("DiffusionGemmaText", "diffusion_gemma", "diffusion_gemma_text"),
 )

@@ -68,6 +68,13 @@ class FoundBlock:
         return self.spec if found is None else found[0]
 
     @property
+    def choosers(self) -> list[tuple[nn.Module, FamilySpec]]:
+        """The modules that choose experts, each with its entry: the routers, or the block."""
+        if self.block is not None and self.spec.chooses_in_block:
+            return [(self.block, self.spec)]
+        return [(router, self.spec_of(router)) for _, router in self.routers]
+
+    @property
     def refused(self) -> bool:
         """Return whether the block cannot be patched."""
         return bool(self.reason)

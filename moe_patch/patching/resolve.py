@@ -221,10 +221,8 @@ def _check_attributes(block: FoundBlock) -> None:
     Raises:
         EntryMismatchError: one is missing (names class, attribute and versions).
     """
-    spec, owners = block.spec, [(router, block.spec_of(router)) for _, router in block.routers]
-    if block.block is not None and spec.chooses_in_block:
-        owners.append((block.block, spec))
-    for owner, own in owners:
+    spec = block.spec
+    for owner, own in block.choosers:
         for source in [*own.params.values(), own.bias]:
             if isinstance(source, str):
                 read(owner, source)

@@ -110,7 +110,7 @@ class LayerSignals:
         router_input: [T, D] hidden states before the router, if requested.
         tokens_per_expert: [E] int64, rows per expert of the latest forward.
         load: [E] int64, rows per expert of all forwards since the last ``Recorder.step``.
-        router_path: path of the router module that ran.
+        router_path: path of the router module that ran, or of a block that chooses by itself.
         no_logits: why ``smk_loss`` cannot recompute this router's logits, or None.
     """
 

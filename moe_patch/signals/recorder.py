@@ -179,6 +179,8 @@ def require_whole(module: nn.Module, where: str) -> None:
 
 def why_no_logits(block: FoundBlock) -> str | None:
     """Say why a block's router does not run the common router forward, or return None."""
+    if block.spec.chooses_in_block:
+        return "the block chooses experts from its router's logits, which are not recorded"
     if not block.routers and block.spec.tier == "experts":
         return "transformers routes this block"
     if not block.routers:
@@ -195,6 +197,8 @@ def why_no_logits(block: FoundBlock) -> str | None:
 def _layer_of(block: FoundBlock, router_input: bool) -> LayerSignals:
     """Return an empty layer that lists what this block cannot record."""
     layer = LayerSignals(block.path, keeps_input=router_input)
+    if block.spec.chooses_in_block:  # it reads the correction bias
+        layer.router_path = block.path
     layer.no_logits = why_no_logits(block)
     own = [block.spec_of(router).router_forward is not None for _, router in block.routers]
     if layer.no_logits and not (own and all(own) and fused(block.spec)):

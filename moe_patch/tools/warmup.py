@@ -236,31 +236,37 @@ def _weight(found: FoundBlock) -> Tensor:
 
 
 def _top_k(found: FoundBlock) -> int | None:
-    for _, router in found.routers:
-        if "top_k" in (params := found.spec_of(router).params):
-            return int(read(router, params["top_k"]))
+    for chooser, spec in found.choosers:
+        if "top_k" in spec.params:
+            return int(read(chooser, spec.params["top_k"]))
     return None
 
 
 def _route(found: FoundBlock, T: int) -> Routing | None:
     """Return the routing of T random tokens, or None if no router runs the common forward."""
     routing = None
-    for _, router in found.routers:
-        spec, patch = found.spec_of(router), _patch(router)
+    for router, spec in found.choosers:
+        patch = _patch(router)
         if patch is None or spec.routing is None or spec.router_forward is not None:
             continue
-        weight = next(p for p in router.parameters() if p.dim() == 2)
-        x_TD = torch.randn(T, weight.shape[1], device=weight.device, dtype=weight.dtype)
-        x_TD.requires_grad_(torch.is_grad_enabled())
-        x = x_TD[None] * 1.0 if spec.router_input_3d else x_TD * 1.0
-        args: tuple = ()
-        if isinstance(spec.bias, Arg):
-            args = (torch.zeros(weight.shape[0], device=weight.device),)
         impl = route_impl(patch.config.backend, patch.config.batch_invariant)
-        routing = spec.route(router, x, args, ties=patch.config.ties, impl=impl)
+        if spec.chooses_in_block:  # by its router's logits, which are fp32 in every family
+            shape = T, _weight(found).shape[0]
+            leaf = torch.randn(shape, device=_weight(found).device)
+            leaf.requires_grad_(torch.is_grad_enabled())
+            routing = spec.choose(router, leaf * 1.0, leaf, ties=patch.config.ties, impl=impl)
+        else:
+            weight = next(p for p in router.parameters() if p.dim() == 2)
+            leaf = torch.randn(T, weight.shape[1], device=weight.device, dtype=weight.dtype)
+            leaf.requires_grad_(torch.is_grad_enabled())
+            x = leaf[None] * 1.0 if spec.router_input_3d else leaf * 1.0
+            args: tuple = ()
+            if isinstance(spec.bias, Arg):
+                args = (torch.zeros(weight.shape[0], device=weight.device),)
+            routing = spec.route(router, x, args, ties=patch.config.ties, impl=impl)
         if routing.weights_TK.requires_grad:
             ones_TK = torch.ones_like(routing.weights_TK)
-            torch.autograd.grad(routing.weights_TK, x_TD, ones_TK, allow_unused=True)
+            torch.autograd.grad(routing.weights_TK, leaf, ones_TK, allow_unused=True)
     return routing
 
 

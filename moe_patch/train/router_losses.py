@@ -91,7 +91,11 @@ def routers_of(model: nn.Module) -> tuple[list[nn.Module], int]:
     """
     blocks = [block for block in discover(model) if block.routers]
     if not blocks:
-        raise UnsupportedModelError(f"router_losses: {type(model).__name__} has no router module")
+        raise UnsupportedModelError(
+            f"router_losses: {type(model).__name__} has no router module that chooses experts "
+            "(transformers before 5.13 may choose in the block); use the model's own auxiliary "
+            "loss, or a newer transformers"
+        )
     top_ks = {_top_k(block) for block in blocks}
     if len(top_ks) > 1:
         raise UnsupportedModelError(f"router_losses: layers choose {sorted(top_ks)} experts each")

@@ -77,8 +77,18 @@ def lines_of(proof: Proof, rows: Iterable[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def document(rows: list[dict[str, Any]], parallel: list[dict[str, Any]] | None = None) -> str:
-    """Return docs/compatibility.md: the newest rows of every proof, and what was not run."""
+def document(
+    rows: list[dict[str, Any]],
+    parallel: list[dict[str, Any]] | None = None,
+    window: list[dict[str, Any]] | None = None,
+) -> str:
+    """Return docs/compatibility.md: the newest rows of every proof, and what was not run.
+
+    Args:
+        rows: rows of compat.py, and of matrix.py's oldest and newest versions.
+        parallel: rows of bench_parallel.py.
+        window: rows of matrix.py's combinations of releases.
+    """
     lines = [
         INTRODUCTION, "",
         "| row | shown | result | ranks | transformers | torch | with | on | commit | tests |",
@@ -88,6 +98,7 @@ def document(rows: list[dict[str, Any]], parallel: list[dict[str, Any]] | None =
         lines += lines_of(proof, rows)
     lines += several_cards(parallel or [])
     lines += versions(rows)
+    lines += combinations(window or [])
     lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
     lines += [f"| {' | '.join(entry)} |" for entry in NOT_RUN]
     return "\n".join([*lines, "", NOTES])
@@ -102,3 +113,33 @@ def versions(rows: list[dict[str, Any]]) -> list[str]:
         cells = [str(row[name]) for name in names[:-1]] + [short(row["commit"])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+WINDOW = """\
+`python scripts/matrix.py window` runs the tests marked `versions` (families, patch, adapters,
+registry) in every combination of transformers 5.9, 5.13, 5.16, 5.20 and the newest with PEFT 0.18,
+0.20 and the newest; with `--whole` all tests that need no GPU run. Two processes on two cores that
+other work shared: `seconds` is by the clock, `CPU seconds` is what the processes used. A family
+that a release does not have is left out; what else a release cannot do is among `skipped`."""
+
+
+def combinations(rows: list[dict[str, Any]]) -> list[str]:
+    """The newest run of each combination of transformers and PEFT (scripts/matrix.py)."""
+    if not rows:
+        return []
+    names = ("transformers", "peft", "tests", "result", "passed", "failed", "skipped", "seconds")
+    names = (*names, "CPU seconds", "commit")
+    lines = ["", "## Releases of transformers and PEFT", "", WINDOW, ""]
+    lines += [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    newest = {(row["suite"], row["transformers"], row["peft"]): row for row in rows}
+    for row in sorted(newest.values(), key=_place):
+        cells = [str(row[name]) for name in names[:-2] if name != "tests"]
+        cells.insert(2, {"window": "marked", "whole": "all"}[row["suite"]])
+        lines.append(f"| {' | '.join([*cells, str(row['cpu_seconds']), short(row['commit'])])} |")
+    return lines
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Order by suite, then by release."""
+    releases = ([int(part) for part in row[name].split(".")] for name in ("transformers", "peft"))
+    return row["suite"] == "whole", *releases

@@ -19,9 +19,14 @@ from moe_patch import (
     register_family,
     unpatch_model,
 )
+from moe_patch.cli import inspect
+from moe_patch.cli.models import stir
 from moe_patch.families import lookup
+from moe_patch.ops.backend import BackendChoice
 from moe_patch.ops.routing import sigmoid_topk
+from moe_patch.patching.discover import discover
 from moe_patch.runtime.spec import Const
+from moe_patch.tools import warmup
 from tests.support import tiny_models
 from tests.support.numerics import FP32, assert_close, assert_same_choice, dense_weights
 from tests.support.snapshots import assert_unchanged, snapshot
@@ -112,6 +117,24 @@ def test_a_block_that_chooses_is_patched_in_its_method(registry):
     model.zero_grad()
     assert_unchanged(before, snapshot(model))
     assert_tier("refused", model, executed(lambda: model(x)))
+
+
+def test_tools_read_what_a_block_chooses_by(registry, monkeypatch):
+    """Sizes for inspect, the choice that warmup compiles, values that make a comparison see it."""
+    register_family(FamilySpec(**ENTRY))
+    model = patch_model(ChoosingModel())
+    (found,) = discover(model)
+    assert found.choosers == [(model.layers[0], found.spec)]
+    assert inspect._sizes(found)["top_k"] == 2
+    choice = BackendChoice("triton", "for this test")
+    monkeypatch.setattr(warmup, "choose_backend", lambda *_: choice)
+    (row,) = warmup.warmup(model, [3], progress=False)
+    assert (row.tokens, row.skipped) == ([3], "")
+    assert warmup._route(found, 3).ids_TK.shape == (3, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    stir(model, seed=1)
+    changed = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
+    assert {"layers.0.gate.weight", "layers.0.gate.bias"} <= changed
 
 
 @pytest.mark.parametrize(

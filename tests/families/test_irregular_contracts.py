@@ -35,6 +35,7 @@ def test_config_variants(name, over) -> None:
     assert_parity(seeded(model), seeded(reference), LIMIT)
 
 
+@pytest.mark.families("dbrx")
 @pytest.mark.parametrize("p", [None, 1.0, 2.0])
 def test_dbrx_norm_and_jitter(p) -> None:
     """Every L_p norm of the weights; the jitter is the same draw and acts on the experts' input."""
@@ -160,6 +161,7 @@ def test_longcat_identity_experts_return_their_input() -> None:
     assert not beyond.any(), "an id past the identity experts is an empty slot"
 
 
+@pytest.mark.families("zaya")
 def test_zaya_skips_and_hands_its_state_on() -> None:
     model, reference = pair("zaya")
     for each in (model, reference):
@@ -179,6 +181,7 @@ def test_zaya_skips_and_hands_its_state_on() -> None:
     assert_parity(seeded(model), seeded(reference), LIMIT)
 
 
+@pytest.mark.families("inkling")
 def test_inkling_router_weights_the_shared_experts() -> None:
     model, reference = pair("inkling", n_shared_experts=2)
     x = tiny_models.hidden(reference, 2, 16).detach()
@@ -218,6 +221,7 @@ def test_doge_renormalises_without_gradients() -> None:
     assert_close(model(**batch).logits, reference(**batch).logits, LIMIT)
 
 
+@pytest.mark.families("step3p7")
 def test_step3p7_fuses_layers_without_a_limit() -> None:
     """Only a limit that acts after the activation keeps a layer on separate grouped products."""
     model, _ = pair("step3p7", mlp_layer_types=["sparse", "sparse"], swiglu_limits=[None, 7.0])

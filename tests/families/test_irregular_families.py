@@ -179,6 +179,7 @@ def test_block_in_bf16_with_every_expert_chosen(name) -> None:
 # --- the self-check of whole blocks --------------------------------------------------------------
 
 
+@pytest.mark.families("dbrx")
 def test_a_wrong_block_is_caught_before_anything_is_bound(monkeypatch) -> None:
     off = functools.partial(RouteSpec, scale=1.001)
     monkeypatch.setattr("moe_patch.families.dbrx.RouteSpec", off)

@@ -40,6 +40,7 @@ ORDINARY = [name for name in tiny_models.patchable() if name not in (
 ) and TIERS[tiny_models.config(name).model_type] == "full"]  # fmt: skip
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("name", ORDINARY)
 def test_router_in_bf16(name):
     found = routers(name)
@@ -48,7 +49,7 @@ def test_router_in_bf16(name):
         x, args = states(router, spec, torch.bfloat16), bias_of(router, spec)
         with torch.no_grad():
             mine, reference = ours(router, spec, x, args), theirs(router, x, *args)
-        compare(mine, reference)
+        compare(*(_ids_last(outputs, spec) for outputs in (mine, reference)))
 
 
 @pytest.mark.parametrize("name", ORDINARY)
@@ -77,6 +78,8 @@ def ours(
     routing = spec.route(router, x, args, ties="torch")
     if spec.returns is not None:
         return spec.returns(router, routing)
+    if spec.ids_first:
+        return routing.logits_TE, routing.ids_TK, routing.weights_TK
     return routing.logits_TE, routing.weights_TK, routing.ids_TK
 
 
@@ -85,6 +88,10 @@ def bias_of(router: nn.Module, spec: FamilySpec) -> tuple[Tensor, ...]:
         return ()
     size = next(p for p in router.parameters() if p.dim() == 2).shape[0]
     return (tiny_models.mixed_bias(size, torch.Generator().manual_seed(7)),)
+
+
+def _ids_last(outputs: tuple[Tensor, ...], spec: FamilySpec) -> tuple[Tensor, ...]:
+    return (outputs[0], *outputs[:0:-1]) if spec.ids_first else outputs
 
 
 def compare(mine: tuple[Tensor, ...], reference: tuple[Tensor, ...]) -> None:

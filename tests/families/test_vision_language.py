@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from moe_patch import patch_model, patch_report
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.all_families import LIMIT
 from tests.support.parity import assert_parity, run_model
 from tests.support.trace import assert_tier, executed
@@ -67,7 +67,9 @@ MODELS = [
         lambda: patches(3 * 4 * 4),
         ("mm_token_type_ids", "moe_mm_token_type_ids"),
     ),
-    ("Kimi_K25", "deepseek_v3", single_patches, ("mm_token_type_ids",)),
+    pytest.param(
+        "Kimi_K25", "deepseek_v3", single_patches, ("mm_token_type_ids",), marks=window.kimi
+    ),
     ("Gemma4", "gemma4", with_positions, ("mm_token_type_ids",)),
 ]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.ops.experts import torch_backend
+from tests.support import window
 from tests.support.adapters import (
     EXPERTS,
     ORDERS,
@@ -182,6 +183,7 @@ def test_layers_that_share_their_weights(order):
         assert_same_gradients(pair, work)
 
 
+@window.second_adapter
 def test_one_adapter_in_the_first_forward_and_two_in_the_second():
     """Several adapters run PEFT's merged weight, whose registration counts as well."""
     pair = adapted_pair("qwen3_moe", EXPERTS, order="patch first")
@@ -199,6 +201,7 @@ def test_one_adapter_in_the_first_forward_and_two_in_the_second():
     assert_same_gradients(pair, work)
 
 
+@window.factors_in_forward
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "muse_spark"])
 def test_no_weight_is_copied_for_backward(model_type, trained):
     """Each saved tensor of a weight's size lies in the weight's own memory."""
@@ -220,6 +223,7 @@ def test_no_weight_is_copied_for_backward(model_type, trained):
     assert set(saved) == own
 
 
+@window.factors_in_forward
 @pytest.mark.parametrize("trained", [True], indirect=True)
 def test_a_trained_weight_gets_its_gradient_without_a_copy(trained, monkeypatch):
     """Autograd takes over what the operator returned, also through the alias."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from moe_patch import UnsupportedOptionError, patch_model, patch_report
 from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.adapters import (
     DOWN,
     EXPERTS,
@@ -56,6 +56,7 @@ def activate(pair: Pair, *names: str) -> None:
         model.base_model.set_adapter(list(names))
 
 
+@window.second_adapter
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_adapters_of_different_ranks_and_scalings_sum(model_type, order, device):
@@ -85,6 +86,7 @@ def test_adapters_of_different_ranks_and_scalings_sum(model_type, order, device)
     assert no_factors_left(pair.ours)
 
 
+@window.second_adapter
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_one_of_several_merged(model_type, order, device):
@@ -105,6 +107,7 @@ def test_one_of_several_merged(model_type, order, device):
     assert_same_step(pair, 1e-4)
 
 
+@window.second_adapter
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[2]])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_adapters_of_different_dtypes_sum(model_type, order, device):
@@ -131,6 +134,7 @@ def test_adapters_of_different_dtypes_sum(model_type, order, device):
         assert_close(got[name], gradient, limit, name)
 
 
+@window.second_adapter
 @pytest.mark.parametrize("patched", [False, True])
 def test_pefts_refusal_of_different_targets_stays(patched):
     """Whoever names other parameters for a second adapter hears it from PEFT, patched or not."""
@@ -145,7 +149,7 @@ def test_pefts_refusal_of_different_targets_stays(patched):
 TARGETS = {"qwen3_moe": EXPERTS, "jetmoe": ("input_linear.weight", "output_linear.weight")}
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [False, pytest.param(True, marks=window.second_adapter)])
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_require_refuses_adapters_added_after_patching(model_type, several, device):
     """A call that would run PEFT's own path is an error until patch_model is called again."""

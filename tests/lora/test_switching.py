@@ -10,7 +10,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from moe_patch import patch_model, patch_report, unpatch_model
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.adapters import (
     EXPERTS,
     FAMILIES,
@@ -68,6 +68,7 @@ def test_disabled_merged_unmerged_and_deleted(model_type, order, device):
     assert no_factors_left(pair.ours)
 
 
+@window.second_adapter
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", SOME)
 def test_several_adapters(model_type, order, device):
@@ -210,6 +211,7 @@ def test_torch_save_of_an_adapted_model(order, tmp_path):
     assert_bits(logits(ours, batch), out)
 
 
+@window.single_expert
 def test_a_single_expert_is_left_to_peft(device):
     pair = adapted_pair(
         "qwen3_moe", EXPERTS, overrides={"num_experts": 1, "num_experts_per_tok": 1}, device=device

@@ -1,4 +1,4 @@
-"""What a call need not do twice is not done twice, and a change between two calls is followed.
+"""What a call need not do twice is not done twice; changes between calls: test_call_changes.py.
 
 Times are measured by benchmarks/studies/host_block.py; here numbers of calls and results decide.
 """
@@ -6,23 +6,17 @@ Times are measured by benchmarks/studies/host_block.py; here numbers of calls an
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_patch import patch_model
 from moe_patch.ops import routing
 from moe_patch.ops.experts import grouped, op, torch_backend
 from moe_patch.types import ExpertsNeeds
-from tests.support import tiny_models
-from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.experts_cases import Case, arguments, gradients, make_inputs, ours
 from tests.support.numerics import assert_bits
-from tests.support.parity import assert_parity, run_block
 
 ADAPTED = Case(lora13=True, lora2=True)
 
@@ -128,88 +122,3 @@ def test_a_rules_choices_are_made_once_and_anew_for_another_value() -> None:
     assert (first.top_k, wider.top_k, first.weights_dtype) == (2, 3, None)
     assert other.weights_dtype == torch.float16
     assert first == rule.spec(8, top_k=2, renormalize=True)
-
-
-def _blocks() -> tuple[nn.Module, nn.Module]:
-    """A patched block and transformers' own with the same weights, both once run."""
-    model, reference = (tiny_models.build("qwen3_moe") for _ in range(2))
-    patch_model(model)
-    return tiny_models.blocks(model)[0][1], tiny_models.blocks(reference)[0][1]
-
-
-def _new_parameter(block: Any) -> None:
-    old = block.experts.down_proj
-    block.experts.down_proj = nn.Parameter(old.detach() * 2)
-
-
-def _new_router(block: Any) -> None:
-    block.gate.weight = nn.Parameter(block.gate.weight.detach().flip(0))
-
-
-def _other_top_k(block: Any) -> None:
-    block.gate.top_k = 1
-
-
-def _frozen(block: Any) -> None:
-    block.experts.gate_up_proj.requires_grad_(False)
-    block.gate.weight.requires_grad_(False)
-
-
-def _other_activation(block: Any) -> None:
-    block.experts.act_fn = nn.ReLU()
-
-
-def _hooked_activation(block: Any) -> None:
-    block.experts.act_fn.register_forward_hook(lambda module, args, out: out * 2)
-
-
-def _other_dtype(block: Any) -> None:
-    block.to(torch.float64)
-
-
-def _evaluated(block: Any) -> None:
-    block.eval()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [_new_parameter, _new_router, _other_top_k, _frozen, _other_activation, _hooked_activation,
-     _other_dtype, _evaluated],
-)  # fmt: skip
-def test_a_change_between_two_calls_is_followed(change: Callable[[Any], None]) -> None:
-    """Against transformers' own block, changed in the same way; twice, as caches fill."""
-    mine, theirs = _blocks()
-    D = mine.gate.weight.shape[1]
-    for changed in (False, True, True):
-        if changed:
-            change(mine)
-            change(theirs)
-        x = torch.randn(2, 5, D, dtype=mine.gate.weight.dtype)
-        assert_parity(run_block(mine, x), run_block(theirs, x), 1e-5)
-
-
-def test_adapters_that_are_switched_replaced_and_frozen_are_followed() -> None:
-    """Against PEFT itself, in one model that stays patched."""
-    models = [tiny_models.build("qwen3_moe") for _ in range(2)]
-    pairs: list[Any] = [tiny_models.blocks(model)[0][1] for model in models]
-    adapted = [adapt(model, lora_config(EXPERTS)) for model in models]
-    patch_model(adapted[0])
-
-    def replace(block: Any) -> None:
-        linear = block.experts.lora_B["default"]
-        linear.weight = nn.Parameter(linear.weight.detach() * -3)
-
-    changes: list[Callable[[Any], Any]] = [
-        lambda block: None,
-        replace,
-        lambda block: block.experts.scaling.update(default=0.5),
-        lambda block: block.experts.enable_adapters(False),
-        lambda block: block.experts.enable_adapters(True),
-        lambda block: block.experts.lora_A["default"].weight.requires_grad_(False),
-        lambda block: block.double(),
-    ]
-    for change in changes:
-        for block in pairs:
-            change(block)
-        x = torch.randn(2, 5, pairs[0].gate.weight.shape[1], dtype=pairs[0].gate.weight.dtype)
-        assert_parity(run_block(pairs[0], x), run_block(pairs[1], x), 1e-5)

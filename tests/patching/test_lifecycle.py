@@ -18,6 +18,7 @@ from tests.support.snapshots import (
     assert_same_attributes,
     assert_unchanged,
     class_attributes,
+    experts_setting,
     logits,
     module_globals,
     snapshot,
@@ -100,10 +101,10 @@ def test_sibling_in_a_composite_config_is_unchanged():
     text.config.parent, draft.config.parent = None, None
     pair = nn.ModuleDict({"text": text, "draft": draft})
     pair.config = composite
-    before, settings = snapshot(draft), draft.get_experts_implementation()
+    before, settings = snapshot(draft), experts_setting(draft)
     patch_model(pair, include="text.*")
     assert_unchanged(before, snapshot(draft))
-    assert draft.get_experts_implementation() == settings
+    assert experts_setting(draft) == settings
     assert composite._experts_implementation != "moe_patch"
     assert all(row.path.startswith("text.") for row in patch_report(pair))
 

@@ -19,8 +19,7 @@ from moe_patch import (
     patch_report,
     unpatch_model,
 )
-from moe_patch.runtime.peft_release import rewrites_targets
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.adapters import UP, adapt, lora_config
 from tests.support.numerics import FP32, assert_close
 from tests.support.snapshots import assert_unchanged, logits, snapshot
@@ -291,9 +290,7 @@ def test_not_strict_a_model_without_blocks_gets_one_warning_and_a_row():
         {"backend": "triton"},
         pytest.param(
             {"fuse_lora": "require"},
-            marks=pytest.mark.skipif(
-                not rewrites_targets(), reason="PEFT 0.18 itself fails on a single 3-D expert"
-            ),
+            marks=window.single_expert,
         ),
     ],
 )

@@ -28,6 +28,7 @@ def module_of(block, role):
     return {"block": block, "router": block.gate, "experts": block.experts}[role]
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("where", ["subclass", "class", "class, with functools.wraps"])
 @pytest.mark.parametrize("role", ["block", "router", "experts"])
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])

@@ -20,7 +20,7 @@ from moe_patch import patch_model, patch_report, patched, unpatch_model
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config, recipe
 from tests.support.numerics import FP32, assert_bits, assert_close
-from tests.support.snapshots import assert_unchanged, logits, snapshot
+from tests.support.snapshots import assert_unchanged, experts_setting, logits, snapshot
 
 
 @pytest.fixture
@@ -278,14 +278,14 @@ def test_text_tower_of_a_vision_language_model(vision_language_model):
     out, before = logits(model, batch), snapshot(model)
     expected = gradients(model, batch)
     model.zero_grad(set_to_none=True)
-    settings = model.get_experts_implementation()
+    settings = experts_setting(model)
     patch_model(model)
     assert [row.path for row in patch_report(model)] == [
         f"model.language_model.layers.{i}.mlp" for i in range(2)
     ]
     assert {row.model_type for row in patch_report(model)} == {"qwen3_vl_moe_text"}
     assert all(row.tier in ("full", "experts") for row in patch_report(model))
-    assert model.get_experts_implementation() == settings
+    assert experts_setting(model) == settings
     vision = {p: s for p, s in snapshot(model).items() if p.startswith("model.visual")}
     assert_unchanged({path: before[path] for path in vision}, vision)
     assert_close(logits(model, batch), out, FP32)

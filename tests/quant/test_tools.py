@@ -173,7 +173,11 @@ def test_inspect_says_which_storage_the_experts_cannot_have(tmp_path: Path, caps
     assert list(found["expert_bytes_quantised"]) == ["fp8"]
     main(["inspect", folder])
     assert f"experts not in nf4: {reason}\n" in capsys.readouterr().out
-    folder = only_config(tmp_path / "other", "dbrx")
+
+
+@pytest.mark.families("dbrx")
+def test_inspect_says_that_folded_experts_have_no_storage(tmp_path: Path, capsys: Any) -> None:
+    folder = only_config(tmp_path, "dbrx")
     assert not answer(capsys, "inspect", folder)["expert_bytes_quantised"]
     main(["inspect", folder])
     assert "experts not in nf4, fp8: transformer.blocks.0.ffn" in capsys.readouterr().out

@@ -30,7 +30,12 @@ from tests.support.signals_cases import correction_biases
 
 RATE = 0.01
 # Where the bias lives: on the router (flat, or as one row), or on the block that passes it.
-FAMILIES = ("deepseek_v3", "ernie4_5_moe", "minimax_m2", "lfm2_moe", "afmoe", "kolibri1")
+FAMILIES = (
+    "deepseek_v3", "ernie4_5_moe", "minimax_m2", "afmoe", "kolibri1",
+    pytest.param(
+        "lfm2_moe", marks=pytest.mark.families(*tiny_models.needs("lfm2_moe", entry=True))
+    ),
+)  # fmt: skip
 
 
 def patched(model_type: str) -> Any:

@@ -180,6 +180,7 @@ def test_smk_loss_and_its_gradient_equal_a_loop_over_rows(target, ce, kl) -> Non
     assert with_gradient == {n for n, p in model.named_parameters() if "gate.weight" in n}
 
 
+@pytest.mark.routers
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_logits_are_computed_again_with_adapters_and_without_hooks(model_type, reentrant) -> None:

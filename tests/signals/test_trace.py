@@ -134,6 +134,10 @@ def test_a_mismatch_is_named() -> None:
         capture.trace()
     with pytest.raises(PatchStateError), record_routing(tiny_models.build("qwen3_moe")):
         pass
+
+
+@pytest.mark.families("zaya")
+def test_a_router_with_a_forward_of_its_own_is_named() -> None:
     with (
         pytest.raises(UnsupportedModelError, match="zaya run a forward of their own"),
         record_routing(patched("zaya")),

@@ -66,7 +66,7 @@ def test_a_test_that_was_stopped_has_not_ended(phases, ended):
 def test_document_is_made_from_the_rows():
     rows = compat.stored()
     assert compat.DOC.read_text(encoding="utf-8") == compat.document(
-        rows, compat.stored(compat.PARALLEL)
+        rows, compat.stored(compat.PARALLEL), compat.stored(compat.WINDOW)
     )
     for row in rows:
         assert tuple(row) == compat.FIELDS
@@ -109,6 +109,30 @@ def test_the_table_of_several_cards():
     ]
     assert "| 2 | ep | 30 | 20 | 1.50 |" in compat.document([], rows)
     assert "Several cards" not in compat.document([])
+
+
+def test_the_table_of_releases(compat):
+    """The newest run of each combination and suite, older releases first, whole suites last."""
+    columns = ("result", "passed", "failed", "skipped", "seconds", "cpu_seconds")
+    common = dict.fromkeys(columns, 1) | {"commit": "0" * 40, "suite": "window"}
+
+    def row(transformers, peft, **changes):
+        return common | {"transformers": transformers, "peft": peft} | changes
+
+    rows = [
+        row("5.9.0", "0.18.1", suite="whole", failed=2),
+        row("5.13.0", "0.18.1"),
+        row("5.9.0", "0.20.0", passed=3),
+        row("5.9.0", "0.20.0", passed=4),
+    ]
+    text = compat.document([], None, rows).partition("## Releases")[2]
+    found = [line[2:-2].split(" | ")[:6] for line in text.splitlines() if line.startswith("| 5.")]
+    assert found == [
+        ["5.9.0", "0.20.0", "marked", "1", "4", "1"],
+        ["5.13.0", "0.18.1", "marked", "1", "1", "1"],
+        ["5.9.0", "0.18.1", "all", "1", "1", "2"],
+    ]
+    assert "Releases" not in compat.document([]).partition("## Not run")[0]
 
 
 @pytest.mark.parametrize("path", LAUNCH, ids=lambda p: p.stem)

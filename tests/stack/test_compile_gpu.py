@@ -21,6 +21,7 @@ from tests.stack.test_stacks_gpu import assert_ours, batch_for, build, kernels
 from tests.support import tiny_models
 from tests.support.limits import HANG_S
 from tests.support.numerics import FP32, assert_bits
+from tests.support.snapshots import experts_setting
 
 pytestmark = pytest.mark.gpu
 
@@ -94,14 +95,14 @@ def test_tokens_equal_the_unpatched_models(name, way):
     """fp32; every step of every layer runs our kernels, and the setting stays."""
     model = decoder(name)
     options = WAYS[way] | {"disable_compile": True}
-    expected, setting = generate(model, **options), model.get_experts_implementation()
+    expected, setting = generate(model, **options), experts_setting(model)
     patch_model(model)
     assert_ours(model)
     assert torch.equal(generate(model, **options), expected)
     ran = kernels(lambda: generate(model, **options))
     assert {key: ran.get(key) for key in OURS} == dict.fromkeys(OURS, 2 * NEW)
     assert not [key for key in ran if "grouped" in key.lower()]
-    assert model.get_experts_implementation() == setting
+    assert experts_setting(model) == setting
     unpatch_model(model)
     assert torch.equal(generate(model, **options), expected)
 
@@ -111,13 +112,13 @@ def test_compiled_decoding(name):
     """generate compiles its decode step into CUDA graphs; our kernels are inside."""
     model = decoder(name)
     expected = generate(model, **WAYS["static cache"], disable_compile=True)
-    setting = model.get_experts_implementation()
+    setting = experts_setting(model)
     patch_model(model)
     for _ in range(3):
         assert torch.equal(generate(model, **DECODE), expected)
     ran = kernels(lambda: generate(model, **DECODE))
     assert {key: ran.get(key) for key in OURS} == dict.fromkeys(OURS, 2 * NEW)
-    assert model.get_experts_implementation() == setting
+    assert experts_setting(model) == setting
 
 
 COLD = """

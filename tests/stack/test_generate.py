@@ -12,6 +12,7 @@ from transformers.generation import CompileConfig
 import moe_patch.runtime.experts
 from moe_patch import patch_model, unpatch_model
 from tests.support import tiny_models
+from tests.support.snapshots import experts_setting
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"]
 WAYS = {
@@ -39,7 +40,7 @@ def test_tokens_equal_the_unpatched_models(name, way, monkeypatch):
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     options = WAYS[way] | {"disable_compile": True}
     expected = generate(model, **options)
-    setting = model.get_experts_implementation()
+    setting = experts_setting(model)
     patch_model(model)
     rows, inner = [], moe_patch.runtime.experts.experts_mlp
 
@@ -53,11 +54,11 @@ def test_tokens_equal_the_unpatched_models(name, way, monkeypatch):
     assert len(rows) == 2 * NEW, "some steps were not ours"
     if way != "no cache":
         assert rows[2:] == [2 * beams] * (2 * (NEW - 1))
-    assert model.get_experts_implementation() == setting
+    assert experts_setting(model) == setting
     experts = [block.experts for _, block in tiny_models.blocks(model)]
     assert {e.config._experts_implementation for e in experts} == {"moe_patch"}
     unpatch_model(model)
-    assert model.get_experts_implementation() == setting
+    assert experts_setting(model) == setting
     assert torch.equal(generate(model, **options), expected)
 
 
@@ -68,7 +69,7 @@ def test_compiled_decoding(name):
     model = tiny_models.build(name, output_router_logits=False).eval()
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     expected = generate(model, **WAYS["static cache"], disable_compile=True)
-    setting = model.get_experts_implementation()
+    setting = experts_setting(model)
     patch_model(model)
     config = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     config._compile_all_devices = True  # transformers' own switch for tests without a GPU
@@ -76,7 +77,7 @@ def test_compiled_decoding(name):
     compiled.clear()
     assert torch.equal(generate(model, **WAYS["static cache"], compile_config=config), expected)
     assert compiled["unique_graphs"] >= 1
-    assert model.get_experts_implementation() == setting
+    assert experts_setting(model) == setting
 
 
 def test_generation_inside_training():

@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.dist_helpers import device, run_ranks
 from tests.support.numerics import FP32, assert_close
 
+pytestmark = window.sharded_loading
 # Before ep_size, expert parallelism wrapped the router as well, which then stays its own.
 WRAPS_ROUTER = "ep_size" not in {field.name for field in fields(DistributedConfig)}
 # 5.16 leaves the gradient of a routing weight to the rank of its expert, and the sum over ranks

@@ -16,6 +16,7 @@ from moe_patch import patch_model, record
 from moe_patch.runtime.module_patch import patch_of
 from tests.support import tiny_models
 from tests.support.adapters import adapt, lora_config
+from tests.support.numerics import FP32, assert_close
 
 PROJECTIONS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 EXACT = 1e-10
@@ -66,11 +67,19 @@ def with_batched_products(experts: nn.Module) -> nn.Module:
 
 
 def factors_of(block: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """The adapters' factors by parameter name, in storage layout."""
+    """The adapters' factors by parameter name, in storage layout; their product is PEFT's."""
     found = {}
     wrapper: Any = block.experts
     while hasattr(wrapper, "base_layer"):
-        found[wrapper.parameter_name] = wrapper.get_delta_factors("default")
+        a, b = (each["default"].weight for each in (wrapper.lora_A, wrapper.lora_B))
+        a_ERI = a.reshape(wrapper.num_experts, -1, a.shape[1])
+        b_EOR = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+        delta = wrapper.get_delta_weight("default")
+        pair = (b_EOR, a_ERI)
+        if not wrapper.__dict__.get("_did_swap_in_out_features"):  # PEFT 0.18 swaps nothing
+            pair = (a_ERI.mT, b_EOR.mT)
+        assert_close(wrapper.scaling["default"] * pair[0] @ pair[1], delta, FP32)
+        found[wrapper.parameter_name] = (*pair, wrapper.scaling["default"])
         wrapper = wrapper.base_layer
     return found
 

@@ -101,6 +101,15 @@ def assert_same_attributes(
             assert after[owner][key] is value, f"{owner}.{key} was replaced"
 
 
+def experts_setting(model: Any) -> list[str | None]:
+    """The experts implementation of a model's config, and of each config inside it.
+
+    transformers has a method for it from 5.16 on.
+    """
+    inner = [getattr(model.config, name, None) for name in model.config.sub_configs]
+    return [c._experts_implementation for c in (model.config, *inner) if c is not None]
+
+
 def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A model's logits, or hidden states without a head, in eval mode; training flags stay.
 

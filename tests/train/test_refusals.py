@@ -11,7 +11,7 @@ import torch
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.train import liger, run
 from moe_patch.train.build import add_adapters, training_arguments
-from tests.support import tiny_models
+from tests.support import tiny_models, window
 from tests.support.train_nodes import node, small
 
 
@@ -67,6 +67,7 @@ def test_a_model_that_liger_would_leave_alone_is_refused(tmp_path, monkeypatch):
         liger.check_liger_knows("doge")
 
 
+@window.old_names
 def test_old_names_of_experts_are_targets_as_peft_reads_them():
     """Modules of one expert each, in releases of transformers before the experts were stacked."""
     names = ["q_proj", "gate_proj", "up_proj", "down_proj"]

@@ -56,6 +56,8 @@ def test_load_balance_equals_transformers_own(model_type, patch, tmp_path):
     assert rel_err(loss, model(**batch).loss) > 1e-3, "the loss would not show"
 
 
+@pytest.mark.routers
+@pytest.mark.families("deepseek_v3")
 def test_z_loss_by_its_formula(tmp_path):
     model = patch_model(tiny_models.build("deepseek_v3").train())
     batch = tiny_models.inputs(model)
