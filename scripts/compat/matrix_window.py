@@ -153,6 +153,7 @@ def run_combination(name: str, whole: bool, row: Path, arguments: list[str]) -> 
         row: the file; it gets one JSON object.
         arguments: for pytest.
     """
+    sys.path.insert(0, str(ROOT / "benchmarks"))
     import compat
     from bench_lib.rows import commit_of, new_run
 
