@@ -1,5 +1,7 @@
 """compare.py FOLDER PLAIN PATCHED MODE: two runs' logs and adapters; prints one JSON line.
 
+With mode ``merge`` PLAIN is the run that saved an adapter, and PATCHED one that merged it.
+
 Runs in a framework's own environment, without moe_patch: plain PEFT loads both adapters.
 """
 
@@ -14,7 +16,9 @@ from transformers import AutoModelForCausalLM
 
 
 def logged(run: Path) -> list[float]:
-    """The losses, step by step, from the Trainer's own state."""
+    """The losses, step by step, from the Trainer's own state or a file of one loss a line."""
+    if (run / "losses.jsonl").exists():
+        return [float(line) for line in (run / "losses.jsonl").read_text().splitlines()]
     states = [json.loads(p.read_text()) for p in run.rglob("trainer_state.json")]
     last = max(states, key=lambda state: state["global_step"])
     return [float(entry["loss"]) for entry in last["log_history"] if "loss" in entry]
@@ -32,7 +36,20 @@ def adapter_logits(folder: Path, run: Path) -> torch.Tensor:
     return torch.stack([before, after])
 
 
+def merge(folder: Path, adapter: str, merged: str) -> dict:
+    """Compare the logits of a merged model with those of PEFT's adapter on its base."""
+    theirs = adapter_logits(folder, folder / adapter)
+    ids = torch.arange(4, 68).view(2, 32)
+    ours = AutoModelForCausalLM.from_pretrained(folder / merged / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        apart = float((ours(ids).logits - theirs[1]).norm() / theirs[1].norm())
+    moved = float((theirs[1] - theirs[0]).norm() / theirs[1].norm())
+    return {"merged_max_rel": apart, "adapter_moved": moved}
+
+
 def main(folder: Path, plain: str, patched: str, mode: str) -> dict:
+    if mode == "merge":
+        return merge(folder, plain, patched)
     a, b = (logged(folder / run) for run in (plain, patched))
     pairs = list(zip(a, b, strict=True))
     result = {
@@ -43,7 +60,7 @@ def main(folder: Path, plain: str, patched: str, mode: str) -> dict:
         "loss_moved": abs(a[-1] - a[0]) / max(abs(a[0]), 1e-8),
         "adapter_loads": None,
     }
-    if mode != "full":
+    if mode not in ("full", "by_name"):
         theirs, ours = (adapter_logits(folder, folder / run) for run in (plain, patched))
         far = float((ours[1] - ours[0]).norm())
         near = float((ours[1] - theirs[1]).norm())
