@@ -25,10 +25,19 @@ def test_a_row_that_passes_has_what_pass_means():
     passed = [row for row in rows if row["result"] == "pass"]
     assert passed
     for row in passed:
+        if row["mode"] == "merge":
+            assert row["merged_max_rel"] <= 1e-5 < row["adapter_moved"]
+            continue
         assert row["losses_max_rel"] <= 1e-4
         assert row["loss_moved"] > 0.05
         assert row["traced"]
-        assert row["adapter_loads"] is (None if row["mode"] == "full" else True)
+        assert row["adapter_loads"] is (None if row["mode"] in ("full", "by_name") else True)
+
+
+def test_a_row_that_does_not_pass_says_why():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    for row in (row for row in rows if row["result"] != "pass"):
+        assert row["note"], row
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

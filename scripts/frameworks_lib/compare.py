@@ -19,6 +19,9 @@ def logged(run: Path) -> list[float]:
     """The losses, step by step, from the Trainer's own state or a file of one loss a line."""
     if (run / "losses.jsonl").exists():
         return [float(line) for line in (run / "losses.jsonl").read_text().splitlines()]
+    if (run / "log.jsonl").exists():  # verl's
+        lines = [json.loads(line)["data"] for line in (run / "log.jsonl").read_text().splitlines()]
+        return [data["train/loss"] for data in lines if "train/loss" in data]
     states = [json.loads(p.read_text()) for p in run.rglob("trainer_state.json")]
     last = max(states, key=lambda state: state["global_step"])
     return [float(entry["loss"]) for entry in last["log_history"] if "loss" in entry]

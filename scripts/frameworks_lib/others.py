@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from frameworks_lib.recipes import ATTENTION, RATE, STEPS, Framework
+from frameworks_lib.recipes import ATTENTION, EXPERTS, RATE, STEPS, Framework
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+VERL_CPU = Path(__file__).with_name("verl_cpu.py")
 BY_NAME = Path(__file__).with_name("openrlhf_by_name.py")
 LLAMAFACTORY = "llamafactory==0.9.5"
 LLAMAFACTORY_NEEDS = (
@@ -58,7 +59,29 @@ def openrlhf(folder: Path, name: str, family: str, mode: str, patched: bool) -> 
 
 def verl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
     """The SFT trainer of verl, with the FSDP engine and adapters on experts."""
-    raise NotImplementedError
+    for source in (EXAMPLES / "verl_fsdp.py", VERL_CPU):
+        shutil.copy(source, folder)
+    quoted = ",".join(EXPERTS)
+    values = {
+        "data.train_files": "sft.parquet", "data.train_batch_size": 2,
+        "data.micro_batch_size_per_gpu": 2, "data.use_dynamic_bsz": False, "data.max_length": 256,
+        "data.num_workers": 0, "model.path": "tiny", "model.use_remove_padding": False,
+        "+model.override_config.attn_implementation": "eager",
+        "model.enable_gradient_checkpointing": False, "model.lora_rank": 4, "model.lora_alpha": 8,
+        "model.target_modules": f"[{','.join(ATTENTION[family])}]",
+        "+model.target_parameters": f"[{quoted}]", "engine.strategy": "fsdp2",
+        "engine.use_torch_compile": False,
+        "+engine.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32}",
+        "optim.lr": RATE["sft"], "optim.lr_scheduler_type": "constant",
+        "optim.lr_warmup_steps_ratio": 0, "trainer.total_training_steps": STEPS,
+        "trainer.total_epochs": 1, "trainer.logger": "[file]", "trainer.project_name": name,
+        "trainer.experiment_name": "log", "trainer.default_local_dir": name,
+        "trainer.device": "cpu", "trainer.resume_mode": "disable", "trainer.save_freq": STEPS,
+    }  # fmt: skip
+    if patched:
+        values["model.external_lib"] = "verl_fsdp"
+    launch = ["torchrun", "--standalone", "--nproc_per_node=1", "-m", "verl.trainer.sft_trainer"]
+    return [*launch, *(f"{key}={value}" for key, value in values.items())]
 
 
 FRAMEWORKS = {
@@ -77,5 +100,10 @@ FRAMEWORKS = {
         "openrlhf==0.11.2", "3.11", ("by_name",), openrlhf,
         ("transformers==5.15.0", "peft", "accelerate", "datasets", "tqdm"), alone=True,
         note="its Actor in a loop of 20 steps, flash-attn and deepspeed stubbed",
+    ),
+    "verl": Framework(
+        "verl==0.9.1", "3.11", ("lora",), verl,
+        env=(("VERL_PLATFORM", "cpu"), ("VERL_USE_EXTERNAL_MODULES", "verl_cpu")),
+        note="FSDP engine on gloo; verl has no platform for a CPU: scripts/frameworks_lib/verl_cpu.py",
     ),
 }  # fmt: skip

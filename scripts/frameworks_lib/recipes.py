@@ -69,8 +69,8 @@ def trl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[
     _write(folder / f"{name}.yaml", config)
     command = ["trl", script, "--config", f"{name}.yaml"]
     if mode == "two":
-        launch = ["accelerate", "launch", "--cpu", "--num_processes", "2"]
-        launch += ["--main_process_port", "29577"]
+        config_file = Path(__file__).parents[2] / "configs/accelerate/ddp_cpu.yaml"
+        launch = ["accelerate", "launch", "--config_file", str(config_file)]
         command = ["-m", "trl.scripts.sft", *command[2:]]
         return [*launch, *RUN[1:], *command] if patched else [*launch, *command]
     return [*RUN, *command] if patched else command
