@@ -27,15 +27,37 @@ def logged(run: Path) -> list[float]:
     return [float(entry["loss"]) for entry in last["log_history"] if "loss" in entry]
 
 
+def of_shard(run: Path) -> Path:
+    """Write verl's checkpoint of one process as PEFT would; the folder."""
+    from peft import LoraConfig
+    from safetensors.torch import save_file
+
+    (path,) = run.rglob("model_world_size_1_rank_0.pt")
+    state = torch.load(path, weights_only=False)
+    tensors = {
+        key.replace(".default", ""): getattr(value, "_local_tensor", value).contiguous()
+        for key, value in state.items()
+        if "lora_" in key
+    }
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], target_parameters=experts
+    )
+    config.save_pretrained(run / "adapter")
+    save_file(tensors, run / "adapter" / "adapter_model.safetensors")
+    return run / "adapter"
+
+
 def adapter_logits(folder: Path, run: Path) -> torch.Tensor:
     from peft import PeftModel
 
     files = sorted(run.rglob("adapter_model.safetensors"), key=lambda p: p.stat().st_mtime)
+    adapter = files[-1].parent if files else of_shard(run)
     base = AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32)
     ids = torch.arange(4, 68).view(2, 32)
     with torch.no_grad():
         before = base(ids).logits
-        after = PeftModel.from_pretrained(base, files[-1].parent)(ids).logits
+        after = PeftModel.from_pretrained(base, adapter)(ids).logits
     return torch.stack([before, after])
 
 

@@ -104,6 +104,6 @@ FRAMEWORKS = {
     "verl": Framework(
         "verl==0.9.1", "3.11", ("lora",), verl,
         env=(("VERL_PLATFORM", "cpu"), ("VERL_USE_EXTERNAL_MODULES", "verl_cpu")),
-        note="FSDP engine on gloo; verl has no platform for a CPU: scripts/frameworks_lib/verl_cpu.py",
+        note="FSDP engine on gloo; verl has no platform for a CPU: frameworks_lib/verl_cpu.py",
     ),
 }  # fmt: skip
