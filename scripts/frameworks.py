@@ -116,7 +116,7 @@ class Stopped(Exception):
             r"^(?:\[rank0\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", log, re.M
         )
         self.reason = errors[-1] if errors else log.strip().splitlines()[-1]
-        self.result = "refused" if patched and "moe_patch.errors." in log else "not_installable"
+        self.result = "refused" if patched else "not_installable"
         super().__init__(self.reason)
 
 
@@ -146,6 +146,8 @@ class Place:
             self.call(command, run, trace)
         except subprocess.CalledProcessError:
             log = (self.work / f"{run}.log").read_text(errors="replace")
+            if patched and "moe_patch.errors." not in log:
+                raise  # of neither kind: look at the log
             raise Stopped(patched, log) from None
         return run, command
 

@@ -23,7 +23,7 @@ STUB = "torchaudio is an empty module: its wheels need CUDA"
 
 
 def llamafactory(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """``llamafactory-cli train`` as docs/examples/llamafactory.py runs it."""
+    """``llamafactory-cli train`` as docs/examples/llamafactory_train.py runs it."""
     config: dict[str, Any] = {
         "model_name_or_path": "tiny", "stage": "sft", "do_train": True, "dataset": "tiny",
         "dataset_dir": ".", "template": "qwen", "cutoff_len": 256, "output_dir": name,
@@ -41,7 +41,7 @@ def llamafactory(folder: Path, name: str, family: str, mode: str, patched: bool)
     data["columns"] = {"messages": "messages"}
     (folder / "dataset_info.json").write_text(json.dumps({"tiny": data}))
     (folder / "torchaudio.py").write_text("")
-    script = EXAMPLES / "llamafactory.py"
+    script = EXAMPLES / "llamafactory_train.py"
     if not patched:
         text = script.read_text().replace("callbacks=[MoePatchCallback()]", "")
         script = folder / "plain.py"
