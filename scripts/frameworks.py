@@ -113,7 +113,7 @@ class Stopped(Exception):
 
     def __init__(self, patched: bool, log: str) -> None:
         errors = re.findall(
-            r"^(?:\[rank0\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception): .*)", log, re.M
+            r"^(?:\[rank0\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception): .+)", log, re.M
         )
         self.reason = errors[-1] if errors else log.strip().splitlines()[-1]
         self.result = "refused" if patched else "not_installable"

@@ -102,7 +102,7 @@ FRAMEWORKS = {
         note="its Actor in a loop of 20 steps, flash-attn and deepspeed stubbed",
     ),
     "verl": Framework(
-        "verl==0.9.1", "3.11", ("lora",), verl,
+        "verl==0.9.1", "3.11", ("lora",), verl, ("uvicorn", "fastapi", "cachetools", "orjson"),
         env=(("VERL_PLATFORM", "cpu"), ("VERL_USE_EXTERNAL_MODULES", "verl_cpu")),
         note="FSDP engine on gloo; verl has no platform for a CPU: frameworks_lib/verl_cpu.py",
     ),
