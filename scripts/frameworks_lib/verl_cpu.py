@@ -6,6 +6,7 @@ two runs begin equal.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -39,6 +40,18 @@ class PlatformCPU(PlatformBase):
 
     def communication_backend_name(self) -> str:
         return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
