@@ -103,7 +103,10 @@ FRAMEWORKS = {
     ),
     "verl": Framework(
         "verl==0.9.1", "3.11", ("lora",), verl, ("uvicorn", "fastapi", "cachetools", "orjson"),
-        env=(("VERL_PLATFORM", "cpu"), ("VERL_USE_EXTERNAL_MODULES", "verl_cpu")),
+        env=(
+            ("VERL_PLATFORM", "cpu"), ("VERL_ENGINE_DEVICE", "cuda"),
+            ("VERL_USE_EXTERNAL_MODULES", "verl_cpu"),
+        ),
         note="FSDP engine on gloo; verl has no platform for a CPU: frameworks_lib/verl_cpu.py",
     ),
 }  # fmt: skip
