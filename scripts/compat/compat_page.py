@@ -18,10 +18,9 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "", "## Several cards", "",
         f"`benchmarks/studies/bench_parallel.py` on {last['card']}: "
-        f"forward and backward of {last['layers']} layers of Qwen3-30B-A3B's sizes, one batch of "
-        f"{last['sequences']} x "
-        f"{last['tokens'] // last['sequences']} tokens (`fsdp`: one per card), bf16, "
-        f"torch {last['torch']}, transformers {last['transformers']}, "
+        f"forward and backward of {last['layers']} layers of Qwen3-30B-A3B's sizes, bf16. One batch "
+        f"has {last['sequences']} x {last['tokens'] // last['sequences']} tokens (`fsdp`: one batch per "
+        f"card). torch {last['torch']}, transformers {last['transformers']}, commit "
         f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "
         "processes. `ep` spreads the experts alone: all else is computed on every card.", "",
         "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",
@@ -116,11 +115,11 @@ def versions(rows: list[dict[str, Any]]) -> list[str]:
 
 
 WINDOW = """\
-`python scripts/matrix.py window` runs the tests marked `versions` (families, patch, adapters,
-registry) in every combination of transformers 5.9, 5.13, 5.16, 5.20 and the newest with PEFT 0.18,
-0.20 and the newest; with `--whole` all tests that need no GPU run. Two processes on two cores that
-other work shared: `seconds` is by the clock, `CPU seconds` is what the processes used. A family
-that a release does not have is left out; what else a release cannot do is among `skipped`."""
+`python scripts/matrix.py window` runs the tests marked `versions`: families, patch, adapters and
+registry. It combines transformers 5.9, 5.13, 5.16, 5.20 and the newest with PEFT 0.18, 0.20 and the
+newest. With `--whole` all tests that need no GPU run. Two processes ran on two cores that other
+work shared. `seconds` is wall time, and `CPU seconds` is what the processes used. Tests of a family
+that a release lacks are left out; tests of other missing features are counted as `skipped`."""
 
 
 def combinations(rows: list[dict[str, Any]]) -> list[str]:

@@ -204,61 +204,59 @@ NOTES = """\
 ## Notes
 
 - **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
-- **Several processes with gloo** (CPU) may end in `terminate called without an active exception`
-  after all results were written: a thread of gloo drops a tensor while the interpreter shuts down
-  (pytorch#179291). Seen with DeepSpeed on a loaded machine; NCCL has no such thread.
+- **Several processes with gloo** (CPU) may end in `terminate called without an active exception`,
+  after all results were written. A thread of gloo drops a tensor while the interpreter shuts down
+  (pytorch#179291). It happened with DeepSpeed on a loaded machine; NCCL has no such thread.
 - **DeepSpeed, TRL, axolotl, Liger and the kernels library** are no dependencies. Their proofs run
   where they are installed; `with` names the version.
-- **axolotl** pins another transformers than the one tested here, so that its documented hooks stand
-  for it in most tests; its own runs, and those of TRL and ms-swift, are in
-  [frameworks](frameworks.md).
-- **An `experts_implementation` that the user chose** is no error: the patch wins until undo, and
+- **axolotl** pins another transformers than the one tested here. Most tests therefore use its
+  documented hooks. Its own runs, and those of other frameworks, are in [frameworks](frameworks.md).
+- **An `experts_implementation` that the user chose** is no error. The patch wins until undo, and
   one warning says so.
-- **Other code in a block's place** is refused by name: a method of another class bound to a block,
-  router or experts module, or a plain function assigned to its class. A wrapper (closure, partial)
-  around the own forward stays, and is compared with the patched block where that can be done.
-- **Weights that another library stores in a tensor subclass** (torchao's int8 and float8) are
-  refused by name where they are the experts', when patching and in a call after it; elsewhere in a
-  block they only keep the self-check from running. **Pruned and parametrised expert weights**
-  (`torch.nn.utils.prune`, weight norm, fake quantisation) are patched, and the report says that the
-  self-check left them out.
+- **Other code in a block's place** is refused by name. It may be a method of another class bound to
+  a module, or a plain function assigned to its class. A wrapper (closure, partial) around the own
+  forward stays, and is compared with the patched block where possible.
+- **Weights in a tensor subclass of another library** (torchao's int8 and float8) are refused by
+  name in experts, when patching and in a later call. Elsewhere in a block they
+  only prevent the self-check. **Pruned and parametrised expert weights** (`torch.nn.utils.prune`,
+  weight norm, fake quantisation) are patched. The report says that the self-check left them out.
 - **axolotl keys** refused beside the plugin: `use_scattermoe`, `use_sonicmoe`, `expert_backend` and
   `experts_implementation` with one of these, `expert_parallel_size` above 1, `dense_mixer`,
   `liger_glu_activation` (once `liger_swiglu`).
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
 - **Adapters on experts under expert or tensor parallelism**: PEFT 0.21.2 cannot attach them to
-  transformers 5.24's sharded experts, or attaches them (with FSDP) and fails in its own forward.
+  transformers 5.24's sharded experts. With FSDP it attaches them and fails in its own forward.
 - **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
-  well; the router stays its own, the experts are ours (tier `experts`).
-- **A release whose classes a family's entry does not describe** (other arguments, other values
-  returned, missing attributes): router and block stay transformers', the experts are ours (tier
-  `experts`), with one warning and the reason in the report.
+  well. The router stays its own, and the experts are ours (tier `experts`).
+- **A release whose classes a family's entry does not describe**: router and block stay
+  transformers', and the experts are ours (tier `experts`). The classes may have other arguments,
+  return other values, or lack attributes. One warning and the report give the reason.
 - **transformers 5.9 to 5.12**: routers of DeepSeek, GLM-4.5 and the families that copy them make
   logits, and the block chooses. The patch is in the block's `route_tokens_to_experts` (tier
-  `full`); `update_expert_bias`, `moe-patch inspect` and `warmup` work, and so does all that
-  `record` takes from the experts. What needs a router that chooses (its recorded logits,
-  `smk_loss`, replayed decisions, `router_losses`) is refused by name, and where there is a
-  correction bias PEFT cannot put an adapter on the router. `DistributedConfig` has no sizes of
-  meshes before 5.13.
-  Tiers below `full` there: jamba and lfm2_moe reach `experts`; aria, dbrx, granitemoe and
-  longcat_flash have no experts that can be served and are refused. DeepSeek-V2 with
+  `full`). `update_expert_bias`, `moe-patch inspect` and `warmup` work, and so does all that
+  `record` takes from the experts. What needs a router that chooses is refused by name: recorded
+  logits, `smk_loss`, replayed decisions and `router_losses`. Where there is a correction bias, PEFT
+  cannot put an adapter on the router. `DistributedConfig` has no sizes of meshes before 5.13.
+  Tiers below `full` there: jamba and lfm2_moe reach `experts`. aria, dbrx, granitemoe and
+  longcat_flash are refused, because their experts cannot be run. DeepSeek-V2 with
   `group_limited_greedy` does not run in transformers itself before 5.13.
-- **PEFT 0.18 to 0.20**: adapters that were there before the patch, or for which `patch_model` was
-  called again, are fused; otherwise PEFT's merged weight is read, and the report says so. 0.18
-  lays factors of untransposed experts out differently (`convert_adapter` rewrites a file), takes
-  one adapter with `target_parameters` (so does 0.19), and fails on a single expert.
+- **PEFT 0.18 to 0.20**: adapters are fused if they were there before the patch, or if `patch_model`
+  was called again. Otherwise PEFT's merged weight is read, and the report says so. 0.18 lays
+  factors of untransposed experts out differently (`convert_adapter` rewrites a file). It takes one
+  adapter with `target_parameters` (so does 0.19), and fails on a single expert.
 - **Training under expert parallelism needs transformers 5.17.** 5.16 does not sum the gradients of
-  the routing weights over the ranks, with or without a patch: loss and logits are right there, the
-  gradients of everything before the last experts are not.
-- **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins: under
-  reentrant checkpointing the auxiliary loss loses its gradient; a static cache fails with
-  `output_router_logits`; its eager experts fail on the sentinel ids of all-reduce expert
-  parallelism (ours take them); after `generate` under its FSDP config the next step has no
-  right gradient for `norm` and `lm_head`; Trainer puts a checkpoint of a full fine-tuning back by
-  the names in its files, which are of single experts, so that the merged experts stay as they are
-  on resume and with `load_best_model_at_end` (one warning about missing keys; adapters come back
-  right, and so do the experts with `moe-patch train`);
-  whole models with sliding windows (mixtral, gpt_oss) compile three times for changing lengths,
-  and deepseek_v3's forward takes a lock, so that it is no full graph (its blocks are).
+  the routing weights over the ranks, with or without a patch. Loss and logits are right there, but
+  the gradients of everything before the last experts are not.
+- **Behaviour of transformers 5.24 that a patch does not change**, seen on unpatched twins:
+  - Under reentrant checkpointing the auxiliary loss loses its gradient.
+  - A static cache fails with `output_router_logits`.
+  - Its eager experts fail on the sentinel ids of all-reduce expert parallelism; ours take them.
+  - After `generate` under its FSDP config, the next step has no right gradient for `norm` and
+    `lm_head`.
+  - Trainer restores a checkpoint of a full fine-tuning by the names in its files, which are of
+    single experts. So the merged experts stay as they are on resume and with
+    `load_best_model_at_end`, with one warning about missing keys.
+  - Whole models with sliding windows (mixtral, gpt_oss) compile three times for changing lengths.
+  - deepseek_v3's forward takes a lock, so it is no full graph; its blocks are.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import runpy
 import sys
@@ -25,17 +26,30 @@ def test_a_row_that_passes_has_what_pass_means():
     passed = [row for row in rows if row["result"] == "pass"]
     assert passed
     for row in passed:
+        if row["mode"] == "merge":
+            assert row["merged_max_rel"] <= 1e-5 < row["adapter_moved"]
+            continue
         assert row["losses_max_rel"] <= 1e-4
         assert row["loss_moved"] > 0.05
         assert row["traced"]
-        assert row["adapter_loads"] is (None if row["mode"] == "full" else True)
+        assert row["adapter_loads"] is (None if row["mode"] in ("full", "by_name") else True)
+
+
+def test_a_row_that_does_not_pass_says_why():
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    for row in (row for row in rows if row["result"] != "pass"):
+        assert row["note"], row
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 15
-    compile(text, str(path), "exec")
+    tree = ast.parse(text)
+    imported = {
+        node.module.partition(".")[0] for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+    }
+    assert path.stem not in imported, "run as a script, it would import itself"
 
 
 def test_the_example_by_name_runs_a_module_with_the_name_registered(tmp_path, monkeypatch):

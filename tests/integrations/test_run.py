@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import trainer
 from moe_patch.cli import CHECK_FAILED, UNUSABLE, main
 from moe_patch.integrations import commands
 from tests.support import tiny_models
+from tests.support.limits import HANG_S
 
 TRAIN = """
 import sys
@@ -217,3 +220,35 @@ def test_ms_swifts_command_runs_its_script_here(at, monkeypatch, capfd):
     assert "--external_plugins" in capfd.readouterr().err
     for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
         sys.modules.pop(name)
+
+
+def launched(at, *command: str) -> subprocess.CompletedProcess[str]:
+    """Two processes of accelerate's launcher, on the CPU."""
+    root = Path(__file__).parents[1]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launcher += [str(root / "configs/accelerate/ddp_cpu.yaml"), "--main_process_port", "0"]
+    return subprocess.run(
+        [*launcher, "-m", "moe_patch", "run", "--", *command], cwd=at, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}, timeout=HANG_S,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status"), [("0", 0), ("3 * (os.environ['RANK'] == '1')", 1)], ids=["good", "rank 1"]
+)
+def test_two_processes_of_a_launcher(at, end, status):
+    write(at / "train.py", end, "import os\n" + TRAIN)
+    done = launched(at, "train.py")
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("moe-patch run: ") == done.stderr.count(PATCHED) == 1
+    assert done.stdout.count("main __main__") == 2
+
+
+@pytest.mark.slow
+def test_two_processes_that_patch_nothing(at):
+    (at / "idle.py").write_text("print('done')\n")
+    done = launched(at, "idle.py")
+    assert done.returncode == 1
+    assert done.stderr.count("moe-patch run: nothing was patched") == 1

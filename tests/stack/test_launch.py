@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from accelerate.commands import launch as launcher
 
 from tests.support.dist_helpers import needs_cards
 from tests.support.limits import HANG_S
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs" / "accelerate"
 
 
-def launch(folder, launcher, lora=True, compare=True, **options):
+def launch(folder, launch_file, lora=True, compare=True, **options):
     """Steps of the small node in processes of their own: what they printed, run.json, losses."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
@@ -29,7 +30,7 @@ def launch(folder, launcher, lora=True, compare=True, **options):
     changes = {"compare_unpatched": compare} | ({} if lora else {"lora": None})
     config = node(data=source, training=training, output_dir=str(folder / "out"), **changes)
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(launcher)]
+    command = ["-m", "accelerate.commands.launch", "--config_file", str(launch_file)]
     command += ["--main_process_port", "0", "-m", "moe_patch", "train", str(folder / "c.yaml")]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -70,6 +71,13 @@ def resume(folder, launcher, lora=True, **options):
 def need_deepspeed(name):
     if name == "zero3":
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+
+def test_accelerate_starts_two_processes_for_ddp_cpu():
+    """For MULTI_CPU it starts one, whatever num_processes says."""
+    given = ["--config_file", str(LAUNCH / "ddp_cpu.yaml"), "x.py"]
+    args, *_ = launcher._validate_launch_command(launcher.launch_command_parser().parse_args(given))
+    assert (args.multi_gpu, args.num_processes) == (True, 2)
 
 
 def test_ddp_cpu_on_two_processes(tmp_path):

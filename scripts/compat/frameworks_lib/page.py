@@ -10,13 +10,14 @@ START, END = "<!-- generated: scripts/compat/frameworks.py -->", "<!-- end of ge
 HEAD = (
     "framework", "transformers", "PEFT", "torch", "Python", "family", "mode", "result",
     "largest relative difference of a loss", "loss moved by",
-    "our kernels ran", "adapter in plain PEFT", "commit",
+    "our kernels ran", "adapter in plain PEFT", "commit", "note",
 )  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the Markdown table of the newest rows, by framework, family and mode."""
-    newest = {(r["framework"], r["version"], r["family"], r["mode"]): r for r in rows}
+    """The Markdown table of the newest rows, by framework, family and mode."""
+    names = ("framework", "version", "transformers", "family", "mode")
+    newest = {tuple(row[name] for name in names): row for row in rows}
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for key in sorted(newest):
         row = newest[key]
@@ -28,6 +29,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             "" if rel is None else f"{rel:.1e}",
             "" if moved is None else f"{moved:.0%}",
             said[row["traced"]], said[row["adapter_loads"]], row["commit"],
+            row.get("note", "").replace("|", "\\|"),
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

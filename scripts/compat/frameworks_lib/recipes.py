@@ -22,9 +22,12 @@ class Framework:
     Attributes:
         package: its name on PyPI, with the version.
         python: the interpreter it needs.
-        more: further requirements of the environment.
-        modes: the modes to run.
+        modes: that are run.
         command: (folder, name of the run, family, mode, patched) -> the command; writes its files.
+        more: further requirements of the environment.
+        alone: install ``package`` after ``more``, without its own requirements.
+        env: variables that the commands run with.
+        note: what a reader of the row has to know.
     """
 
     package: str
@@ -32,15 +35,22 @@ class Framework:
     modes: tuple[str, ...]
     command: Callable[[Path, str, str, str, bool], list[str]]
     more: tuple[str, ...] = ()
+    alone: bool = False
+    env: tuple[tuple[str, str], ...] = ()
+    note: str = ""
 
 
 def trl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """Return the command of ``trl sft``, ``dpo`` or ``grpo``; ``moe-patch run`` patches it."""
-    script = "sft" if mode == "full" else mode
+    """``trl sft``, ``dpo`` or ``grpo``; patched by ``moe-patch run``.
+
+    Mode ``two`` is SFT in two processes of accelerate's launcher.
+    """
+    script = "sft" if mode in ("full", "two") else mode
     config: dict[str, Any] = {
         "model_name_or_path": "tiny", "dtype": "float32", "attn_implementation": "eager",
         "dataset_name": script, "output_dir": name, "per_device_train_batch_size": 2,
-        "max_steps": STEPS, "learning_rate": RATE[mode], "lr_scheduler_type": "constant",
+        "max_steps": STEPS, "learning_rate": RATE.get(mode, RATE[script]),
+        "lr_scheduler_type": "constant",
         "logging_steps": 1, "save_steps": STEPS, "bf16": False, "use_cpu": True,
         "gradient_checkpointing": False, "report_to": "none", "disable_tqdm": True, "seed": 42,
     }  # fmt: skip
@@ -58,11 +68,16 @@ def trl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[
         config["max_length"] = 256
     _write(folder / f"{name}.yaml", config)
     command = ["trl", script, "--config", f"{name}.yaml"]
+    if mode == "two":
+        config_file = Path(__file__).parents[2] / "configs/accelerate/ddp_cpu.yaml"
+        launch = ["accelerate", "launch", "--config_file", str(config_file)]
+        command = ["-m", "trl.scripts.sft", *command[2:]]
+        return [*launch, *RUN[1:], *command] if patched else [*launch, *command]
     return [*RUN, *command] if patched else command
 
 
 def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> list[str]:
-    """Return the command of ``axolotl train``; the plugin patches it."""
+    """``axolotl train`` or ``merge-lora``; patched by the plugin."""
     config: dict[str, Any] = {
         "base_model": "tiny", "tokenizer_config": "tiny",
         "datasets": [{
@@ -94,6 +109,13 @@ def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> l
     if family == "deepseek_v3":
         # axolotl 0.19's own LoRA kernels, on by default, do not support this attention.
         config |= {f"lora_{part}_kernel": False for part in ("qkv", "o", "mlp")}
+    if mode.startswith("qlora"):
+        # In fp32 all the same, so that the losses can be compared.
+        config |= {"adapter": "qlora", "load_in_4bit": True}
+        config["quantize_moe_experts"] = mode == "qlora_experts"
+    if mode.startswith("merge"):
+        method = "memory_efficient" if mode == "merge_files" else "legacy"
+        config |= {"lora_model_dir": "lora_patched", "merge_method": method}
     if mode == "resume":
         config |= {
             "resume_from_checkpoint": f"{name.replace('resume', 'lora')}/checkpoint-{STEPS // 2}"
@@ -101,6 +123,8 @@ def axolotl(folder: Path, name: str, family: str, mode: str, patched: bool) -> l
     if patched:
         config["plugins"].append("moe_patch.MoePatchPlugin")
     _write(folder / f"{name}.yaml", config)
+    if mode.startswith("merge"):
+        return ["axolotl", "merge-lora", f"{name}.yaml"]
     return ["axolotl", "train", f"{name}.yaml", "--launcher", "python"]
 
 
@@ -137,10 +161,11 @@ def _write(path: Path, config: dict[str, Any]) -> None:
     path.write_text(json.dumps(config, indent=1))
 
 
+AXOLOTL = ("lora", "resume", "full", "qlora", "qlora_experts", "merge", "merge_files")
 FRAMEWORKS = {
-    "trl": Framework("trl==1.16.0", "3.11", ("sft", "dpo", "grpo", "full"), trl, ("peft",)),
-    "axolotl": Framework("axolotl==0.19.0", "3.11", ("lora", "resume", "full"), axolotl),
-    "axolotl21": Framework("axolotl==0.21.0", "3.12", ("lora", "resume", "full"), axolotl),
+    "trl": Framework("trl==1.16.0", "3.11", ("sft", "dpo", "grpo", "full", "two"), trl, ("peft",)),
+    "axolotl": Framework("axolotl==0.19.0", "3.11", AXOLOTL, axolotl),
+    "axolotl21": Framework("axolotl==0.21.0", "3.12", AXOLOTL, axolotl),
     "swift": Framework(
         "ms-swift==4.6.0", "3.11", ("lora", "full"), swift, ("transformers==5.19.*", "peft==0.20.0")
     ),

@@ -10,6 +10,8 @@ import random
 import sys
 from pathlib import Path
 
+import pyarrow.json
+import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -91,6 +93,8 @@ def main(folder: Path, family: str) -> None:
         (folder / kind).mkdir(exist_ok=True)
         text = "".join(json.dumps(row) + "\n" for row in rows(kind))
         (folder / kind / "train.jsonl").write_text(text)
+    table = pyarrow.json.read_json(folder / "sft" / "train.jsonl")
+    pyarrow.parquet.write_table(table, folder / "sft.parquet")
     (folder / "rewards.py").write_text(
         "def even(completions, **_):\n"
         '    texts = [c[-1]["content"] for c in completions]\n'

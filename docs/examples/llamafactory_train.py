@@ -1,4 +1,4 @@
-"""`llamafactory-cli train CONFIG.yaml` with moe_patch, and adapters on experts."""
+"""python llamafactory_train.py FILE.yaml: `llamafactory-cli train`, with adapters on experts."""
 
 import functools
 
