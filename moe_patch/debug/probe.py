@@ -1,4 +1,4 @@
-"""Probes: observe the calls of patched modules for ``shadow_check`` and ``debug_nan``.
+"""Observe the calls of patched modules for ``shadow_check`` and ``debug_nan``.
 
 A probed module has a :class:`Probe` in its patch (``ModulePatch.probe``). In all other
 modules it is None, and checking for that is the only cost of a forward. The experts module is

@@ -3,8 +3,8 @@
 Both run on copies of the live inputs and on detached weights, without hooks, recorders or probes,
 from the same random state. That state is restored, so the current step does not change. Outputs are
 compared and, for experts and blocks, gradients of inputs and trained parameters for a fixed
-direction. Routers are compared apart from the experts, so that a tie cannot change these. For a
-router the comparison has the number of tokens with other experts, and the weights of the rest.
+direction. Routers are compared apart from the experts, so that a tie cannot change these. Their
+result is the number of tokens with other experts, and the error of the other tokens' weights.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ def _leaves(
 def _copy(parameter: nn.Parameter) -> Tensor:
     """Return a new parameter on the same memory.
 
-    PEFT's own path writes to the weight and registers it again with its type. With detach() the
-    write would count on the step's own tensor, and a plain tensor would become a buffer.
+    PEFT's own path writes to the weight and registers it again with its type. Through detach() the
+    write would change the version of the step's own tensor. A plain tensor would become a buffer.
     """
     if isinstance(parameter, QuantTensor):
         return _leaf(parameter, trained=False)

@@ -228,9 +228,7 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
         bias = None if isinstance(spec.bias, Arg) else spec.bias_of(router, ())
     why = ""
     if chosen is None:
-        why = (
-            f"routing: {spec.decided_by} decides per call which part of the choice runs on kernels"
-        )
+        why = f"routing: {spec.decided_by} decides per call which part runs on the kernels"
         chosen = RouteSpec(1, ties=ties)
     why_not = why_not_route(torch.empty(1, rows, dtype=dtype, device="meta"), chosen, bias)
     return ("triton", why) if why_not is None else ("torch", f"routing: {why_not}")

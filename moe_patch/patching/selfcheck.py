@@ -2,10 +2,9 @@
 
 Router and experts are compared separately, so that a tie in the router cannot change the experts'
 input. The router is compared with transformers' own forward on random weights and inputs; the
-experts with the class's original eager forward on equal ids. If the patch binds more than these,
-whole blocks are compared too (blockcheck.py). Checks run in eval mode, with a forked RNG, without
-hooks, on at most 64 tokens. Afterwards every attribute, buffer, gradient, training flag and RNG
-state is restored.
+experts with the class's original eager forward on equal ids. If more is bound, whole blocks are
+compared too (blockcheck.py). Checks use eval mode, a forked RNG, no hooks and at most 64 tokens.
+Afterwards every attribute, buffer, gradient, training flag and RNG state is what it was.
 """
 
 from __future__ import annotations

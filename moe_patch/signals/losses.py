@@ -231,7 +231,7 @@ def _z(values_TK: Tensor, valid_TK: Tensor) -> Tensor:
     off_TK = off_TK / torch.where(differs_T1, high_T1 - low_T1, 1.0)
     std_T1 = (off_TK.square().sum(-1, keepdim=True) / count_T1).sqrt()
     z_TK = off_TK / torch.where(differs_T1, std_T1, 1.0)
-    # Two values give exactly 1 and -1. Rounding would break ties between rankings.
+    # Use exactly 1 and -1 for two values: with rounding, equal scores would no longer tie.
     pair_TK = torch.where(values_TK == high_T1, 1.0, -1.0).masked_fill(~valid_TK, 0.0)
     return torch.where(differs_T1, torch.where(count_T1 == 2, pair_TK, z_TK), 0.0)
 

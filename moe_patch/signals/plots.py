@@ -51,7 +51,7 @@ def load_heatmap(source: Source) -> Any:
 def load_over_training(source: Source, layer: str | None = None) -> Any:
     """Plot experts x steps of one layer, and below it the largest violation of all layers.
 
-    Steps in which a layer did not run are grey, and a gap in the curve.
+    Steps in which a layer did not run are grey and leave a gap in the curve.
 
     Args:
         source: a recorder whose ``step`` was called after each optimiser step.

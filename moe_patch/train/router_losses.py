@@ -67,7 +67,8 @@ class RouterLossTrainer(Trainer):
             loss, outputs = super().compute_loss(
                 model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
             )
-        # Some logits may: nothing in front of a frozen model's first router is trained.
+        # Some logits may lack a gradient: in a frozen model nothing in front of the first router is
+        # trained.
         if model.training and not any(layer.requires_grad for layer in logits):
             raise UnsupportedOptionError(
                 "router_losses: no router's logits carry a gradient: neither a router nor anything "

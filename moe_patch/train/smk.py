@@ -57,7 +57,7 @@ class SmkTrainer(Trainer):
 
     Raises:
         UnsupportedModelError: in a step, the router's parameters are sharded (FSDP2).
-        UnsupportedOptionError: in a step, a token has one expert, a word is wrong, or no router is
+        UnsupportedOptionError: in a step, tokens have one expert, a word is wrong, or no router is
             trained.
     """
 

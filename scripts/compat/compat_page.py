@@ -20,7 +20,8 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
         f"`benchmarks/studies/bench_parallel.py` on {last['card']}: "
         f"forward and backward of {last['layers']} layers of Qwen3-30B-A3B's sizes, bf16. "
         f"One batch has {last['sequences']} x {last['tokens'] // last['sequences']} tokens "
-        f"(`fsdp`: one batch per card). torch {last['torch']}, transformers {last['transformers']}, commit "
+        f"(`fsdp`: one batch per card). torch {last['torch']}, "
+        f"transformers {last['transformers']}, commit "
         f"{short(last['commit'])}. `transformers`: its own experts (`grouped_mm`) in the same "
         "processes. `ep` spreads the experts alone: all else is computed on every card.", "",
         "| cards | spread by | tokens/s, moe_patch | tokens/s, transformers | ratio |",

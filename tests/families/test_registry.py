@@ -259,7 +259,7 @@ def test_a_users_own_routing_function(toy, batch, monkeypatch, function, params,
     monkeypatch.setattr(moe_patch.patching.report, "choose_backend", lambda *_: pretended)
     for row in patch_report(toy):
         assert (row.router, row.router_backend) == (name, "triton" if ties == "lower" else "torch")
-        own = f"routing: {name} decides per call which part of the choice runs on kernels"
+        own = f"routing: {name} decides per call which part runs on the kernels"
         assert row.reason == own if ties == "lower" else "ties='torch'" in row.reason
 
 

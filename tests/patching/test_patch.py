@@ -73,7 +73,7 @@ def test_the_error_names_the_options_that_differ_and_both_ways_on(model):
     with pytest.raises(PatchStateError) as raised:
         patch_model(wrapped, ties="torch")
     assert str(raised.value) == (
-        "PeftModel is already patched with recompute=True, exclude=('*.0.*',); asked for "
+        "PeftModel is already patched with recompute=True, exclude=('*.0.*',); this call has "
         "recompute=False, exclude=(); call patch_model with the same options as before (it binds "
         "what is new), or unpatch_model first"
     )

@@ -278,7 +278,7 @@ def test_the_error_names_module_error_and_limit(mutate, kind) -> None:
 def test_a_config_that_transformers_own_block_cannot_run_is_named(name) -> None:
     """More experts per token than there are: not transformers' traceback, and nothing is bound."""
     model = tiny_models.build(name, **tiny_models.with_experts(name, 4, 5))
-    with pytest.raises(UnsupportedModelError, match=r"does not run on random data: .*; look at"):
+    with pytest.raises(UnsupportedModelError, match=r"does not run on random data: .*; check"):
         patch_model(model)
     assert not patch_report(model)
     with pytest.warns(match="does not run on random data"):

@@ -76,7 +76,7 @@ def test_experts_that_two_blocks_share_are_named():
     (_, first), (_, second) = tiny_models.blocks(model)
     second.experts = first.experts
     with pytest.raises(
-        UnsupportedModelError, match=r"layers\.1\.mlp: its experts .* are those of an"
+        UnsupportedModelError, match=r"layers\.1\.mlp: its experts .* belong to another"
     ):
         patch_model(model)
     batch = tiny_models.inputs(model)

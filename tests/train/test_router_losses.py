@@ -111,9 +111,7 @@ def test_adapters_behind_the_routers(tmp_path, where):
     made = trainer(model, tmp_path, load_balance=0.5, z=0.1)
     batch = tiny_models.inputs(model.get_base_model())
     if where == "nowhere":
-        with pytest.raises(
-            UnsupportedOptionError, match="neither a router nor anything in front of one"
-        ):
+        with pytest.raises(UnsupportedOptionError, match="neither a router nor anything"):
             made.compute_loss(model.train(), batch)
         return
     made.compute_loss(model.train(), batch).backward()
