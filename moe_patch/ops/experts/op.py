@@ -23,7 +23,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.schema import spell_options
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
@@ -93,8 +93,8 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    spelled = spell_options(glu, backend, batch_invariant, storage)
-    scalars = s13, s2, glu.alpha, glu.limit, spelled
+    encoded = encode_options(glu, backend, batch_invariant, storage)
+    scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
             schema.inference if is_plain_eager((ids_TK, *inputs)) else _OPERATORS.experts.inference
