@@ -210,7 +210,7 @@ CASES = {
     },
     "needs": check_needs,
     "kept": check_kept,
-    "over_h": check_over_h,
+    "inplace_h": check_over_h,
     "nan_rows": check_nan_rows,
     "descriptors": check_descriptors,
 }

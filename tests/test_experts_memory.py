@@ -214,7 +214,7 @@ def test_opcheck(full, T, columns_first) -> None:
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.over_h, tuple(args), test_utils=checks)
+    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.inplace_h, tuple(args), test_utils=checks)
 
 
 class BackwardOperators(TorchDispatchMode):
@@ -243,8 +243,8 @@ def test_h_is_overwritten_only_where_backward_cannot_come_again() -> None:
         )
         with pytest.raises(RuntimeError, match="second derivative"):
             again[0].sum().backward()
-    assert operators.called[:2] == ["default", "over_h"]
-    assert "over_h" not in operators.called[2:]
+    assert operators.called[:2] == ["default", "inplace_h"]
+    assert "inplace_h" not in operators.called[2:]
     for one, two in zip(first, second, strict=True):
         assert_bits(two, one)
 

@@ -242,7 +242,7 @@ class _Experts(torch.autograd.Function):
         else:
             # h may be overwritten only if this backward neither repeats nor is differentiated.
             operator, returned = _OPERATORS.experts_bwd, (*needs, *needs[-1:] * 2)
-            grads = (operator.default if again else operator.over_h)(*arguments)
+            grads = (operator.default if again else operator.inplace_h)(*arguments)
             grads = [g if need else None for g, need in zip(grads, returned, strict=True)]
         _fill(call.signals, tensors, *grads[10:])
         return grads[0], None, *grads[1:10], None
@@ -264,7 +264,7 @@ define(
 )  # fmt: skip
 # If backward runs only once, write dh over h: this lowers peak memory.
 define(
-    "moe_patch::experts_bwd.over_h", schema.OVER_H,
+    "moe_patch::experts_bwd.inplace_h", schema.INPLACE_H,
     functools.partial(schema.experts_bwd_operator, overwrite_h=True), schema.experts_bwd_fake,
     backward=None,
 )  # fmt: skip

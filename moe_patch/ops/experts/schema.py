@@ -38,7 +38,7 @@ EXPERTS_BWD = (
     f"(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, Tensor slot_of_TK, "
     "Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, Tensor[] scales) -> Tensor[]"
 )
-OVER_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
+INPLACE_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
 
 
 # The options are one string of words: torch takes time for each argument and accepts no tuple.
