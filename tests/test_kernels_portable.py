@@ -26,7 +26,7 @@ from moe_patch.kernels.hopper import dh as hopper_dh
 from moe_patch.kernels.hopper import dw as hopper_dw
 from moe_patch.kernels.hopper import linear as hopper_linear
 from moe_patch.kernels.hopper import up as hopper_up
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.types import Glu, Plan
 from tests import tiny_models
@@ -81,7 +81,7 @@ def taken(
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
     x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty((T, K), dtype=torch.int32)
-    tiles = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
+    tiles = RowTiling(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
     found = {
         "up": hopper_up.supported(x, tiles, w13, glu, None),
         "down": hopper_linear.supported(a, tiles, w2, None),
@@ -124,7 +124,7 @@ def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monke
     E, T, K, D, F = 4, 256, 2, 64, 32
     N, H = T * K, 2 * F
     index = torch.empty(0, dtype=torch.int32)
-    rows_of_call = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
+    rows_of_call = RowTiling(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
     tile = Tile(hopper_up.BM, 128, 64, 8, 3, specialised=True)
     taken = {}
 

@@ -31,7 +31,7 @@ from moe_patch.kernels.common.tiling import (
     weight_operand,
 )
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 from moe_patch.types import Glu
 
 
@@ -51,7 +51,7 @@ class HiddenGradients(NamedTuple):
 
 def hidden_gradients(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,
@@ -105,7 +105,7 @@ def hidden_gradients(
 
 def _portable(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,

@@ -24,12 +24,12 @@ from moe_patch.kernels.common.tiling import (
     weight_operand,
 )
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 
 
 def grouped_linear(
     inputs: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EOI: Tensor,
     b_EO: Tensor | None,
     tile: Tile,

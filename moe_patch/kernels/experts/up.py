@@ -26,13 +26,13 @@ from moe_patch.kernels.common.tiling import (
     weight_operand,
 )
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 from moe_patch.types import Glu
 
 
 def up(
     x_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EHD: Tensor,
     b_EH: Tensor | None,
     glu: Glu,

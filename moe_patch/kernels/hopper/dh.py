@@ -53,13 +53,13 @@ from moe_patch.kernels.hopper.common import (
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
 from moe_patch.kernels.hopper.gluon_names import seen_as, tma_store
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
 
 
 def supported(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     h_NH: Tensor,
     glu: Glu,
@@ -72,7 +72,7 @@ def supported(
 
 def specialised_hidden_gradients(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,

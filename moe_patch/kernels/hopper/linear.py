@@ -48,11 +48,11 @@ from moe_patch.kernels.hopper.common import (
     whole_box,
 )
 from moe_patch.kernels.hopper.gluon_names import tma_load
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 
 
 def supported(
-    inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
+    inputs: Tensor, rows: RowTiling, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Return whether the kernel supports the operands: 16-byte units, factor laid like weight."""
     axis = 2 if w_EOI.stride(2) == 1 else 1
@@ -61,7 +61,7 @@ def supported(
 
 def specialised_grouped_linear(
     inputs: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EOI: Tensor,
     b_EO: Tensor | None,
     out_NO: Tensor,

@@ -46,12 +46,12 @@ from moe_patch.kernels.hopper.common import (
     takes,
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
 
 
 def supported(
-    x_TD: Tensor, rows: Rows, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
+    x_TD: Tensor, rows: RowTiling, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Return whether the kernel supports the operands: gate and up in halves, 16-byte units."""
     return (
@@ -65,7 +65,7 @@ def supported(
 
 def specialised_up(
     x_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EHD: Tensor,
     b_EH: Tensor | None,
     glu: Glu,
