@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, device_of
+from moe_patch.kernels.common.gemm_device import RUN, locate_tile
 from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import RUN, locate_tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton
 from moe_patch.kernels.plan.row_tiles import programs
 from moe_patch.types import Plan

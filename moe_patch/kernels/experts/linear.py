@@ -14,15 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, device_of
-from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import (
+from moe_patch.kernels.common.gemm_device import (
     multiply,
     multiply_low_rank,
     row_operand,
     rows_of_tile,
     weight_operand,
 )
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 

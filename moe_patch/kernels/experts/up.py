@@ -14,10 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import approximate, cdiv, device_of
-from moe_patch.kernels.common.glu import glu_constants, glu_forward
-from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import (
+from moe_patch.kernels.common.gemm_device import (
     multiply,
     multiply_low_rank,
     pair_columns,
@@ -25,6 +22,9 @@ from moe_patch.kernels.common.tiling import (
     split_pair,
     weight_operand,
 )
+from moe_patch.kernels.common.glu import glu_constants, glu_forward
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 from moe_patch.types import Glu

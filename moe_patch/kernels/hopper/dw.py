@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from moe_patch.kernels.common.device import cdiv
+from moe_patch.kernels.common.gemm_device import locate_tile
 from moe_patch.kernels.common.launcher import Launcher
-from moe_patch.kernels.common.tiling import locate_tile
 from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (
     ACC,

@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
+from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_forward, rounded
 from moe_patch.kernels.common.launcher import Box, Launcher
-from moe_patch.kernels.common.tiling import rows_of_tile
 from moe_patch.kernels.hopper.common import (
     ACC,
     BK,

@@ -18,9 +18,9 @@ from torch import Tensor
 from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import INTERPRETER, Device, device_of
+from moe_patch.kernels.common.gemm_device import locate_tile
 from moe_patch.kernels.common.launcher import Box, Constants, Launcher
 from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import locate_tile
 from moe_patch.kernels.common.versions import gates
 from moe_patch.kernels.packed.dequant import decoded_scales
 from moe_patch.kernels.packed.e4m3 import e4m3_pair
