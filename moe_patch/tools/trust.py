@@ -25,7 +25,7 @@ from moe_patch.tools.wgmma_operands import overwritten_operands
 
 # Whose code the search must have seen, or nothing is known of it.
 DECODING = "_packed_rows_kernel"
-SEARCHED = {f"_specialised_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
+SEARCHED = {f"_hopper_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
 # What each kernel's code holds: lines of moe_patch.tools.wgmma_operands, none where it is sound.
 Scanned = dict[str, list[str]]
 

@@ -53,13 +53,11 @@ def grouped_linear(
     """
     O, I = w_EOI.shape[1:]
     out_NO = inputs.new_empty(rows.count, O) if into is None else into
-    if tile.specialised and known_triton() and not gather and alpha == 1.0:
+    if tile.hopper and known_triton() and not gather and alpha == 1.0:
         hopper = hopper_module("linear")
         low_rank = whole_rank(low_rank)
         if hopper.supported(inputs, rows, w_EOI, low_rank):
-            hopper.specialised_grouped_linear(
-                inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
-            )
+            hopper.grouped_linear(inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group)
             return out_NO
     weight, mode = weight_operand(w_EOI, tile)
     source, described = (inputs, False) if gather else row_operand(inputs, tile)

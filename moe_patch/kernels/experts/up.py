@@ -61,11 +61,11 @@ def up(
     if into is None:
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
-    if tile.specialised and known_triton():
+    if tile.hopper and known_triton():
         hopper = hopper_module("up")
         low_rank = whole_rank(low_rank)
         if hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
-            hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
+            hopper.up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
             return h_NH, a_NF
     halves = 2 if glu.gated and not glu.interleaved else 1
     weight, mode = weight_operand(w_EHD, tile, halves)

@@ -70,7 +70,7 @@ def supported(
     return side_by_side and takes(rows, (h_NH, dout_TD), w_EDF, low_rank)
 
 
-def specialised_hidden_gradients(
+def hidden_gradients(
     dout_TD: Tensor,
     rows: RowTiling,
     w_EDF: Tensor,
@@ -215,7 +215,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_dh_kernel(
+def _hopper_dh_kernel(
     dout_ptr, q_ptr, weight, factor, h_gate, h_up, dh_gate, dh_up, wa, weights_ptr, partial_ptr,
     row_ptr, offsets_ptr, table_ptr, M, columns, width_8, rank_8, stride_8, stride_q8, K,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
@@ -240,4 +240,4 @@ def _specialised_dh_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_dh_kernel)
+_launch = Launcher(_hopper_dh_kernel)

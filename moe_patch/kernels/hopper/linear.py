@@ -59,7 +59,7 @@ def supported(
     return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axis)
 
 
-def specialised_grouped_linear(
+def grouped_linear(
     inputs: Tensor,
     rows: RowTiling,
     w_EOI: Tensor,
@@ -169,7 +169,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_rows_kernel(
+def _hopper_rows_kernel(
     rows, ranks, weight, factor, out, b_ptr, offsets_ptr, table_ptr,
     M, columns, O, I, R, stride_be, stride_bo,
     DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
@@ -192,4 +192,4 @@ def _specialised_rows_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_rows_kernel)
+_launch = Launcher(_hopper_rows_kernel)

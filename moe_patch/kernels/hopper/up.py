@@ -63,7 +63,7 @@ def supported(
     )
 
 
-def specialised_up(
+def up(
     x_TD: Tensor,
     rows: RowTiling,
     w_EHD: Tensor,
@@ -194,7 +194,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_up_kernel(
+def _hopper_up_kernel(
     x_ptr, u_ptr, weight, factor, h_gate, h_up, a_out, b_ptr, row_ptr, offsets_ptr, table_ptr,
     M, columns, width_8, F, rank_8, stride_8, stride_u8, K, stride_be, stride_bo,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
@@ -220,4 +220,4 @@ def _specialised_up_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_up_kernel)
+_launch = Launcher(_hopper_up_kernel)
