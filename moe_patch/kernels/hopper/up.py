@@ -168,7 +168,7 @@ def _consume(
         for c in gl.static_range(BN_C // 2 // CHUNK_C):
             f = column_tile * (BN_C // 2) + c * CHUNK_C
             at = [RAGGED_ROWS_C, end, clip, f]
-            slot = half * OUTS_C
+            base = half * OUTS_C
             gate = _with_bias(quarter(acc, c, PART), bias_at, f, F, stride_bo, BIASED)
             up = _with_bias(
                 quarter(acc, 2 + c, PART), bias_at + F * stride_bo, f, F, stride_bo, BIASED
@@ -177,17 +177,17 @@ def _consume(
             up = rounded(up, dtype, FAST)
             if SAVE_H:
                 store_box(
-                    gate.to(dtype), out_bufs.index(slot + WRITES * c % OUTS_C), h_gate, at, SHAPE,
+                    gate.to(dtype), out_bufs.index(base + WRITES * c % OUTS_C), h_gate, at, SHAPE,
                     RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
                 store_box(
-                    up.to(dtype), out_bufs.index(slot + (WRITES * c + 1) % OUTS_C), h_up, at, SHAPE,
+                    up.to(dtype), out_bufs.index(base + (WRITES * c + 1) % OUTS_C), h_up, at, SHAPE,
                     RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
             if SAVE_A:
                 a = glu_forward(gate, up, *glu, FAST)
                 store_box(
-                    a.to(dtype), out_bufs.index(slot + (WRITES * c + WRITES - 1) % OUTS_C), a_out,
+                    a.to(dtype), out_bufs.index(base + (WRITES * c + WRITES - 1) % OUTS_C), a_out,
                     at, SHAPE, RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
     tma.store_wait(0)
