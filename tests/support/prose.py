@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 # A sentence longer than this has to be split; tables, code and links do not count.
 MAX_WORDS = 25
-NOT_A_START = frozenset(
-    "what whether which those that these this of as it its their who whose why how where when".split()
-)
+NOT_A_START = {
+    "what", "whether", "which", "those", "that", "these", "this", "of", "as", "it", "its", "their",
+    "who", "whose", "why", "how", "where", "when",
+}  # fmt: skip
 # Code has no will and no senses; the field has a word for what is meant in each case.
 PEOPLE_ONLY = re.compile(
-    r"\b(asks?|asked|asking|hears?|heard|hearing|speaks?|spoken|speaking|serves|meets|knows|listens|wants|wishes)\b",
+    r"\b(asks?|asked|asking|hears?|heard|hearing|speaks?|spoken|speaking|serves|meets|knows"
+    r"|listens|wants|wishes)\b",
     re.IGNORECASE,
 )
 # Comments that are read by tools, and shapes such as `# [T, K]`.
