@@ -71,7 +71,7 @@ def _keys(*names: str) -> int:
     return bits
 
 
-def unwatched(tensors: Iterable[Tensor | None]) -> bool:
+def is_plain_eager(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether this call is plain eager execution on plain tensors.
 
     False under ``torch.compile``, tracing, a dispatch mode (selective checkpointing, fake tensors,

@@ -24,7 +24,7 @@ from moe_patch.errors import (
 )
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.ops.define import define
-from moe_patch.ops.direct import eagerly_cached, unwatched
+from moe_patch.ops.direct import eagerly_cached, is_plain_eager
 from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
 from moe_patch.types import RouteSpec, Routing
@@ -118,7 +118,7 @@ def _route(
     """Run :func:`route` after the checks."""
     refuse_forward_mode(logits_TE, what="routing")
     bias_E = None if bias_E is None else bias_E.detach()
-    if unwatched((logits_TE, bias_E)):
+    if is_plain_eager((logits_TE, bias_E)):
         graph = torch.is_grad_enabled() and logits_TE.requires_grad
         run: Any = _Route.apply if graph else _kernels().route_forward
         ids_TK, weights_TK = run(logits_TE, choices.spec, bias_E, ids_dtype)
@@ -265,7 +265,7 @@ class _Route(torch.autograd.Function):
         dweights_TK, spec = grads[1], ctx.spec
         if dweights_TK is None:
             return None, None, None, None
-        if not torch.is_grad_enabled() and unwatched((dweights_TK, logits_TE)):
+        if not torch.is_grad_enabled() and is_plain_eager((dweights_TK, logits_TE)):
             dlogits_TE = _kernels().route_backward(dweights_TK, logits_TE, ids_TK, spec)
         else:
             fields = (getattr(spec, name) for name in _SPEC_FIELDS)

@@ -71,7 +71,7 @@ def experts_forward(
     if patch is None:
         return undecorated_forward(experts)(experts, hidden_states, top_k_index, top_k_weights)
     args = (hidden_states, top_k_index, top_k_weights)
-    # A bound forward (it has slots) already ran under the probe.
+    # A bound forward (it has attributes) already ran under the probe.
     if patch.probe is not None and not patch.attributes:
         return patch.probe.run(functools.partial(_experts, experts, patch), experts, args, {})
     return _experts(experts, patch, *args)

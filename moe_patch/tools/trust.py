@@ -25,7 +25,7 @@ from moe_patch.tools.wgmma_operands import overwritten_operands
 
 # Kernels whose code the search must have seen; otherwise its result means nothing.
 DECODING = "_packed_rows_kernel"
-SEARCHED = {f"_specialised_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
+SEARCHED = {f"_hopper_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
 # Kernel name -> lines that moe_patch.tools.wgmma_operands found in its code; none if it is sound.
 Scanned = dict[str, list[str]]
 

@@ -178,7 +178,7 @@ def short(tile: Tile | None) -> str:
     """Describe a tile in a few characters."""
     if tile is None:
         return ""
-    flags = ("persistent", "descriptors", "flatten", "specialised")
+    flags = ("persistent", "descriptors", "flatten", "hopper")
     named = [flag for flag in flags if getattr(tile, flag)]
     size = f"{tile.m}x{tile.n}x{tile.k} warps={tile.warps} stages={tile.stages}"
     return " ".join([size, f"chunks={tile.chunks}", *named])

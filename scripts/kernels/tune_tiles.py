@@ -41,12 +41,12 @@ def search_space(op: str) -> Iterator[Tile]:
     """Yield Hopper tiles worth timing for an op: the specialised kernel's, then the plain one's."""
     if op in ("dw2", "dw13"):
         for group in (1, 4, 8, 16):
-            yield Tile(128, 256, 32, 8, 8, specialised=True, group=group)
+            yield Tile(128, 256, 32, 8, 8, hopper=True, group=group)
         for m, n, k, stages in [(128, 256, 32, 8), (128, 256, 64, 4), (256, 128, 32, 6)]:
             yield Tile(m, n, k, 8, stages)
     elif op == "dh":
         for group in (4, 8, 16):
-            yield Tile(128, 128, 64, 8, 4, descriptors=True, specialised=True, group=group)
+            yield Tile(128, 128, 64, 8, 4, descriptors=True, hopper=True, group=group)
         for n, warps, chunks, stages in [
             (128, 8, 2, 4),
             (128, 8, 4, 3),
@@ -56,7 +56,7 @@ def search_space(op: str) -> Iterator[Tile]:
             yield Tile(128, n, 64, warps, stages, descriptors=True, chunks=chunks)
     else:
         for group in (4, 8, 16):
-            yield Tile(128, 256, 64, 8, 3, descriptors=True, specialised=True, group=group)
+            yield Tile(128, 256, 64, 8, 3, descriptors=True, hopper=True, group=group)
         for n, stages in [(256, 3), (256, 4), (128, 4)]:
             plain = Tile(128, n, 64, 8, stages, descriptors=True)
             yield plain

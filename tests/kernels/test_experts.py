@@ -59,7 +59,7 @@ def test_pick_tile_fits_and_names_what_does_not() -> None:
             tile = pick_tile(op, bucket, dtype, capability, kib * 1024)
             assert tile.shared_bytes(dtype.itemsize) <= kib * 1024
             assert capability >= (9, 0) or not tile.descriptors
-            assert capability == (9, 0) or not tile.specialised
+            assert capability == (9, 0) or not tile.hopper
     with pytest.raises(ValueError, match="accepted: up, down"):
         pick_tile("sideways", "many", torch.bfloat16, (9, 0), 1 << 20)
     with pytest.raises(ValueError, match="fits 1024 bytes"):
@@ -130,7 +130,7 @@ def _all_tiles() -> list[tuple[str, Tile, torch.dtype]]:
             for capability in ((8, 0), (8, 6), (9, 0), (10, 0))
             for dtype in (torch.bfloat16, torch.float32)
             for tile in candidates(op, bucket, dtype, capability)
-            for chosen in (tile, replace(tile, specialised=False))
+            for chosen in (tile, replace(tile, hopper=False))
         },
         key=str,
     )
@@ -138,12 +138,12 @@ def _all_tiles() -> list[tuple[str, Tile, torch.dtype]]:
 
 # The launcher of an op's warp-specialised kernel, where it is called from.
 SPECIALISED = {
-    "up": (hopper_up, "specialised_up"),
-    "down": (hopper_linear, "specialised_grouped_linear"),
-    "dx": (hopper_linear, "specialised_grouped_linear"),
-    "dh": (hopper_dh, "specialised_hidden_gradients"),
-    "dw2": (hopper_dw, "specialised_outer_sum"),
-    "dw13": (hopper_dw, "specialised_outer_sum"),
+    "up": (hopper_up, "up"),
+    "down": (hopper_linear, "grouped_linear"),
+    "dx": (hopper_linear, "grouped_linear"),
+    "dh": (hopper_dh, "hidden_gradients"),
+    "dw2": (hopper_dw, "outer_sum"),
+    "dw13": (hopper_dw, "outer_sum"),
 }
 
 
@@ -261,4 +261,4 @@ def test_gpu_every_tile(
     limit = FP32 if dtype == torch.float32 else 5e-3
     for result, (ours, expected) in data.run(op, tile).items():
         assert_close(ours, expected, limit, result)
-    assert bool(ran) == (tile.specialised and device.capability == (9, 0))
+    assert bool(ran) == (tile.hopper and device.capability == (9, 0))

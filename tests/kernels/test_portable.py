@@ -26,7 +26,7 @@ from moe_patch.kernels.hopper import dh as hopper_dh
 from moe_patch.kernels.hopper import dw as hopper_dw
 from moe_patch.kernels.hopper import linear as hopper_linear
 from moe_patch.kernels.hopper import up as hopper_up
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.types import Glu, Plan
 from tests.support import tiny_models
@@ -81,14 +81,14 @@ def taken(
     w13 = empty(E, D, H).mT if transposed else empty(E, H, D)
     w2 = empty(E, F, D).mT if transposed else empty(E, D, F)
     x, h, a, index = empty(T, D), empty(N, H), empty(N, F), torch.empty((T, K), dtype=torch.int32)
-    tiles = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
+    tiles = RowTiling(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
     found = {
         "up": hopper_up.supported(x, tiles, w13, glu, None),
         "down": hopper_linear.supported(a, tiles, w2, None),
         "dx": hopper_linear.supported(h, tiles, w13.mT, None),
         "dh": hopper_dh.supported(x, tiles, w2, h, glu, None),
     }
-    tile = Tile(128, 256, 32, 8, 6, specialised=True)
+    tile = Tile(128, 256, 32, 8, 6, hopper=True)
     for op, sides, gathers in (
         ("dw13", (h, x, w13), {"gather_right": True}),
         ("dw2", (x, a, w2), {"gather_left": True}),
@@ -96,7 +96,7 @@ def taken(
         left, right, like = sides
         with (
             mock.patch.object(dw, "_launch"),
-            mock.patch.object(hopper_dw, "specialised_outer_sum") as specialised,
+            mock.patch.object(hopper_dw, "outer_sum") as specialised,
         ):
             dw.outer_sum(left, right, tiles.plan, like, tile, **gathers)
         found[op] = specialised.called
@@ -124,16 +124,16 @@ def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monke
     E, T, K, D, F = 4, 256, 2, 64, 32
     N, H = T * K, 2 * F
     index = torch.empty(0, dtype=torch.int32)
-    rows_of_call = Rows(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
-    tile = Tile(hopper_up.BM, 128, 64, 8, 3, specialised=True)
+    rows_of_call = RowTiling(Plan(index, index, index), hopper_up.BM, index, 4, N, K)
+    tile = Tile(hopper_up.BM, 128, 64, 8, 3, hopper=True)
     taken = {}
 
     def note(op: str, at: int):
         return lambda *operands: taken.update({op: operands[at]})
 
-    monkeypatch.setattr(hopper_up, "specialised_up", note("up", 7))
-    monkeypatch.setattr(hopper_dh, "specialised_hidden_gradients", note("dh", 7))
-    monkeypatch.setattr(hopper_linear, "specialised_grouped_linear", note("rows", 5))
+    monkeypatch.setattr(hopper_up, "up", note("up", 7))
+    monkeypatch.setattr(hopper_dh, "hidden_gradients", note("dh", 7))
+    monkeypatch.setattr(hopper_linear, "grouped_linear", note("rows", 5))
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size).to(BF16)

@@ -133,7 +133,7 @@ def test_no_size_compiles_afterwards_on_hopper() -> None:
     from moe_patch.kernels.common.versions import known_triton
 
     # Elsewhere the portable kernel takes the specialised one's place.
-    dh = "_specialised_dh_kernel" if known_triton() else "_dh_kernel"
+    dh = "_hopper_dh_kernel" if known_triton() else "_dh_kernel"
     assert {"forward_kernel", "_up_kernel", dh} <= set(compiled["warmup"])
     assert compiled["later"] == []
 

@@ -79,7 +79,7 @@ def test_kernels_of_a_step_in_bf16(pair):
 
     wrapper, base = experts_wrapper(pair.ours), expert_modules(pair.ours)[0]
     x, ids, weights = experts_call(wrapper)
-    prefix = "_specialised" if available(x) else ""
+    prefix = "_hopper" if available(x) else ""
     products = {f"{prefix}_{name}_kernel" for name in ("up", "rows", "dh")}
     (row,) = patch_report(pair.ours)
     assert (row.lora, row.reason) == ("fused (down_proj, gate_up_proj)", "")
@@ -97,7 +97,7 @@ def test_kernels_of_a_step_in_bf16(pair):
             part in name.lower() for name in found for part in ("gemm", "cutlass", "bmm")
         )
         # Of experts that nothing trains there is no weight gradient; factors' are thin.
-        assert "_specialised_dw_kernel" not in found
+        assert "_hopper_dw_kernel" not in found
         assert ("_dw_kernel" in found) == bool(trained)
 
 

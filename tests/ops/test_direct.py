@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from moe_patch.ops import direct
-from moe_patch.ops.direct import unwatched
+from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import op, schema
 from moe_patch.ops.experts.op import Signals
 from moe_patch.runtime import taps
@@ -40,45 +40,45 @@ class Asked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        Asked.seen.append(unwatched((grad,)))
+        Asked.seen.append(is_plain_eager((grad,)))
         return grad * 2
 
 
 def test_plain_tensors_in_plain_eager_work_are_not_watched() -> None:
     plain, weight = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
-    assert unwatched((plain, weight, None))
-    assert not unwatched((plain, plain.as_subclass(Labelled)))
+    assert is_plain_eager((plain, weight, None))
+    assert not is_plain_eager((plain, plain.as_subclass(Labelled)))
     for context in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
         with context:
-            assert unwatched((plain, weight, torch.zeros(2)))
+            assert is_plain_eager((plain, weight, torch.zeros(2)))
 
 
 def test_tensors_whose_values_are_not_what_is_stored_go_through_the_dispatcher() -> None:
     plain = torch.zeros(2)
-    assert not unwatched((plain, torch._neg_view(plain)))
-    assert not unwatched((torch.zeros(2, dtype=torch.cfloat).conj().imag,))
-    assert not unwatched((torch._efficientzerotensor(2),))
+    assert not is_plain_eager((plain, torch._neg_view(plain)))
+    assert not is_plain_eager((torch.zeros(2, dtype=torch.cfloat).conj().imag,))
+    assert not is_plain_eager((torch._efficientzerotensor(2),))
 
 
 def test_whoever_watches_operators_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.zeros(2)
     with FakeTensorMode() as mode:
-        assert not unwatched((plain,))
-    assert not unwatched((mode.from_tensor(plain),))
+        assert not is_plain_eager((plain,))
+    assert not is_plain_eager((mode.from_tensor(plain),))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not unwatched((plain,))
+        assert not is_plain_eager((plain,))
     seen = []
-    torch.func.grad(lambda x: seen.append(unwatched((x,))) or x.sum())(plain)
+    torch.func.grad(lambda x: seen.append(is_plain_eager((x,))) or x.sum())(plain)
     leaf = plain.clone().requires_grad_()
     torch.autograd.functional.jacobian(Asked.apply, leaf, vectorize=True)
     assert [seen.pop(), Asked.seen.pop()] == [False, False]
-    noting = lambda x: seen.append(unwatched((x,))) or x + 1  # noqa: E731
+    noting = lambda x: seen.append(is_plain_eager((x,))) or x + 1  # noqa: E731
     torch.jit.trace(noting, (plain,), check_trace=False)
     make_fx(noting, tracing_mode="real", pre_dispatch=True)(plain)
     make_fx(noting)(plain)
     assert seen == [False] * 3
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert not unwatched((plain,))
+    assert not is_plain_eager((plain,))
 
 
 DISPATCHER = (
@@ -123,7 +123,7 @@ def test_a_torch_that_does_not_tell_who_watches_gets_operators(
     t = make_inputs(Case(), torch.float32)
     expected = step_of(t)
     without(name)
-    assert not unwatched((torch.zeros(2),))
+    assert not is_plain_eager((torch.zeros(2),))
     with mock.patch.object(op, "schema", None):
         found = step_of(t)
     assert found.keys() == expected.keys()
@@ -190,7 +190,7 @@ def test_the_same_bits_by_the_operators_and_without_them(full: bool, recompute: 
     direct = step()
     with Watching() as watching:
         watched = step()
-    assert watching.called == ["experts", "experts_bwd.over_h", "experts.inference"]
+    assert watching.called == ["experts", "experts_bwd.inplace_h", "experts.inference"]
     for name, value in watched.items():
         assert_bits(direct[name], value, name)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch.ops.experts import definition as reference
 from moe_patch.ops.experts.op import Signals
-from moe_patch.ops.experts.schema import read_glu, read_options, spell_options
+from moe_patch.ops.experts.schema import encode_options, read_glu, read_options
 from moe_patch.types import Glu
 from tests.support.experts_cases import (
     FULL,
@@ -202,7 +202,7 @@ def test_opcheck(full, T, columns_first) -> None:
         s2,
         glu.alpha,
         glu.limit,
-        spell_options(glu, "torch", False, ""),
+        encode_options(glu, "torch", False, ""),
     )
     for keep in (True, False):
         args = (x, ids, weights, *rest, [keep, keep and full, keep and full, keep], None, [])
@@ -214,7 +214,7 @@ def test_opcheck(full, T, columns_first) -> None:
     args = [a.detach() if isinstance(a, Tensor) else a for a in args]
     torch.library.opcheck(torch.ops.moe_patch.experts_bwd.default, tuple(args))
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.over_h, tuple(args), test_utils=checks)
+    torch.library.opcheck(torch.ops.moe_patch.experts_bwd.inplace_h, tuple(args), test_utils=checks)
 
 
 class BackwardOperators(TorchDispatchMode):
@@ -243,8 +243,8 @@ def test_h_is_overwritten_only_where_backward_cannot_come_again() -> None:
         )
         with pytest.raises(RuntimeError, match="second derivative"):
             again[0].sum().backward()
-    assert operators.called[:2] == ["default", "over_h"]
-    assert "over_h" not in operators.called[2:]
+    assert operators.called[:2] == ["default", "inplace_h"]
+    assert "inplace_h" not in operators.called[2:]
     for one, two in zip(first, second, strict=True):
         assert_bits(two, one)
 
@@ -258,7 +258,7 @@ def test_the_operator_without_gradients(T) -> None:
         assert_bits(ours(case, t), ours(case, t, signals=Signals(torch.zeros(3, T, K))))
     x, ids, weights, w, glu, (a13, lb13, s13), (a2, lb2, s2) = arguments(case, t)
     factors = (a13, lb13, a2, lb2, s13, s2, glu.alpha, glu.limit)
-    args = (x, ids, weights, *w, *factors, spell_options(glu, "torch", False, ""), [])
+    args = (x, ids, weights, *w, *factors, encode_options(glu, "torch", False, ""), [])
     args = tuple(a.detach() if isinstance(a, Tensor) else a for a in args)
     torch.library.opcheck(torch.ops.moe_patch.experts.inference, args)
 
@@ -266,6 +266,6 @@ def test_the_operator_without_gradients(T) -> None:
 def test_options_come_back_from_their_words() -> None:
     for glu in (Glu("silu"), Glu("relu", gated=False), Glu("swiglu_oai", True, True, 1.702, 7.0)):
         for storage in ("", "nf4 transposed"):
-            spelled = spell_options(glu, "torch", True, storage)
-            assert read_options(spelled)[3:] == ("torch", True, storage)
-            assert read_glu(spelled, glu.alpha, glu.limit) == glu
+            encoded = encode_options(glu, "torch", True, storage)
+            assert read_options(encoded)[3:] == ("torch", True, storage)
+            assert read_glu(encoded, glu.alpha, glu.limit) == glu

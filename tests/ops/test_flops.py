@@ -22,7 +22,7 @@ from moe_patch.ops.experts.composed import grouped_linear
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.experts.flops import experts_bwd_flops, register_flop_formulas
 from moe_patch.ops.experts.op import experts_mlp
-from moe_patch.ops.experts.schema import spell_options
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapted_pair
@@ -162,9 +162,9 @@ def test_norms_of_adapters_take_the_factors_products() -> None:
     """On the Triton backend a recorded row norm needs p, q and both inputs of the factors B."""
     t = make_inputs(BOTH)
     x, ids, weights, w, glu, lora13, lora2 = arguments(BOTH, t)
-    spelled = spell_options(glu, "triton", False, "")
+    encoded = encode_options(glu, "triton", False, "")
     factors = *lora13[:2], *lora2[:2]
-    operands = *w, *factors, 1.0, 1.0, 1.0, 1.0, spelled
+    operands = *w, *factors, 1.0, 1.0, 1.0, 1.0, encoded
     empty, h = x.new_empty(0), x.new_empty(N, 2 * F)
     plan = build_plan(ids, E)
     needs = list(ExpertsNeeds(norms=True))
@@ -174,7 +174,7 @@ def test_norms_of_adapters_take_the_factors_products() -> None:
 
 def test_the_counts_are_what_the_torch_backend_multiplies(monkeypatch) -> None:
     """Without the operator the counter sees the products themselves."""
-    monkeypatch.setattr("moe_patch.ops.experts.op.unwatched", lambda tensors: True)
+    monkeypatch.setattr("moe_patch.ops.experts.op.is_plain_eager", lambda tensors: True)
     t = make_inputs(BOTH)
     seen = count(lambda: probe(ours(BOTH, t)).backward())
     assert seen == {"aten.mm": 2 * N * (3 * (UP + DOWN) + 3 * FACTORS)}

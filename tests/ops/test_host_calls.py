@@ -37,7 +37,7 @@ class Counting(TorchDispatchMode):
 
 def test_products_on_a_cpu_take_one_call_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six forward and ten backward with adapters, over rows that are not sliced one by one."""
-    monkeypatch.setattr(grouped, "_serves_cpu", lambda dtype: False)
+    monkeypatch.setattr(grouped, "_cpu_supports", lambda dtype: False)
     t = make_inputs(ADAPTED, torch.float32)
     used = t["ids"].unique().numel()
     x, ids, weights, *rest = arguments(ADAPTED, {name: each.detach() for name, each in t.items()})
@@ -75,12 +75,12 @@ def test_torchs_grouped_product_on_a_cpu_gives_the_bits_of_the_loop(
         sums = [groups.outer_sum(dy_NO, x_NI, like) for like in (w_EOI, w_EOI.mT.contiguous().mT)]
         return [y_NO[:rows], dx_NI[:rows], *sums]
 
-    if not grouped._serves_cpu(dtype):
+    if not grouped._cpu_supports(dtype):
         pytest.skip("this torch has the loop alone")
     with Counting() as counting:
         found = products()
     assert counting.calls["aten::_grouped_mm"] == (2 if empty else 3)
-    monkeypatch.setattr(grouped, "_serves_cpu", lambda dtype: False)
+    monkeypatch.setattr(grouped, "_cpu_supports", lambda dtype: False)
     for one, other in zip(found, products(), strict=True):
         assert_bits(one, other)
         assert one.stride() == other.stride()

@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from moe_patch.kernels.common.gemm_device import POINTERS, weight_operand  # noqa: E402
 from moe_patch.kernels.common.tiles import Tile  # noqa: E402
-from moe_patch.kernels.common.tiling import POINTERS, weight_operand  # noqa: E402
 from moe_patch.kernels.experts import dh, linear, up  # noqa: E402
 from moe_patch.kernels.plan.row_tiles import RowTiles  # noqa: E402
 from moe_patch.ops.experts import definition as reference  # noqa: E402
@@ -210,7 +210,7 @@ CASES = {
     },
     "needs": check_needs,
     "kept": check_kept,
-    "over_h": check_over_h,
+    "inplace_h": check_over_h,
     "nan_rows": check_nan_rows,
     "descriptors": check_descriptors,
 }

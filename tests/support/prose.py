@@ -20,7 +20,8 @@ NOT_A_START = re.compile(
 )
 # Code has no will and no senses; the field has a word for what is meant in each case.
 PEOPLE_ONLY = re.compile(
-    r"\b(asks?|asked|asking|hears?|heard|hearing|speaks?|spoken|speaking|serves|meets|knows|listens|wants|wishes)\b",
+    r"\b(asks?|asked|asking|hears?|heard|hearing|speaks?|spoken|speaking|serves|meets|knows"
+    r"|listens|wants|wishes)\b",
     re.IGNORECASE,
 )
 # Comments that are read by tools, and shapes such as `# [T, K]`.

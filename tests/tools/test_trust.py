@@ -152,7 +152,7 @@ def test_a_hazard_in_the_decoding_product_is_recorded(
         ({"hopper": _fails}, "7.0 times as far"),
         ({"hopper": _does_not_compile}, "AttributeError: 'shared_memory_descriptor' object has no"),
         ({"in_front": _fails}, "7.0 times as far"),
-        ({"hazards": {"_specialised_dh_kernel": HAZARD}}, "overwritten in _specialised_dh_kernel"),
+        ({"hazards": {"_hopper_dh_kernel": HAZARD}}, "overwritten in _hopper_dh_kernel"),
         ({"hazards": {"_rows_kernel": HAZARD, DECODING: HAZARD}}, "overwritten in _rows_kernel"),
         ({"unseen": DECODING}, f"no code of {DECODING} was seen"),
     ],

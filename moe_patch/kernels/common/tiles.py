@@ -30,7 +30,7 @@ class Tile:
         persistent: launch one program per multiprocessor, each of which loops over tiles.
         descriptors: load weights by tensor descriptors if their storage allows (sm90 and up).
         flatten: fuse the loop over tiles with the loop over depth.
-        specialised: use the warp-specialised Hopper kernel of the op if the operands allow.
+        hopper: use the warp-specialised Hopper kernel of the op if the operands allow.
         chunks: column chunks of an epilogue that would otherwise spill: 1, 2 or 4.
         group: row tiles that share a pass over the columns (for the L2 cache).
     """
@@ -45,7 +45,7 @@ class Tile:
     flatten: bool = False
     group: int = 8
     chunks: int = 1
-    specialised: bool = False
+    hopper: bool = False
 
     def shared_bytes(self, itemsize: int) -> int:
         """Return the shared memory of the load pipeline, a lower bound of the kernel's use."""
@@ -107,27 +107,25 @@ _THIN_SM90 = _THIN | {
     "factor_bwd": (Tile(16, 512, 64, 8, 3),),
 }
 
-_SM90_ROWS = Tile(
-    128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, specialised=True
-)
+_SM90_ROWS = Tile(128, 256, 64, 8, 3, persistent=True, descriptors=True, flatten=True, hopper=True)
 # Hopper and data-centre Blackwell: wgmma or tcgen05, 227 KB, tensor descriptors. "many" was tuned
 # with tune_tiles.py on an H100, for the sizes of five models and 4096 to 32768 tokens.
 _SM90 = {
     "many": {
-        "up": (Tile(128, 256, 64, 8, 4, descriptors=True, specialised=True),),
+        "up": (Tile(128, 256, 64, 8, 4, descriptors=True, hopper=True),),
         "down": (_SM90_ROWS,),
-        "dx": (replace(_SM90_ROWS, specialised=False),),
-        "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, specialised=True),),
-        "dw2": (Tile(128, 256, 32, 8, 8, group=4, specialised=True),),
-        "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
+        "dx": (replace(_SM90_ROWS, hopper=False),),
+        "dh": (Tile(128, 128, 64, 8, 4, descriptors=True, chunks=2, hopper=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, group=4, hopper=True),),
+        "dw13": (Tile(256, 128, 32, 8, 6, hopper=True),),
     },
     "some": {
         "up": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "down": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dx": (Tile(64, 256, 64, 4, 3, persistent=True, descriptors=True),),
         "dh": (Tile(64, 128, 64, 4, 3, descriptors=True, chunks=4),),
-        "dw2": (Tile(128, 256, 32, 8, 8, group=4, specialised=True),),
-        "dw13": (Tile(256, 128, 32, 8, 6, specialised=True),),
+        "dw2": (Tile(128, 256, 32, 8, 8, group=4, hopper=True),),
+        "dw13": (Tile(256, 128, 32, 8, 6, hopper=True),),
     },
     "few": {
         "up": (Tile(16, 64, 128, 4, 4),),
@@ -163,7 +161,7 @@ def candidates(
         return _SM90[bucket][op]
     if capability[0] == 10:
         chunks = 4 if op == "dh" and bucket != "few" else 1
-        return tuple(replace(t, specialised=False, chunks=chunks) for t in _SM90[bucket][op])
+        return tuple(replace(t, hopper=False, chunks=chunks) for t in _SM90[bucket][op])
     return _SM80[bucket][op]
 
 

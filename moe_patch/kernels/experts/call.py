@@ -198,7 +198,7 @@ class Call:
         if low_rank is not None and tile.flatten:
             # A low-rank factor costs the portable kernel its flattened loop, and the
             # warp-specialised kernel nothing.
-            tile = resized(tile, specialised=True)
+            tile = resized(tile, hopper=True)
         for part in self.parts(w_EOI):
             found = grouped_linear(
                 inputs, part.rows(tile.m), part.w_EOI, part.own(b_EO), tile,

@@ -17,10 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import approximate, cdiv, device_of
-from moe_patch.kernels.common.glu import glu_backward, glu_constants, glu_forward, rounded
-from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import (
+from moe_patch.kernels.common.gemm_device import (
     column_chunk,
     join_pair,
     multiply,
@@ -30,8 +27,11 @@ from moe_patch.kernels.common.tiling import (
     split_pair,
     weight_operand,
 )
+from moe_patch.kernels.common.glu import glu_backward, glu_constants, glu_forward, rounded
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 from moe_patch.types import Glu
 
 
@@ -51,7 +51,7 @@ class HiddenGradients(NamedTuple):
 
 def hidden_gradients(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,
@@ -82,20 +82,20 @@ def hidden_gradients(
         into: result of an earlier call over other experts of the plan, to be filled in further.
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
-    specialised = tile.specialised and dh and known_triton()
-    if specialised:
+    on_hopper = tile.hopper and dh and known_triton()
+    if on_hopper:
         hopper = hopper_module("dh")
         low_rank = whole_rank(low_rank, axis=1)
-        specialised = hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
-    columns = cdiv(F, hopper.BN if specialised else tile.n)
+        on_hopper = hopper.supported(dout_TD, rows, w_EDF, h_NH, glu, low_rank)
+    columns = cdiv(F, hopper.BN if on_hopper else tile.n)
     if into is None:
         into = HiddenGradients(
             h_NH if dh and overwrite_h else h_NH.new_empty((N, H) if dh else 0),
             h_NH.new_empty((N, F) if wa else 0),
-            h_NH.new_empty((N, columns) if partial or specialised else 0, dtype=torch.float32),
+            h_NH.new_empty((N, columns) if partial or on_hopper else 0, dtype=torch.float32),
         )
-    if specialised:
-        hopper.specialised_hidden_gradients(
+    if on_hopper:
+        hopper.hidden_gradients(
             dout_TD, rows, w_EDF, weights_TK, h_NH, glu, into, low_rank, tile.group
         )
         return into
@@ -105,7 +105,7 @@ def hidden_gradients(
 
 def _portable(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,

@@ -16,7 +16,7 @@ from moe_patch.kernels.common.device import approximate, cdiv
 from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Constants, Launcher
 from moe_patch.kernels.experts.dh import HiddenGradients, emit, load_h
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
 
 _ROWS, _COLUMNS = 16, 128
@@ -24,7 +24,7 @@ _ROWS, _COLUMNS = 16, 128
 
 def hidden_gradients_from(
     da_NF: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     weights_TK: Tensor,
     h_NH: Tensor,
     glu: Glu,

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, device_of
+from moe_patch.kernels.common.gemm_device import RUN, locate_tile
 from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import RUN, locate_tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton
 from moe_patch.kernels.plan.row_tiles import programs
 from moe_patch.types import Plan
@@ -41,16 +41,16 @@ def outer_sum(
         gather_left, gather_right: this side is given by token.
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
-    if tile.specialised and known_triton():
+    if tile.hopper and known_triton():
         hopper = hopper_module("dw")
         if hopper.supported(left, right, like_EOI, **gathers):
-            return hopper.specialised_outer_sum(
+            return hopper.outer_sum(
                 left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
             )
         # For a weight stored as [E, in, out], compute the transposed product.
         like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
         if hopper.supported(right, left, like_EIO, **swapped):
-            grad_EIO = hopper.specialised_outer_sum(
+            grad_EIO = hopper.outer_sum(
                 right, left, plan, like_EIO, gather_left=gather_right, group=tile.group
             )
             return grad_EIO.mT

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, next_power_of_2
+from moe_patch.kernels.common.gemm_device import RUN
 from moe_patch.kernels.common.launcher import Constants, Launcher
 from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import RUN
 from moe_patch.kernels.plan.row_tiles import depth_block
 from moe_patch.types import Plan
 

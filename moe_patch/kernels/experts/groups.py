@@ -88,7 +88,7 @@ class Groups:
         if O <= _THIN:
             tile = resized(self._tile("thin"), n=depth_block(O))
         elif low_rank is not None and tile.flatten:
-            tile = resized(tile, specialised=True)
+            tile = resized(tile, hopper=True)
         rows = self.tiles.rows(tile.m)
         with on_device_of(inputs):
             return grouped_linear(

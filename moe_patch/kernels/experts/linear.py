@@ -14,22 +14,22 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, device_of
-from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import (
+from moe_patch.kernels.common.gemm_device import (
     multiply,
     multiply_low_rank,
     row_operand,
     rows_of_tile,
     weight_operand,
 )
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 
 
 def grouped_linear(
     inputs: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EOI: Tensor,
     b_EO: Tensor | None,
     tile: Tile,
@@ -53,13 +53,11 @@ def grouped_linear(
     """
     O, I = w_EOI.shape[1:]
     out_NO = inputs.new_empty(rows.count, O) if into is None else into
-    if tile.specialised and known_triton() and not gather and alpha == 1.0:
+    if tile.hopper and known_triton() and not gather and alpha == 1.0:
         hopper = hopper_module("linear")
         low_rank = whole_rank(low_rank)
         if hopper.supported(inputs, rows, w_EOI, low_rank):
-            hopper.specialised_grouped_linear(
-                inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group
-            )
+            hopper.grouped_linear(inputs, rows, w_EOI, b_EO, out_NO, low_rank, tile.group)
             return out_NO
     weight, mode = weight_operand(w_EOI, tile)
     source, described = (inputs, False) if gather else row_operand(inputs, tile)

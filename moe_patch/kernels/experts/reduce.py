@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_patch.kernels.common.device import cdiv, next_power_of_2
 from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Plan
 
 
@@ -40,7 +40,7 @@ def _combine_constants(K: int, weighted: bool, block: int) -> Constants:
 
 
 def routing_gradient(
-    partial_NC: Tensor, rows: Rows, weights_TK: Tensor, dout_TD: Tensor, b2_ED: Tensor | None
+    partial_NC: Tensor, rows: RowTiling, weights_TK: Tensor, dout_TD: Tensor, b2_ED: Tensor | None
 ) -> Tensor:
     """Compute dw_tk: the partial sums of <da', a>, plus <dout_t, b2_e>; 0 for empty slots.
 

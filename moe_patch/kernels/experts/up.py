@@ -14,10 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_patch.kernels.common.device import approximate, cdiv, device_of
-from moe_patch.kernels.common.glu import glu_constants, glu_forward
-from moe_patch.kernels.common.launcher import Constants, Launcher
-from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import (
+from moe_patch.kernels.common.gemm_device import (
     multiply,
     multiply_low_rank,
     pair_columns,
@@ -25,14 +22,17 @@ from moe_patch.kernels.common.tiling import (
     split_pair,
     weight_operand,
 )
+from moe_patch.kernels.common.glu import glu_constants, glu_forward
+from moe_patch.kernels.common.launcher import Constants, Launcher
+from moe_patch.kernels.common.tiles import Tile
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block, programs
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block, programs
 from moe_patch.types import Glu
 
 
 def up(
     x_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EHD: Tensor,
     b_EH: Tensor | None,
     glu: Glu,
@@ -61,11 +61,11 @@ def up(
     if into is None:
         into = x_TD.new_empty((N, H) if save_h else 0), x_TD.new_empty((N, F) if save_a else 0)
     h_NH, a_NF = into
-    if tile.specialised and known_triton():
+    if tile.hopper and known_triton():
         hopper = hopper_module("up")
         low_rank = whole_rank(low_rank)
         if hopper.supported(x_TD, rows, w_EHD, glu, low_rank):
-            hopper.specialised_up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
+            hopper.up(x_TD, rows, w_EHD, b_EH, glu, h_NH, a_NF, low_rank, tile.group)
             return h_NH, a_NF
     halves = 2 if glu.gated and not glu.interleaved else 1
     weight, mode = weight_operand(w_EHD, tile, halves)

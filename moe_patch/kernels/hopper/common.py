@@ -32,7 +32,7 @@ from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Box, Constants
 from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.gluon_names import seen_as, tma_load, tma_store
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block
 from moe_patch.types import Glu
 
 BM, BN, BK, STAGES = 128, 256, 64, 4
@@ -85,7 +85,7 @@ def copies_boxes(*weights_EOI: Tensor, axis: int) -> bool:
 
 
 def takes(
-    rows: Rows,
+    rows: RowTiling,
     sides: Sequence[Tensor],
     w_EOI: Tensor,
     low_rank: tuple[Tensor, Tensor] | None,

@@ -17,9 +17,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
+from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_backward, glu_forward, rounded
 from moe_patch.kernels.common.launcher import Box, Launcher
-from moe_patch.kernels.common.tiling import rows_of_tile
 from moe_patch.kernels.hopper.common import (
     ACC,
     BK,
@@ -53,13 +53,13 @@ from moe_patch.kernels.hopper.common import (
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
 from moe_patch.kernels.hopper.gluon_names import seen_as, tma_store
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
 
 
 def supported(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     h_NH: Tensor,
     glu: Glu,
@@ -70,9 +70,9 @@ def supported(
     return side_by_side and takes(rows, (h_NH, dout_TD), w_EDF, low_rank)
 
 
-def specialised_hidden_gradients(
+def hidden_gradients(
     dout_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EDF: Tensor,
     weights_TK: Tensor,
     h_NH: Tensor,
@@ -215,7 +215,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_dh_kernel(
+def _hopper_dh_kernel(
     dout_ptr, q_ptr, weight, factor, h_gate, h_up, dh_gate, dh_up, wa, weights_ptr, partial_ptr,
     row_ptr, offsets_ptr, table_ptr, M, columns, width_8, rank_8, stride_8, stride_q8, K,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
@@ -240,4 +240,4 @@ def _specialised_dh_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_dh_kernel)
+_launch = Launcher(_hopper_dh_kernel)

@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from moe_patch.kernels.common.device import cdiv
+from moe_patch.kernels.common.gemm_device import locate_tile
 from moe_patch.kernels.common.launcher import Launcher
-from moe_patch.kernels.common.tiling import locate_tile
 from moe_patch.kernels.common.versions import available
 from moe_patch.kernels.hopper.common import (
     ACC,
@@ -70,7 +70,7 @@ def supported(
     )
 
 
-def specialised_outer_sum(
+def outer_sum(
     left: Tensor,
     right: Tensor,
     plan: Plan,
@@ -223,7 +223,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["tiles"])
-def _specialised_dw_kernel(
+def _hopper_dw_kernel(
     sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8,
     stride_8,
     K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
@@ -242,4 +242,4 @@ def _specialised_dw_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_dw_kernel)
+_launch = Launcher(_hopper_dw_kernel)

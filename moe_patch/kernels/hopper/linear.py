@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from moe_patch.kernels.common.device import cdiv
+from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.launcher import Box, Launcher
-from moe_patch.kernels.common.tiling import rows_of_tile
 from moe_patch.kernels.hopper.common import (
     ACC,
     BK,
@@ -48,20 +48,20 @@ from moe_patch.kernels.hopper.common import (
     whole_box,
 )
 from moe_patch.kernels.hopper.gluon_names import tma_load
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 
 
 def supported(
-    inputs: Tensor, rows: Rows, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
+    inputs: Tensor, rows: RowTiling, w_EOI: Tensor, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Return whether the kernel supports the operands: 16-byte units, factor laid like weight."""
     axis = 2 if w_EOI.stride(2) == 1 else 1
     return w_EOI.shape[1] % 8 == 0 and takes(rows, (inputs,), w_EOI, low_rank, axis)
 
 
-def specialised_grouped_linear(
+def grouped_linear(
     inputs: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EOI: Tensor,
     b_EO: Tensor | None,
     out_NO: Tensor,
@@ -169,7 +169,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_rows_kernel(
+def _hopper_rows_kernel(
     rows, ranks, weight, factor, out, b_ptr, offsets_ptr, table_ptr,
     M, columns, O, I, R, stride_be, stride_bo,
     DEPTH_LAST: gl.constexpr, LOW_RANK: gl.constexpr, BIASED: gl.constexpr, GROUP: gl.constexpr,
@@ -192,4 +192,4 @@ def _specialised_rows_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_rows_kernel)
+_launch = Launcher(_hopper_rows_kernel)

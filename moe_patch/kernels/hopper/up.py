@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
+from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_forward, rounded
 from moe_patch.kernels.common.launcher import Box, Launcher
-from moe_patch.kernels.common.tiling import rows_of_tile
 from moe_patch.kernels.hopper.common import (
     ACC,
     BK,
@@ -46,12 +46,12 @@ from moe_patch.kernels.hopper.common import (
     takes,
 )
 from moe_patch.kernels.hopper.gather import gather_steps, halves
-from moe_patch.kernels.plan.row_tiles import Rows
+from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
 
 
 def supported(
-    x_TD: Tensor, rows: Rows, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
+    x_TD: Tensor, rows: RowTiling, w_EHD: Tensor, glu: Glu, low_rank: tuple[Tensor, Tensor] | None
 ) -> bool:
     """Return whether the kernel supports the operands: gate and up in halves, 16-byte units."""
     return (
@@ -63,9 +63,9 @@ def supported(
     )
 
 
-def specialised_up(
+def up(
     x_TD: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w_EHD: Tensor,
     b_EH: Tensor | None,
     glu: Glu,
@@ -168,7 +168,7 @@ def _consume(
         for c in gl.static_range(BN_C // 2 // CHUNK_C):
             f = column_tile * (BN_C // 2) + c * CHUNK_C
             at = [RAGGED_ROWS_C, end, clip, f]
-            slot = half * OUTS_C
+            base = half * OUTS_C
             gate = _with_bias(quarter(acc, c, PART), bias_at, f, F, stride_bo, BIASED)
             up = _with_bias(
                 quarter(acc, 2 + c, PART), bias_at + F * stride_bo, f, F, stride_bo, BIASED
@@ -177,24 +177,24 @@ def _consume(
             up = rounded(up, dtype, FAST)
             if SAVE_H:
                 store_box(
-                    gate.to(dtype), out_bufs.index(slot + WRITES * c % OUTS_C), h_gate, at, SHAPE,
+                    gate.to(dtype), out_bufs.index(base + WRITES * c % OUTS_C), h_gate, at, SHAPE,
                     RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
                 store_box(
-                    up.to(dtype), out_bufs.index(slot + (WRITES * c + 1) % OUTS_C), h_up, at, SHAPE,
+                    up.to(dtype), out_bufs.index(base + (WRITES * c + 1) % OUTS_C), h_up, at, SHAPE,
                     RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
             if SAVE_A:
                 a = glu_forward(gate, up, *glu, FAST)
                 store_box(
-                    a.to(dtype), out_bufs.index(slot + (WRITES * c + WRITES - 1) % OUTS_C), a_out,
+                    a.to(dtype), out_bufs.index(base + (WRITES * c + WRITES - 1) % OUTS_C), a_out,
                     at, SHAPE, RANK4_C, OUTS_C - 1,
                 )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _specialised_up_kernel(
+def _hopper_up_kernel(
     x_ptr, u_ptr, weight, factor, h_gate, h_up, a_out, b_ptr, row_ptr, offsets_ptr, table_ptr,
     M, columns, width_8, F, rank_8, stride_8, stride_u8, K, stride_be, stride_bo,
     KIND: gl.constexpr, GATED: gl.constexpr, INTERLEAVED: gl.constexpr, ALPHA: gl.constexpr,
@@ -220,4 +220,4 @@ def _specialised_up_kernel(
     )  # fmt: skip
 
 
-_launch = Launcher(_specialised_up_kernel)
+_launch = Launcher(_hopper_up_kernel)

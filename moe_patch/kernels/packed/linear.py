@@ -18,14 +18,14 @@ from torch import Tensor
 from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import INTERPRETER, Device, device_of
+from moe_patch.kernels.common.gemm_device import locate_tile
 from moe_patch.kernels.common.launcher import Box, Constants, Launcher
 from moe_patch.kernels.common.tiles import Tile
-from moe_patch.kernels.common.tiling import locate_tile
 from moe_patch.kernels.common.versions import gates
 from moe_patch.kernels.packed.dequant import decoded_scales
 from moe_patch.kernels.packed.e4m3 import e4m3_pair
 from moe_patch.kernels.packed.nf4_levels import nf4_levels
-from moe_patch.kernels.plan.row_tiles import Rows, depth_block
+from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block
 
 # Mean rows per expert up to which this kernel beats the buffer, by storage. Measured on an H100
 # with two models: NF4 was faster on both at 256 and on one at 384, FP8 on both at 512
@@ -58,7 +58,7 @@ def decoding_tile(w: PackedWeight, dtype: torch.dtype, device: Device, rows: int
 
 def packed_linear(
     inputs: Tensor,
-    rows: Rows,
+    rows: RowTiling,
     w: PackedWeight,
     b_EO: Tensor | None,
     tile: Tile,

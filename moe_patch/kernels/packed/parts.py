@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import cdiv
 from moe_patch.kernels.packed.dequant import dequantize_into
-from moe_patch.kernels.plan.row_tiles import Rows, RowTiles
+from moe_patch.kernels.plan.row_tiles import RowTiles, RowTiling
 
 # Products with expert weights; the thin products use low-rank factors instead.
 PACKED_OPS = ("up", "down", "dh", "dx")
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     tiles: RowTiles
     first: int = 0
 
-    def rows(self, block_m: int) -> Rows:
+    def rows(self, block_m: int) -> RowTiling:
         """Return the rows of this part in tiles; expert ids in the table count from ``first``."""
         return self.tiles.rows(block_m)
 

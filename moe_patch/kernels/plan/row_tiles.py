@@ -13,7 +13,7 @@ from moe_patch.kernels.plan.plan import tile_bound, tile_table
 from moe_patch.types import Plan
 
 
-class Rows(NamedTuple):
+class RowTiling(NamedTuple):
     """The rows of a call in plan order, cut into tiles of one height.
 
     Attributes:
@@ -48,15 +48,15 @@ class RowTiles:
         self.num_experts = plan.offsets_S.shape[0] - 1
         self._rows = {m: self._cut(m, table) for m, table in (tables or {}).items()}
 
-    def rows(self, block_m: int) -> Rows:
+    def rows(self, block_m: int) -> RowTiling:
         """Return the rows cut into tiles of ``block_m`` rows."""
         if block_m not in self._rows:
             self._rows[block_m] = self._cut(block_m, tile_table(self.plan, block_m))
         return self._rows[block_m]
 
-    def _cut(self, block_m: int, table: Tensor) -> Rows:
+    def _cut(self, block_m: int, table: Tensor) -> RowTiling:
         bound = tile_bound(self.count, self.num_experts, block_m)
-        return Rows(self.plan, block_m, table, bound, self.count, self.top_k)
+        return RowTiling(self.plan, block_m, table, bound, self.count, self.top_k)
 
 
 def programs(tiles: int, tile: Tile, device: Device) -> int:

@@ -33,8 +33,8 @@ class _Products(NamedTuple):
 
 
 def _products(rows: int, x: Any, operands: Any, scales: Any) -> _Products:
-    w13, w2, _, _, a13, lb13, a2, lb2, *_, spelled = operands
-    storage = read_options(spelled).storage
+    w13, w2, _, _, a13, lb13, a2, lb2, *_, encoded = operands
+    storage = read_options(encoded).storage
     w = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype)
     return _Products(*(_product(rows, m) for m in (w.w13_EHD, w.w2_EDF, a13, lb13, a2, lb2)))
 

@@ -32,7 +32,7 @@ class Groups:
         self.native = (
             like.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
             if like.is_cuda
-            else _serves_cpu(like.dtype)
+            else _cpu_supports(like.dtype)
         )
 
     def linear(
@@ -132,7 +132,7 @@ class Groups:
 
 
 @functools.cache
-def _serves_cpu(dtype: torch.dtype) -> bool:
+def _cpu_supports(dtype: torch.dtype) -> bool:
     """Return whether grouped_mm supports a dtype on a CPU; tried once per process."""
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     if grouped_mm is None or dtype not in (torch.float32, torch.bfloat16):

@@ -21,9 +21,9 @@ from moe_patch.errors import refuse_forward_mode
 from moe_patch.formats.packed import plain_weights
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
-from moe_patch.ops.direct import unwatched
+from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.schema import spell_options
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
@@ -93,10 +93,12 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    spelled = spell_options(glu, backend, batch_invariant, storage)
-    scalars = s13, s2, glu.alpha, glu.limit, spelled
+    encoded = encode_options(glu, backend, batch_invariant, storage)
+    scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
-        run = schema.inference if unwatched((ids_TK, *inputs)) else _OPERATORS.experts.inference
+        run = (
+            schema.inference if is_plain_eager((ids_TK, *inputs)) else _OPERATORS.experts.inference
+        )
         return run(x_TD, ids_TK, weights_TK, *tensors, *scalars, scales)
     graph = grad and _any_requires_grad(inputs)
     keep, norms = graph and not recompute, signals is not None
@@ -215,7 +217,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, weights: Tensor, *others: Any) -> Any:
         *tensors, call = others
-        direct = unwatched((x, ids, weights, *tensors, call.signals, *call.scales))
+        direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
         output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
@@ -235,12 +237,12 @@ class _Experts(torch.autograd.Function):
         needs = [wanted[0], *wanted[2:11], call.signals is not None]
         arguments = dout, *saved[:10], *call.scalars, *saved[10:16], needs, call.scales
         again = torch.compiler.is_compiling() or torch.is_grad_enabled() or _graph_is_kept()()
-        if not torch.is_grad_enabled() and unwatched((dout, *saved)):
+        if not torch.is_grad_enabled() and is_plain_eager((dout, *saved)):
             grads = schema.experts_bwd(*arguments, overwrite_h=not again)
         else:
             # h may be overwritten only if this backward neither repeats nor is differentiated.
             operator, returned = _OPERATORS.experts_bwd, (*needs, *needs[-1:] * 2)
-            grads = (operator.default if again else operator.over_h)(*arguments)
+            grads = (operator.default if again else operator.inplace_h)(*arguments)
             grads = [g if need else None for g, need in zip(grads, returned, strict=True)]
         _fill(call.signals, tensors, *grads[10:])
         return grads[0], None, *grads[1:10], None
@@ -262,7 +264,7 @@ define(
 )  # fmt: skip
 # If backward runs only once, write dh over h: this lowers peak memory.
 define(
-    "moe_patch::experts_bwd.over_h", schema.OVER_H,
+    "moe_patch::experts_bwd.inplace_h", schema.INPLACE_H,
     functools.partial(schema.experts_bwd_operator, overwrite_h=True), schema.experts_bwd_fake,
     backward=None,
 )  # fmt: skip

@@ -38,13 +38,13 @@ EXPERTS_BWD = (
     f"(Tensor dout, Tensor x, Tensor weights, {_OPERANDS}, Tensor row_of_N, Tensor slot_of_TK, "
     "Tensor offsets, Tensor h, Tensor u13, Tensor u2, bool[] needs, Tensor[] scales) -> Tensor[]"
 )
-OVER_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
+INPLACE_H = EXPERTS_BWD.replace("Tensor h,", "Tensor(a!) h,")
 
 
 # The options are one string of words: torch takes time for each argument and accepts no tuple.
 # Floats stay separate arguments, because compilers with dynamic shapes turn them into symbols.
 class Options(NamedTuple):
-    """Options encoded by :func:`spell_options`."""
+    """Options encoded by :func:`encode_options`."""
 
     kind: str
     gated: bool
@@ -54,23 +54,23 @@ class Options(NamedTuple):
     storage: str
 
 
-def spell_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
+def encode_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
     """Encode the options; ``storage`` comes from :func:`moe_patch.formats.packed.plain_weights`."""
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
     return f"{activation} {backend} {batch_invariant:d} {storage}"
 
 
 @functools.cache
-def read_options(spelled: str) -> Options:
-    """Decode the string of :func:`spell_options`."""
-    kind, gated, interleaved, backend, invariant, storage = spelled.split(" ", 5)
+def read_options(encoded: str) -> Options:
+    """Decode the string of :func:`encode_options`."""
+    kind, gated, interleaved, backend, invariant, storage = encoded.split(" ", 5)
     return Options(kind, gated == "1", interleaved == "1", backend, invariant == "1", storage)
 
 
 @functools.cache
-def read_glu(spelled: str, alpha: float, limit: float) -> Glu:
+def read_glu(encoded: str, alpha: float, limit: float) -> Glu:
     """Decode the activation from the options and its two numbers."""
-    options = read_options(spelled)
+    options = read_options(encoded)
     return Glu(options.kind, options.gated, options.interleaved, alpha, limit)
 
 
@@ -125,11 +125,11 @@ def _module(backend: str) -> ModuleType:
 def _operands(
     args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
-    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, spelled = args
-    options = read_options(spelled)
+    w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, encoded = args
+    options = read_options(encoded)
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
-        read_glu(spelled, alpha, limit),
+        read_glu(encoded, alpha, limit),
         None if a13 is None else Lora(_cast(a13, dtype), _cast(lb13, dtype), s13),
         None if a2 is None else Lora(_cast(a2, dtype), _cast(lb2, dtype), s2),
         _module(options.backend),
