@@ -34,9 +34,9 @@ def _not_recorded() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Exempt what earlier files imported from garbage collection: a full one takes a second else.
+    """Exempt earlier files' imports from garbage collection.
 
-    Trainer asks for several a run.
+    A full collection would take a second, and Trainer runs several per training run.
     """
     gc.collect()
     gc.freeze()
@@ -44,13 +44,13 @@ def _frozen() -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
-    """Where a test that asks for it runs: on the CPU, and again with ``-m gpu`` on the GPU."""
+    """Device of the test: the CPU, or with ``-m gpu`` the GPU."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each of a test file's CASES said under the interpreter: empty, or its failure."""
+    """Outcome of each of the file's CASES under the interpreter: empty, or the failure."""
     interpreted.skip_without_histogram()
     return interpreted.run(request.module.__file__)
 

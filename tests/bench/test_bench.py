@@ -40,7 +40,7 @@ REQUIRED = {
 
 
 class HereChild:
-    """What :class:`process.Child` does, in this process: starting one costs seconds."""
+    """Stand-in for :class:`process.Child` in this process: starting a child costs seconds."""
 
     def __init__(self, run, op, device, tasks, settings, peers, warm):
         self.op, self.tasks, self.settings = OPS[op], tasks, settings

@@ -22,7 +22,7 @@ NEWEST = list(TRITON_VERSIONS)[-1]
 
 
 def index(monkeypatch: pytest.MonkeyPatch, on_index: str, installed: str) -> None:
-    """What pip finds, and what it installed."""
+    """Pretend that pip finds one release on the index and has installed another."""
 
     def pretend(command: list[str], **options: object) -> object:
         if "index" in command:

@@ -1,4 +1,4 @@
-"""What the benchmark checks and counts before it times: results, repeats, bytes, operations."""
+"""Checks and counts that precede timing: results, repeats, bytes, operations."""
 
 import dataclasses
 import weakref
@@ -78,7 +78,7 @@ def test_counting_saved_bytes_keeps_no_graph_alive():
     x, outputs = torch.randn(4, 8, requires_grad=True), []
 
     def forward():
-        # softmax saves its own output
+        # softmax saves its own output.
         out = torch.softmax(x, dim=-1)
         outputs.append(weakref.ref(out))
         return out * 2

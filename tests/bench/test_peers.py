@@ -76,7 +76,7 @@ def dense_router(logits_TE, top_k, before, groups, top_groups, scale, score, bia
 
 
 def te_router(monkeypatch, router):
-    """Its implementation, with a module of that name in place of Transformer Engine's."""
+    """Return the te_router implementation, with a fake module in place of Transformer Engine."""
     module = types.ModuleType("transformer_engine.pytorch.router")
     module.fused_topk_with_score_function = router
     for name in ("transformer_engine", "transformer_engine.pytorch"):

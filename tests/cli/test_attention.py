@@ -44,7 +44,10 @@ def test_verify_takes_eager_where_the_models_own_attention_is_not_installed(caps
 def test_verify_takes_eager_where_the_models_own_attention_does_not_run(
     capsys, folder, monkeypatch
 ):
-    """As flex_attention, which has no backward on a CPU (and takes long to say so)."""
+    """Fall back to eager if the model's own attention fails.
+
+    flex_attention is one such case: it has no backward on a CPU, and takes long to fail.
+    """
 
     def eager_only(model, batch):
         if model.config._attn_implementation != "eager":

@@ -135,7 +135,7 @@ def test_mistake(config_file, tmp_path, capsys, extra, message):
 
 
 def test_a_model_of_remote_code_and_a_broken_file(config_file, tmp_path, monkeypatch, capsys):
-    """Nobody is asked whether to run the code, and neither ends in a traceback."""
+    """Exit with an error, never with a prompt to run the code or a traceback."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     about = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
     (tmp_path / "own").mkdir()

@@ -1,4 +1,4 @@
-"""What is handed over as a model: quantised checkpoints, numbers that do not fit, other kinds."""
+"""Models on the command line: quantised checkpoints, numbers that do not fit, other kinds."""
 
 from __future__ import annotations
 

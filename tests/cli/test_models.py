@@ -162,7 +162,7 @@ def test_verify_notices_a_router_that_chooses_others(capsys, folder, monkeypatch
     choice = next(check for check in found["checks"] if check["name"] == "expert choice")
     assert not choice["passed"]
     assert choice["where"].endswith("rows of model.layers.0.mlp.experts")
-    # with the unpatched model's experts replayed, the values themselves still agree
+    # With the unpatched model's choice of experts replayed, the values still agree.
     assert all(check["passed"] for check in found["checks"] if check is not choice)
 
 

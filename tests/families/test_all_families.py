@@ -11,12 +11,12 @@ from tests.support import tiny_models
 from tests.support.all_families import check
 from tests.support.tiny_recipes import FAMILIES
 
-# No 3-D parameter: experts in embeddings, single modules, or (DBRX) in matrices whose holder
-# transformers reads past PEFT's wrapper, which then fails without us as well.
+# Families without a 3-D expert parameter: experts are embeddings, or one module each.
+# DBRX has matrices; transformers reads their holder past PEFT's wrapper, so PEFT alone fails too.
 NO_EXPERT_LORA = {"dbrx", "doge", "nllb_moe", "switch_transformers", "vitpose_backbone"}
 
 VARIANTS = [
-    # the other branch of a router's own switch
+    # The other branch of a router's own switch.
     ("deepseek_v2", {"topk_method": "greedy"}),
     ("axk2", {"n_group": None, "topk_group": None}),
     ("lfm2_moe", {"use_expert_bias": False}),
@@ -26,26 +26,26 @@ VARIANTS = [
     ("mistral4", {"norm_topk_prob": False}),
     ("flint", {"norm_topk_prob": False}),
     ("kolibri1", {"norm_topk_prob": True}),
-    # clamps that bite at inputs of size one
+    # Clamps that take effect at inputs of size one.
     ("glm5_next", {"swiglu_limit": 0.5}),
     ("hy_v4", {"swiglu_limit": 0.5}),
     ("minimax_m3_vl", {"swiglu_limit": 0.5}),
     ("gpt_oss", {"swiglu_limit": 0.5}),
-    # no groups, many groups
+    # A single group, and many groups.
     ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     ("mistral4", {"n_group": 4, "topk_group": 2}),
-    # glue that stays transformers': another latent width, fp32 addition, no shared expert
+    # Code left to transformers: another latent width, fp32 addition, no shared expert.
     ("nemotron_h", {"moe_latent_size": 24}),
     ("hy_v3", {"enable_moe_fp32_combine": True}),
     ("ernie4_5_moe", {"moe_num_shared_experts": 0}),
-    # training noise: the same draw
+    # Training noise, which both models draw alike.
     ("mixtral", {"router_jitter_noise": 0.2}),
     ("minimax", {"router_jitter_noise": 0.2}),
     ("minimax_m2", {"router_jitter_noise": 0.2}),
 ]
 
 
-# one of each layout, activation and way in which a block meets its experts
+# One family of each layout, of each activation and of each way to call the experts.
 UNKNOWN = (
     "aria", "axk1", "beam", "deepseek_v4", "gemma4", "glm5_next", "gpt_oss", "inkling2",
     "lfm2_moe", "minimax_m3_vl", "muse_spark", "nemotron_h", "openai_privacy_filter", "qwen2_moe",
@@ -75,7 +75,7 @@ def test_variant(name, overrides):
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_unregistered_family_reaches_tier_experts(name, monkeypatch):
-    """What a model of next month's transformers gets: its own router, our experts and LoRA."""
+    """Patch an unregistered family at tier experts: its own router, our experts and LoRA."""
     monkeypatch.setattr("moe_patch.families._BY_CLASS", {})
     result = check(name)
     assert not result.problem, result.problem

@@ -15,10 +15,10 @@ from tests.support.parity import run_block
 
 @pytest.mark.parametrize("P", [64, 256])
 def test_doge_with_certain_ties_is_transformers_with_ties_broken(P: int, device: str) -> None:
-    """At 4096 and 65536 experts, forward and every gradient.
+    """Forward and every gradient agree at 4096 and 65536 experts.
 
-    The logits are small integers. transformers' block runs in fp64 on logits from which the id is
-    subtracted, scaled below any difference of sums: its choice is then the lower id too.
+    The logits are small integers. transformers' block runs in fp64 on logits minus the id, scaled
+    below any difference between sums. Its choice is then the lower id too.
     """
     doge = pytest.importorskip("transformers.models.doge")
     config = doge.DogeConfig(

@@ -151,7 +151,7 @@ def test_a_patched_block_that_no_longer_fits_gives_its_router_back() -> None:
     assert patch_report(model) == []
 
 
-# --- what is refused as before --------------------------------------------------------------------
+# --- still refused --------------------------------------------------------------------------------
 
 
 def refused(model: nn.Module) -> str:

@@ -26,7 +26,7 @@ NAMES = sorted(name for name in tiny_models.patchable() if tiny_models.folder(na
 
 
 def ordinary(name: str) -> bool:
-    """The block takes hidden states alone and meets router and experts as most families' do."""
+    """Return whether blocks take hidden states alone and call router and experts as most do."""
     specs = [spec for spec in families() if spec.module == tiny_models.folder(name)]
     own = [s for s in specs if s.block_forward or s.experts_forward or s.router_forward]
     return tiny_models.FAMILIES[name].block_alone and not own and all(s.block for s in specs)
@@ -148,7 +148,8 @@ def test_one_token_equals_its_row_of_many(name) -> None:
     assert_close(one.reshape(1, -1), many.reshape(64, -1)[:1], FP32)
 
 
-# --- bf16: the router alone is in tests/ops/test_routing.py, what is above it here, on equal ids --
+# --- bf16 -----------------------------------------------------------------------------------------
+# tests/ops/test_routing.py covers the router alone; these tests fix its ids and cover the block.
 
 
 def with_routing(block: nn.Module, outputs: tuple) -> Any:
@@ -215,12 +216,12 @@ def test_experts_in_bf16(name) -> None:
 
 
 def transposed(experts: nn.Module) -> bool:
-    """Whether weights are stored [E, in, out]; undecorated classes here are not."""
+    """Return whether weights are stored [E, in, out]; undecorated classes here never are."""
     return experts.__dict__.get("is_transposed", False)
 
 
 def run_experts(experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Run:
-    """As run_block, for an experts module; called as a module."""
+    """Call an experts module and return its outputs and gradients, like run_block."""
     experts.zero_grad()
     x, weights = (t.detach().clone().requires_grad_() for t in (x, weights))
     out = experts(x, ids, weights)
@@ -229,7 +230,8 @@ def run_experts(experts: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> 
     return run | {f"grad.{n}": p.grad.clone() for n, p in experts.named_parameters()}
 
 
-# --- routers stay modules that can be watched and steered -----------------------------------------
+# --- routers as modules ---------------------------------------------------------------------------
+# Forward hooks on a patched router still fire, and may still replace its outputs.
 
 
 def fired(model: nn.Module) -> list[str]:

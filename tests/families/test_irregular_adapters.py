@@ -107,7 +107,7 @@ def test_a_second_router_of_gemma4_belongs_to_its_layer() -> None:
     assert_parity(run_model(model, batch), run_model(reference, batch), LIMIT)
 
 
-# --- inside the full wrapper ----------------------------------------------------------------------
+# --- image-text wrappers --------------------------------------------------------------------------
 
 
 def vision_language_model(name: str) -> nn.Module:
@@ -145,10 +145,10 @@ def test_inside_the_image_text_model(name) -> None:
 
 
 def run_wrapper(model: nn.Module, name: str) -> Run:
-    """Logits and gradients of a text-only step.
+    """Return logits and gradients of a text-only step.
 
-    Llama-4's image-text forward of transformers 5.24 fails after its text model is done (it reads
-    an ``image_outputs`` that the text model's output lacks), so that text model is called there.
+    Llama-4's image-text forward fails in transformers 5.24, after its text model has run: it reads
+    ``image_outputs``, which the text model's output lacks. Call its text model instead.
     """
     model.zero_grad()
     ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -116,7 +116,7 @@ def test_the_block_compiles_without_a_graph_break(name) -> None:
             assert_close(mine[1], eager[1], LIMIT, eager[0])
 
 
-# --- contracts of single families -----------------------------------------------------------------
+# --- single families ------------------------------------------------------------------------------
 
 
 def test_llama4_scores_and_both_calls_of_its_experts() -> None:

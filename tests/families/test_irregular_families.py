@@ -59,7 +59,7 @@ def test_a_step_in_train_mode_and_what_ran(name) -> None:
 
 
 def _hf_role_methods(module: nn.Module) -> tuple[str, ...]:
-    """The forward of a router, or of experts that no decorator of transformers serves."""
+    """Return "forward" for routers, and for experts without transformers' decorator."""
     found = lookup(module)
     own = found is not None and found[1] in ("router", "experts")
     return ("forward",) if own and not hasattr(type(module).forward, "__wrapped__") else ()
@@ -166,7 +166,7 @@ ALL_EXPERTS = {
 
 @pytest.mark.parametrize("name", ALL_EXPERTS)
 def test_block_in_bf16_with_every_expert_chosen(name) -> None:
-    """Where K = E no tie can change the choice: the rule holds for the whole block."""
+    """The bf16 rule holds for the whole block if K = E, where no tie can change the choice."""
     reference = tiny_models.build(name, torch.bfloat16, **ALL_EXPERTS[name])
     models = patch_model(copy.deepcopy(reference)), reference, copy.deepcopy(reference).double()
     blocks = [tiny_models.blocks(m)[-1][1] for m in models]
@@ -176,7 +176,7 @@ def test_block_in_bf16_with_every_expert_chosen(name) -> None:
         bf16_rule(runs[0][key], runs[1][key], runs[2][key], key)
 
 
-# --- the self-check of whole blocks --------------------------------------------------------------
+# --- block self-check -----------------------------------------------------------------------------
 
 
 @pytest.mark.families("dbrx")

@@ -90,7 +90,7 @@ def flat_scores(model: nn.Module) -> None:
 
 CLAMP = {"swiglu_limit": 0.5}
 FAULTS = [
-    # all four experts of the other group are chosen, so that no tie decides
+    # All four experts of the other group are chosen, so that no tie decides.
     Fault(
         "groups masked with -inf, not 0.0", "axk2", params(group_fill=NEG_INF),
         {"n_group": 2, "topk_group": 1, "num_experts_per_tok": 4}, all_scores_negative,

@@ -72,7 +72,7 @@ def wrapped_rule(*args, **kwargs):
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """Restore the registry after each test."""
     monkeypatch.setattr(families, "_FAMILIES", list(families._FAMILIES))
     monkeypatch.setattr(families, "_LATER", list(families._LATER))
     monkeypatch.setattr(families, "_BY_CLASS", {k: list(v) for k, v in families._BY_CLASS.items()})
@@ -324,7 +324,7 @@ ROUTER_FORWARD = ToyRouter.forward
 
 
 def scaled_and_noisy(self, hidden_states):
-    """What no entry for ToyRouter reads."""
+    """Use ``scale`` and ``noise``, attributes that no entry for ToyRouter reads."""
     logits, weights, ids = ROUTER_FORWARD(self, hidden_states)
     weights = weights * self.__dict__.get("scale", 1.0)
     return logits, weights + self.training * self.__dict__.get("noise", 0.0), ids
@@ -335,7 +335,10 @@ scaled_and_noisy.__module__ = ToyRouter.__module__
 
 @pytest.mark.parametrize("attribute", ["scale", "noise"])
 def test_every_block_of_a_users_family_is_checked_in_both_modes(toy, monkeypatch, attribute):
-    """Of a shipped family one block of a kind speaks for the others, in eval mode."""
+    """Check every block of a user's family in train and in eval mode.
+
+    A shipped family is checked once for each kind of block, in eval mode.
+    """
     monkeypatch.setattr(ToyRouter, "forward", scaled_and_noisy)
     register_family(FamilySpec(**TOY))
     assert {row.self_check for row in patch_report(patch_model(toy))} == {"passed"}

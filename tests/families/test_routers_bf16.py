@@ -1,7 +1,7 @@
 """Every ordinary router in bf16 against transformers: the choice bit for bit, dtypes, weights.
 
-With ``ties="torch"`` both sides hand the same numbers to the same torch.topk, so that the chosen
-experts are equal in every row exactly where the scores that decide are equal in every bit.
+With ``ties="torch"`` both sides pass the same numbers to the same torch.topk. The chosen experts
+are then equal in every row exactly where the deciding scores are equal in every bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LIMITS = {torch.float32: 1e-6, torch.bfloat16: 5e-3}
 
 
 def routers(name: str, dtype: torch.dtype = torch.bfloat16) -> list[tuple[nn.Module, FamilySpec]]:
-    """One router of each class that the common router forward serves."""
+    """Return one router of each class that runs the common router forward, with its entry."""
     model = tiny_models.build(name, dtype)
     found = {type(m): (m, lookup(m)) for m in model.modules()}
     return [

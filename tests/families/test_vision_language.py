@@ -57,7 +57,7 @@ def with_positions() -> dict[str, Tensor]:
     return {"pixel_values": pixels, "image_position_ids": positions.expand(2, -1, -1)}
 
 
-# prefix of the classes, recipe of the text tower, what the image is, names for token kinds
+# Class prefix, recipe of the text tower, image inputs, argument names for token kinds.
 MODELS = [
     ("Qwen3VLMoe", "qwen3_vl_moe", lambda: patches(3 * 2 * 4 * 4), ("mm_token_type_ids",)),
     ("Glm4vMoe", "glm4v_moe", lambda: patches(3 * 2 * 4 * 4), ("mm_token_type_ids",)),

@@ -1,8 +1,8 @@
 """The axolotl plugin against the interface that axolotl documents.
 
-axolotl pins its own transformers and cannot be installed whole beside the one tested here, so the
-base class that the plugin meets is stood in for, by names and signatures. Where axolotl can be
-imported (its wheel alone will do), its own base class and plugin manager are used.
+axolotl pins its own transformers and cannot be installed whole beside the one tested here. A
+stand-in with the same names and signatures replaces the plugin's base class. If axolotl can be
+imported (its wheel alone is enough), the tests use its own base class and plugin manager.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plugin(monkeypatch):
 
 
 def load(plugin, cfg, lora=False):
-    """As axolotl's model loader: build, adapters, done; with the plugin's hooks in between."""
+    """Load a model in the order of axolotl's loader, with the plugin's hooks in between."""
     plugin.register(dict(cfg))
     plugin.pre_model_load(cfg)
     model = tiny_models.build("qwen3_moe")
@@ -97,7 +97,7 @@ def lines(caplog):
 
 
 def test_the_log_says_what_was_patched(plugin, caplog):
-    """Of a logger that axolotl's filter lets through; without the line nothing was patched."""
+    """Log one line by a logger that axolotl's filter passes; no line means nothing is patched."""
     caplog.set_level(logging.INFO, "axolotl.moe_patch")
     load(plugin, Config(moe_patch=False))
     assert not lines(caplog)

@@ -39,7 +39,7 @@ def unwritable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def store(content: bytes = b"code") -> str:
-    """What Triton does with a compiled kernel; returns its file."""
+    """Store a compiled kernel as Triton does, and return its file."""
     return get_cache_manager(KEY).put(content, "kernel.cubin")
 
 
@@ -72,7 +72,7 @@ def test_a_cache_that_can_be_written_is_used(
 def test_a_full_disk_is_a_cache_that_takes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its error names no file."""
+    """Treat a full disk like an unwritable cache, although its error names no file."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     full: list[OSError] = [OSError(28, "No space left on device")]
 

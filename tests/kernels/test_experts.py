@@ -40,7 +40,7 @@ from tests.support.numerics import FP32, assert_bits, assert_close
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What each case said under the interpreter: an empty string, or its failure."""
+    """Outcome of each case under the interpreter: an empty string, or the failure."""
     interpreted.skip_without_histogram()
     return interpreted.run(str(SUPPORT / "kernels_checks.py"))
 
@@ -121,7 +121,7 @@ def test_gpu_repeats_bit_for_bit(case: str, poisoned_memory: None) -> None:
 
 
 def _all_tiles() -> list[tuple[str, Tile, torch.dtype]]:
-    """Of every op and capability, and what is left of a tile without the Hopper kernels."""
+    """Return the tiles of every op and capability, with and without the Hopper kernels."""
     return sorted(
         {
             (op, chosen, dtype)

@@ -226,7 +226,7 @@ def test_gpu_a_tensor_on_the_host_is_refused_at_every_call() -> None:
 
 @pytest.mark.gpu
 def test_gpu_alignment_and_types_choose_the_kernel(poisoned_memory: None) -> None:
-    """Calls that differ in nothing but these, in turns: each meets a kernel that reads them."""
+    """Alternate calls that differ only in alignment and types; each runs a kernel that fits."""
     E, K, D, F = 8, 2, 64, 32
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     at_2_bytes = torch.randn(D + 1, **bf16)[1:][None]

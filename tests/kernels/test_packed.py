@@ -36,7 +36,7 @@ from tests.support.quant_cases import (
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What each case said under the interpreter: an empty string, or its failure."""
+    """Outcome of each case under the interpreter: an empty string, or the failure."""
     interpreted.skip_without_histogram()
     return interpreted.run(str(SUPPORT / "quant_cases.py"))
 

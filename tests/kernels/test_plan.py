@@ -1,7 +1,7 @@
 """The plan in Triton is the stable sort, bit for bit, whatever the sizes of its blocks.
 
-Runs natively on a GPU (``-m gpu``) and, on a CPU, in one process under Triton's interpreter, which
-has to be chosen before the kernels are imported; each case reports on its own.
+Runs natively on a GPU (``-m gpu``) and, on a CPU, in one process under Triton's interpreter. The
+interpreter has to be chosen before the kernels are imported. Each case reports on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_patch.kernels.plan.plan import (
 from moe_patch.ops.experts.definition import build_plan as reference_plan
 from tests.support import interpreted
 
-# T, K, E, rows per program, experts per program, integer dtype: why
+# T, K, E, rows per program, experts per program, integer dtype; a line's comment says why.
 BLOCKS = [
     *((13, 3, 5, 16, block, torch.int64) for block in (1, 2, 3, 4, 8)),  # last block not full
     (7, 2, 5, 16, 1, torch.int32),  # one tile, itself not full
@@ -43,7 +43,7 @@ GPU_BLOCKS = [
 
 # Rows of a block under the interpreter; 512 on a GPU.
 ROW_BLOCK = 64
-# T, K, E, rows of a tile: at most one block of rows, and then some
+# T, K, E, rows of a tile: at most one block of rows, and slightly more than one.
 TOGETHER = [
     *((T, 8, E, 16) for E in (5, 128) for T in (0, 1, 7)),
     *((T, 8, 128, 16) for T in (8, 64)),  # a whole block

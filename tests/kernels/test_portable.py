@@ -1,4 +1,4 @@
-"""What the report says of the kernels on a Hopper card is what the launchers decide there."""
+"""The report on a Hopper card names the kernels that the launchers choose there."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def test_a_release_without_direct_launches_gets_the_hopper_kernels(
 
 
 def test_a_triton_without_gluon_is_named(hopper: None, monkeypatch) -> None:
-    """Of a release whose kernels are known, and of packed weights, which need none of it."""
+    """Name missing Gluon on a trusted release; decoding packed weights in front needs none."""
     monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
     for name in [each for each in sys.modules if each.startswith("triton.experimental.gluon.")]:
         monkeypatch.delitem(sys.modules, name)

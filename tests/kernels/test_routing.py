@@ -131,7 +131,7 @@ def check_strides(name: str, dtype: torch.dtype, device: str) -> None:
 
 
 def check_one_number_as_gradient(device: str) -> None:
-    """What the sum of the weights passes back: all strides zero."""
+    """Accept a gradient whose strides are all zero, as a sum of the weights passes back."""
     for dtype in (F32, F16):
         logits_TE, spec, _ = inputs("olmoe", 6, dtype, device)
         leaf = logits_TE.double().requires_grad_()

@@ -1,6 +1,7 @@
-"""What no run can show, read from the kernels' source: TF32, atomics, tuning, waiting for the card.
+"""Rules that no run can show, read from the kernels' source.
 
-And that scripts/kernels/compile_tiles.py complains of what it is there to find.
+TF32, atomics, tuning, synchronisation. Also: scripts/kernels/compile_tiles.py reports the faults
+that it exists to find.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def test_one_row_per_kind_and_nothing_left_behind(lora) -> None:
     patch_model(model)
     before, state = snapshot(model), torch.get_rng_state()
     (row,) = warmup(model, progress=False)
-    # 8 experts, 2 of them per token: 1 row, 32 and 128 rows per expert
+    # With 8 experts, 2 of them per token: 1, 32 and 128 rows per expert.
     assert (row.tokens, row.skipped) == ([1, 128, 512], "")
     assert_unchanged(before, snapshot(model))
     assert torch.equal(torch.get_rng_state(), state)
@@ -92,7 +92,7 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
         blocks(model)[0][1](x)
     warmup(model, [6], training=training, progress=False)
     assert calls[1] == calls[0]
-    # while training, models are also evaluated
+    # A model in training is also evaluated.
     assert [grad for *_, grad in calls[1:]] == ([True, False] if training else [False])
 
 

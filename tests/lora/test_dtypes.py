@@ -151,7 +151,7 @@ def test_the_fused_path_ran_and_nothing_of_peft_or_transformers(device):
 
 
 def test_another_tuner_around_the_experts(device):
-    """LoHa knows Linear modules alone: attention and a shared expert, read as modules."""
+    """LoHa adapts Linear modules only: attention and a shared expert, which run as modules."""
     theirs = tiny_models.build("qwen2_moe").to(device)
     batch = {key: value.to(device) for key, value in tiny_models.inputs(theirs).items()}
     models = []

@@ -57,7 +57,7 @@ def two(model: nn.Module, batch: dict[str, Tensor]) -> None:
 
 
 def reference_pass(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """As preference training does it: the base model without gradients, then the second half."""
+    """Run a preference step: a forward, the base model without gradients, the flipped batch."""
     first = loss_of(model, batch)
     with torch.no_grad(), model.disable_adapter():
         base = loss_of(model, batch)
@@ -243,7 +243,7 @@ def test_a_trained_weight_gets_its_gradient_without_a_copy(trained, monkeypatch)
 
 @pytest.mark.parametrize("order", ["peft first", "patch first, again after"])
 def test_a_weight_that_changes_before_backward_is_an_error(order):
-    """Where adapters are fused, autograd still guards the weights themselves."""
+    """Raise autograd's error for a weight changed in place, also with fused adapters."""
     pair = adapted_pair("qwen3_moe", EXPERTS, order=order)
     loss = loss_of(pair.ours, pair.batch)
     with torch.no_grad():

@@ -74,7 +74,7 @@ def pair():
 
 
 def test_kernels_of_a_step_in_bf16(pair):
-    """Those that the report promises, and no library's product: PEFT forms its delta by one."""
+    """Run the kernels that the report names and no library GEMM, such as that of PEFT's delta."""
     from moe_patch.kernels.common.versions import available
 
     wrapper, base = experts_wrapper(pair.ours), expert_modules(pair.ours)[0]

@@ -137,7 +137,7 @@ def test_adapters_of_different_dtypes_sum(model_type, order, device):
 @window.second_adapter
 @pytest.mark.parametrize("patched", [False, True])
 def test_pefts_refusal_of_different_targets_stays(patched):
-    """Whoever names other parameters for a second adapter hears it from PEFT, patched or not."""
+    """Raise PEFT's own error for a second adapter with other parameters, patched or not."""
     model = adapt(tiny_models.build("qwen3_moe"), lora_config(EXPERTS))
     if patched:
         patch_model(model)

@@ -64,7 +64,7 @@ def trained(
 @pytest.mark.parametrize("kind", ["foreach", "fused"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_adamw_on_the_experts_themselves(model_type, kind, device):
-    """Gradients of 3-D weights, transposed or not, in the layouts that multi-tensor code wants."""
+    """Train 3-D weights, transposed or not; gradients have the layouts multi-tensor code needs."""
     theirs = tiny_models.build(model_type).to(device)
     ours = patch_model(copy.deepcopy(theirs))
     batch = {key: value.to(device) for key, value in tiny_models.inputs(theirs).items()}

@@ -57,7 +57,7 @@ def test_every_part_asked_for_gets_an_adapter(model_type):
 
 @pytest.mark.parametrize("model_type", tiny_models.patchable())
 def test_peft_takes_the_targets_of_every_family(model_type):
-    """As they are: nothing is rewritten, dropped or refused, attention included."""
+    """PEFT rewrites, drops and refuses none of the targets, attention included."""
     model = tiny_models.build(model_type)
     targets = lora_targets(model)
     peft_model = get_peft_model(copy.deepcopy(model), LoraConfig(r=3, **targets))

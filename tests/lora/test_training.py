@@ -153,7 +153,10 @@ def test_gradient_checkpointing_with_the_auxiliary_loss_equals_peft(reentrant, d
 
 
 def close_over(experts, calls):
-    """As transformers' expert and tensor parallelism do: a closure of exactly three arguments."""
+    """Wrap forward in a closure of exactly three arguments.
+
+    transformers' expert and tensor parallelism do the same.
+    """
     inner = experts.forward
 
     def forward(hidden_states, top_k_index, top_k_weights):
@@ -251,7 +254,10 @@ def test_a_compiled_block_with_adapters_is_one_graph(model_type, device):
 
 
 def test_factors_that_do_not_fit_the_local_weight_are_a_named_error(device):
-    """As under expert parallelism: the module holds a slice of what the adapter is for."""
+    """Raise an error naming both shapes.
+
+    Under expert parallelism the module holds a slice of the weight that the adapter was made for.
+    """
     pair = adapted_pair("qwen3_moe", [UP], device=device)
     experts = expert_modules(pair.ours)[0]
     experts.gate_up_proj.data = experts.gate_up_proj.data[:4]

@@ -71,7 +71,7 @@ def test_hip_runs_triton_only_when_asked_for(card):
 
 @pytest.mark.parametrize("value", ["1", "true", "ON"])
 def test_an_interpreter_on_a_cuda_machine_is_named_and_torch_runs(card, value, monkeypatch):
-    """Its kernels would run on the host, and the Hopper ones not at all."""
+    """Choose torch: the interpreter runs kernels on the host, and Hopper kernels not at all."""
     card((9, 0))
     monkeypatch.setenv("TRITON_INTERPRET", value)
     moe_patch.ops.backend._read_once.cache_clear()

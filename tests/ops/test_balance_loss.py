@@ -1,7 +1,7 @@
 """Auxiliary router losses against transformers' own function, and Triton's sums against torch's.
 
-transformers gives a tie for the k-th place to whichever expert torch.topk returns, so where the two
-are compared no two of a row's probabilities are equal.
+transformers gives a tie for the k-th place to whichever expert torch.topk returns. Comparisons with
+transformers therefore use rows without equal probabilities.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.numerics import assert_bits, assert_close
 from tests.support.routing_cases import WRONG_LOGITS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# T, E, K: why
+# T, E, K; a line's comment says why.
 SIZES = [
     (0, 8, 2),
     (1, 8, 2),

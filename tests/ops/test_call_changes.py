@@ -223,5 +223,5 @@ def test_a_decision_that_is_kept_is_caught(
 
 def test_a_dispatcher_that_is_judged_once_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     block, _ = _blocks()
-    monkeypatch.setattr(op, "unwatched", lambda tensors: True)
+    monkeypatch.setattr(op, "is_plain_eager", lambda tensors: True)
     assert not _traced_calls(block)

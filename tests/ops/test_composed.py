@@ -1,4 +1,4 @@
-"""The experts in separate steps, for activations that no fused kernel knows."""
+"""The experts in separate steps, for activations without a fused kernel."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where the experts run without torch's dispatcher, and that nothing else tells it.
+"""Calls of the experts that bypass torch's dispatcher, with the same results and errors.
 
-Of the router the same is in tests/kernels/test_routing.py, where its kernels run.
+tests/kernels/test_routing.py has the same tests of the router, where its kernels run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Labelled(torch.Tensor):
 
 
 class Asked(torch.autograd.Function):
-    """What is found in backward."""
+    """Record whether backward finds its gradient unwatched."""
 
     seen: ClassVar[list[bool]] = []
 

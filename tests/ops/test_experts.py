@@ -78,7 +78,7 @@ def test_recompute_agrees_bit_for_bit(case, dtype) -> None:
         assert_bits(recomputed[name], kept[name], name)
 
 
-# --- ids, rows and strides ------------------------------------------------------------------------
+# --- ids, rows, strides ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sentinel", [-1, E, E + 7, -(2**31)])

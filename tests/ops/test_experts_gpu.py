@@ -242,7 +242,7 @@ def test_an_expert_past_two_billion_elements() -> None:
         assert not whole[: E - 1].any()
 
 
-# --- determinism, compile, CUDA graphs ------------------------------------------------------------
+# --- determinism, compilation, graphs -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rank", [0, 16])

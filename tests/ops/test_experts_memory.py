@@ -1,4 +1,4 @@
-"""What the experts operator writes, never writes, keeps for backward and computes on demand."""
+"""Tensors that the experts write, never write, keep for backward and compute on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.numerics import FP64, assert_bits, assert_close, probe
 
 
 def fill_allocator_with_nan(t: dict[str, Tensor]) -> None:
-    """Allocate and free NaN tensors of the sizes the operator will ask for."""
+    """Allocate and free NaN tensors of the sizes that the operator will allocate."""
     sizes = [v.numel() for v in t.values()] + [t["ids"].numel() * n for n in (D, F, 2 * F, 1)]
     for size in sizes * 3:
         torch.full((size,), float("nan"), dtype=t["x"].dtype)
@@ -96,7 +96,7 @@ def test_forty_repeats_are_bit_identical(dtype) -> None:
             assert_bits(again[name], value, name)
 
 
-# --- what autograd asks for, and what is kept for it ----------------------------------------------
+# --- backward on demand ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(24))

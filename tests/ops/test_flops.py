@@ -1,8 +1,13 @@
 """FLOPs that torch's FlopCounterMode counts of the operators, against counts by hand.
 
-Mutants that fail here: LoRA left out; a factor's gradient left out; backward counted as forward;
-every gradient counted although it is frozen; what recompute runs again left out; packed weights
-counted by the shapes of their bytes; no formula for an overload.
+Mutants that fail here:
+
+- LoRA is left out, or the gradient of a factor;
+- backward is counted as forward;
+- gradients of frozen weights are counted;
+- the products of a recompute are left out;
+- packed weights are counted by the shapes of their bytes;
+- an overload has no formula.
 """
 
 from __future__ import annotations

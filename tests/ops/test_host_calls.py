@@ -1,4 +1,4 @@
-"""What a call need not do twice is not done twice; changes between calls: test_call_changes.py.
+"""Work that a repeated call skips on the host; test_call_changes.py covers changes between calls.
 
 Times are measured by benchmarks/studies/host_block.py; here numbers of calls and results decide.
 """
@@ -22,7 +22,7 @@ ADAPTED = Case(lora13=True, lora2=True)
 
 
 class Counting(TorchDispatchMode):
-    """How often each of torch's operators ran."""
+    """Count the calls of each of torch's operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Product-key top-k: the definition against all P * P sums, and Triton against the definition.
 
-Small integer logits make ties certain, also in the sums; fp16 sums of random logits tie by
+Small integer logits make ties certain, also in the sums. Sums of random fp16 logits tie by
 rounding, where pruning pairs by their rank would lose the lower id. Runs natively on a GPU
 (``-m gpu``) and, on a CPU, under Triton's interpreter.
 """

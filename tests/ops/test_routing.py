@@ -40,7 +40,7 @@ def states(T: int = 64, dtype: torch.dtype = torch.float32, seed: int = 5) -> Te
 
 
 def scores_that_decide(model_type: str, logits: Tensor, *args: Tensor) -> Tensor:
-    """What is compared when a bf16 row is tied: monotone in the family's choice score."""
+    """Return the scores to compare if a bf16 row ties: monotone in the family's choice score."""
     if model_type == "minimax_m2":
         return torch.sigmoid(logits.float()) + args[0]
     return logits.float()

@@ -102,7 +102,7 @@ def test_mixed_dtypes_and_autocast(name, w_dtype, x_dtype, autocast) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "deepseek_v3"])
 def test_a_model_under_autocast(name) -> None:
-    """As close to fp64 as the untouched model under the same autocast."""
+    """Logits are as close to fp64 as the untouched model's under the same autocast."""
     model, reference = pair(name)
     wide = copy.deepcopy(reference).double()
     batch = tiny_models.inputs(model, 4, 16)

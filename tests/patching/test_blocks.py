@@ -15,7 +15,7 @@ from tests.support.numerics import FP32, assert_bits, assert_close, rel_err
 from tests.support.pairs import EIGHT, WITH_AUX_LOSS, blocks, gate_of, pair
 from tests.support.parity import assert_parity, run_block
 
-# --- router logits and the auxiliary loss ---------------------------------------------------------
+# --- recorded router logits -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EIGHT)
@@ -78,7 +78,7 @@ def test_padding_does_not_reach_real_tokens(name) -> None:
 
 
 def outcome(model: nn.Module, **kwargs: Any) -> Any:
-    """What generate returns, or the type of what it raises."""
+    """Return the output of generate, or the type of the error that it raises."""
     ids = tiny_models.inputs(model, 2, 5)["input_ids"]
     try:
         return model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, **kwargs)
@@ -99,7 +99,7 @@ def test_generate_does_what_it_did(name, logits) -> None:
 
 
 def shared_output(block: nn.Module, x: Tensor) -> Tensor:
-    """What the shared expert contributes, from transformers' own modules."""
+    """Return the shared expert's contribution, by transformers' own modules."""
     if "shared_expert_gate" in block._modules:
         return torch.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x)
     return block.shared_experts(x)

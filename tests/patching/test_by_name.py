@@ -89,7 +89,7 @@ def test_a_class_is_checked_once(checked, monkeypatch):
 
 
 def test_a_class_that_computes_otherwise_is_refused_by_name(checked, monkeypatch):
-    """What the class's own forward does, the operator does not: an error, not another result."""
+    """Raise an error if a class's own forward computes something other than the operator."""
     model = ToyModel()
     model.config._experts_implementation_internal = NAME
     cls = type(model.layers[0].experts)

@@ -1,7 +1,7 @@
 """Expert weights that another library got hold of: refused by name, or run as it left them.
 
-``Scaled`` stands for torchao's tensors: a wrapper subclass that knows the few operators which
-transformers' own loop over experts needs, and no other.
+``Scaled`` stands for torchao's tensors: a wrapper subclass that implements only the few operators
+that transformers' own loop over experts needs.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_a_foreign_tensor_in_compiled_code_is_refused_by_name():
 
 
 def test_a_foreign_shared_expert_is_only_left_out_of_the_self_check():
-    """What torchao does to a whole model: every Linear, and no expert stack."""
+    """Skip the self-check only, where torchao converts every Linear but no expert stack."""
     model = tiny_models.build("qwen2_moe")
     for _, block in tiny_models.blocks(model):
         block.shared_expert.up_proj.weight = scaled(block.shared_expert.up_proj.weight)
@@ -166,7 +166,7 @@ def test_a_subclass_without_a_dispatch_of_its_own_runs():
     assert {row.self_check for row in patch_report(model)} == {"passed"}
 
 
-# --- weights that something computes before each call ---------------------------------------------
+# --- computed weights -----------------------------------------------------------------------------
 
 
 class Rounded(nn.Module):

@@ -116,7 +116,7 @@ def check_unswapped_adapters(device: str) -> None:
 
 
 def check_llama4_adapters(device: str) -> None:
-    """Its block is bound, its weights are stored transposed, its inputs are scaled."""
+    """Match PEFT on Llama-4: a bound block, weights stored transposed, scaled inputs."""
     with on_triton(*BOTH):
         pair = adapted_pair("llama4", EXPERTS, patch={"self_check": False})
         assert {row.lora for row in patch_report(pair.ours)} == {FUSED}

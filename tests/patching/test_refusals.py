@@ -1,4 +1,4 @@
-"""What cannot be patched is refused by name before anything changed, or reported if not strict."""
+"""Models that cannot be patched: refused by name and unchanged, or reported if not strict."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class RemoteExpert(nn.Module):
 
 
 class RemoteBlock(nn.Module):
-    """As remote-code models of 2023 have it: one small MLP per expert in a ModuleList."""
+    """One small MLP per expert in a ModuleList, as in remote-code models of 2023."""
 
     def __init__(self):
         super().__init__()

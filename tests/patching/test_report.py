@@ -1,4 +1,4 @@
-"""The report: one frozen row of plain values per block, printable, true when it is asked."""
+"""The report: one frozen row of plain values per block, printable, current at each call."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_lora_column_names_what_cannot_be_fused():
     ],
 )
 def test_router_implementation_on_a_pretended_gpu(model_type, routing, ties, monkeypatch):
-    """Where Triton would run, it routes unless torch.topk's own ties are asked for."""
+    """Name Triton as the router unless ``ties="torch"`` is set."""
     model = patch_model(tiny_models.build(model_type), ties=ties)
     monkeypatch.setattr(
         moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")

@@ -117,7 +117,7 @@ def test_right_entries_pass_in_every_dtype(model_type, dtype) -> None:
     assert {row.self_check for row in patch_report(model)} == {"passed"}
 
 
-# --- what it leaves alone -------------------------------------------------------------------------
+# --- left alone -----------------------------------------------------------------------------------
 
 
 def states() -> tuple:
@@ -197,7 +197,7 @@ def test_the_surrounding_state_does_not_matter(where) -> None:
     assert {row.self_check for row in patch_report(model)} == {"passed"}
 
 
-# --- what it does not do --------------------------------------------------------------------------
+# --- skipped or off -------------------------------------------------------------------------------
 
 
 def self_checks(model: nn.Module) -> set[str]:

@@ -33,7 +33,7 @@ def module_of(block, role):
 @pytest.mark.parametrize("role", ["block", "router", "experts"])
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "glm4_moe"])
 def test_a_forward_of_the_user_is_not_overridden(model_type, role, where, monkeypatch):
-    """Put on the class, or in a subclass, it is code that somebody wants to run."""
+    """Run a forward that the user has put on the class or in a subclass."""
     model = tiny_models.build(model_type).train()
     module = module_of(tiny_models.blocks(model)[1][1], role)
     own = type(module)

@@ -1,4 +1,4 @@
-"""What may stand around patched blocks: DDP, compile, PEFT, offload, a vision-language model."""
+"""Wrappers around patched blocks: DDP, compile, PEFT, offload, a vision-language model."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_links_lead_somewhere(page):
 
 
 def _anchors(page: Path) -> set[str]:
-    """What a heading is called in a link, as the usual Markdown hosts name it."""
+    """Return the anchors of a page's headings, as the usual Markdown hosts form them."""
     heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 

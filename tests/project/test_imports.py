@@ -130,7 +130,7 @@ for arguments in (["--version"], ["--help"], []):
 
 
 def test_command_line(bare_python):
-    """As ``python -m moe_patch``, three times in one process."""
+    """Run the code of ``python -m moe_patch`` several times in one process."""
     done = bare_python("-c", COMMANDS)
     assert done.returncode == 0, done.stderr
     version, shown, nothing, rest = done.stdout.split("END\n")

@@ -1,6 +1,6 @@
 """Dependencies point down: read from the source by ast, so that nothing needs to be imported.
 
-A new file of the package gets a place in LAYERS; an import that points up or sideways is a design
+A new file of the package gets a place in LAYERS. An import that points up or sideways is a design
 question, not a line to add here.
 """
 

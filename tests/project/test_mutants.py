@@ -143,7 +143,7 @@ MODELS = sorted({(m.model_type, *sorted(m.over.items(), key=str)) for m in MUTAN
 
 
 def fails(check: Callable[[Mutant, Patch], None], mutant: Mutant, patch: Patch) -> bool:
-    """Whether a check catches the mutant; only an assertion counts, another error is an error."""
+    """Return whether a check catches the mutant by an assertion; any other error propagates."""
     torch.manual_seed(0)
     try:
         check(mutant, patch)

@@ -87,7 +87,7 @@ def test_runs_from_the_wheel_alone(wheel, tmp_path):
 
 
 def test_pages_name_the_lower_bounds_of_the_dependencies():
-    """As the version matrix installs them."""
+    """Pages name the lower bounds that the version matrix installs."""
     bounds = dict(pin.split("==") for pin in matrix.lower_bounds())
     names = {"torch": "torch", "transformers": "transformers", "peft": "PEFT"}
     for page in (ROOT / "README.md", ROOT / "docs" / "getting-started.md"):

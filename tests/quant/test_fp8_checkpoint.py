@@ -58,7 +58,7 @@ def checkpoint(tmp_path: Path, capsys: Any) -> Path:
 def test_bytes_and_scales_are_those_of_the_file(
     checkpoint: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """Where a device computes in FP8; transformers is told that one does."""
+    """Keep the file's bytes and scales on a device that computes in FP8 (pretended here)."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     model = load_quantized(str(checkpoint), "fp8", dtype=torch.float32)
     assert not [record for record in caplog.records if record.name == "moe_patch"]

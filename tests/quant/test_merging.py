@@ -145,7 +145,7 @@ def test_the_guard_is_undone_with_what_made_it() -> None:
 
 
 def test_merged_experts_are_not_quantised() -> None:
-    """Their adapter could not be taken out again, and attention's would be."""
+    """Refuse merged experts: unmerging would restore attention but could not restore them."""
     model = _adapted(build(num_hidden_layers=1))
     model.merge_adapter()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -179,7 +179,7 @@ def test_what_cannot_be_quantised_leaves_the_model_as_it_was() -> None:
 
 
 def test_bytes_under_a_parametrization_never_enter_a_product() -> None:
-    """What a foreign library stores as bytes is seen through its parametrization, or refused."""
+    """Read a foreign library's bytes through its parametrization, or refuse them."""
     model = build()
     with torch.no_grad():
         model.model.layers[0].mlp.experts.gate_up_proj = nn.Parameter(

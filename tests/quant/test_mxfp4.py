@@ -56,9 +56,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def theirs(folder: Path, dtype: torch.dtype = BF16) -> Any:
-    """What transformers makes of the checkpoint on a CPU: plain weights."""
+    """Load the checkpoint by transformers, which makes plain weights of it on a CPU."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **EAGER)
-    # Older releases dequantise to bf16 whatever is asked for.
+    # Older releases dequantise to bf16, whatever the dtype requested.
     return model.float() if dtype == torch.float32 else model
 
 

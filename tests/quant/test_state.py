@@ -183,7 +183,7 @@ def test_data_parallel_leaves_packed_experts_to_each_rank(tmp_path: Any) -> None
 
 
 def test_fp8_bytes_are_not_copied_as_numbers() -> None:
-    """Of the weight's shape they would fit, and not strict nobody would miss the scales."""
+    """Refuse FP8 bytes: their shape fits, and strict=False would drop their scales silently."""
     packed = quantize_experts(build(), "fp8").state_dict()
     model = dequantize_experts(quantize_experts(build(), "fp8"))
     expected = logits(model)

@@ -1,4 +1,4 @@
-"""What record() gives of every family, and that the decisions are transformers' own."""
+"""Signals that record() returns for every family; the decisions are transformers' own."""
 
 from __future__ import annotations
 

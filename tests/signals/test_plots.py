@@ -160,7 +160,10 @@ def test_without_a_closed_step_the_newest_forward_counts() -> None:
 
 @pytest.mark.parametrize("where", ["recorder", "file"])
 def test_a_layer_that_does_not_run_in_every_step(where, tmp_path) -> None:
-    """As a tower for images in a step of text alone: no entry in that step, and a gap in curves."""
+    """Record no entry for a step in which a layer did not run, and leave a gap in its curves.
+
+    An image tower is such a layer in a step of text alone.
+    """
     model = patch_model(build("qwen3_moe", layers=2), self_check=False)
     with record(model) as found:
         found.step()

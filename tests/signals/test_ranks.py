@@ -102,7 +102,7 @@ def _nan_under_fsdp(rank: int, folder: str) -> None:
 
 
 def _one_layer_less(rank: int) -> None:
-    """As with towers for images: ranks that ran other layers make the same collective calls."""
+    """Make the same collective calls on ranks that ran other layers, such as image towers."""
     model = patched("minimax_m2")
     first, second = (block for _, block in tiny_models.blocks(model))
     with record(model) as recorder:

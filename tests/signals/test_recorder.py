@@ -52,7 +52,10 @@ def test_fields_are_detached_and_gradients_are_none_before_backward() -> None:
 
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["kept", "checkpoint", "reentrant"])
 def test_two_forwards_before_one_backward_keep_the_newest(reentrant) -> None:
-    """As preference losses run a model: the gradients kept are those of the ids kept."""
+    """Keep ids and gradients of the newest forward if two precede one backward.
+
+    Preference losses run a model this way.
+    """
     model = patched("qwen3_moe", layers=2)
     checkpointed(model, reentrant)
     first, second = (tiny_models.inputs(model, seed=seed) for seed in (1, 2))

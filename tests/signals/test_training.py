@@ -57,7 +57,7 @@ def arguments(tmp_path: Path, **options: Any) -> TrainingArguments:
 
 
 class Gradients(TrainerCallback):
-    """The gradients that the first optimiser step meets, by name."""
+    """Record the gradients in front of the first optimiser step, by name."""
 
     def __init__(self) -> None:
         self.found: dict[str, Tensor] = {}

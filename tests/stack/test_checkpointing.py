@@ -72,7 +72,7 @@ def train(model, batch, steps=STEPS):
 
 
 def recomputed_ids(calls):
-    """Of each router in one step: its ids in the forward and in the recompute."""
+    """Return for each router of one step its ids in the forward and in the recompute."""
     ids = {}
     for router, ids_TK in calls:
         ids.setdefault(id(router), []).append(ids_TK)
@@ -219,7 +219,7 @@ def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch
     )
     out, met = keeping(block, x, KEPT)
     found = torch.autograd.grad(out.square().sum(), parameters)
-    assert met[: len(KEPT)] == list(KEPT)  # some releases of torch ask again in recompute
+    assert met[: len(KEPT)] == list(KEPT)  # some releases of torch call it again in recompute
     assert len(ran) == 1, "the experts ran again in recompute"
     for mine, wanted in zip(found, expected, strict=True):
         assert_bits(mine, wanted)

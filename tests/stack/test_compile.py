@@ -96,7 +96,7 @@ def test_a_whole_model_is_one_graph(name, layers, order):
 
 
 def test_a_compiled_model_follows_patch_and_undo():
-    """What was traced before is not run after: each change is seen at the next call."""
+    """Apply each patch and each undo at the next call: no older trace runs."""
     model = tiny_models.build("qwen3_moe", output_router_logits=False)
     x = tiny_models.inputs(model)["input_ids"]
     calls = []

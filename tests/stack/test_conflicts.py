@@ -29,7 +29,7 @@ LigerExperts.__module__ = "liger_kernel.transformers.swiglu"
 
 
 def bind(module):
-    """As Liger's and the kernels library's own functions do: a method of another class."""
+    """Bind a method of another class, as functions of Liger and the kernels library do."""
     module.__dict__["forward"] = LigerExperts.forward.__get__(module, type(module))
 
 
@@ -151,7 +151,7 @@ def test_an_experts_implementation_of_the_user_is_named(chosen, caplog):
 
 
 def wrap_as_expert_parallelism(router, experts):
-    """As releases before ep_size do: ids become local, those of other ranks the sentinel."""
+    """Make ids local and replace those of other ranks, as releases before ep_size do."""
     inner = router.forward
 
     def tp_forward(*args):
@@ -220,7 +220,7 @@ except UnsupportedModelError as error:
     ids=["liger", "kernels"],
 )
 def test_own_library(library, code, named):
-    """What the real library binds is refused; it changes classes, so in a process of its own."""
+    """Refuse a forward bound by the real library, in a process of its own: it changes classes."""
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     root = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Where weights are when a model is patched: on meta, offloaded, or placed by a device map.
+"""Models patched while their weights are on meta, offloaded, or placed by a device map.
 
 accelerate.cpu_offload is in tests/patching/test_wrappers.py, hooks in
 tests/patching/test_lifecycle.py.

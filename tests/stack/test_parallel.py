@@ -1,9 +1,9 @@
 """Expert and tensor parallelism and FSDP through transformers' own distributed config.
 
-transformers shards the weights as DTensors, closes over the experts' forward and hands it local
-ids, with its own sentinel (the local number of experts) for rows of other ranks. Nothing here is
-ours but the experts and the router: losses and gradients must be those of one process.
-Ranks meet through NCCL where there are enough CUDA devices, else through gloo.
+transformers shards the weights as DTensors, closes over the experts' forward and passes local ids.
+Rows of other ranks carry its own sentinel, the local number of experts. Only the experts and the
+router are ours; losses and gradients must equal those of one process. Ranks communicate through
+NCCL if there are enough CUDA devices, else through gloo.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.support.numerics import FP32, assert_close
 pytestmark = window.sharded_loading
 # Before ep_size, expert parallelism wrapped the router as well, which then stays its own.
 WRAPS_ROUTER = "ep_size" not in {field.name for field in fields(DistributedConfig)}
-# 5.16 leaves the gradient of a routing weight to the rank of its expert, and the sum over ranks
-# out: with or without a patch, only what lies behind the last router is right. The rest of
-# transformers' own gradients may even hold memory that nothing has written.
+# Release 5.16 leaves the gradient of a routing weight on the rank of its expert and omits the sum
+# over ranks. Even unpatched, only gradients of modules behind the last router are right. The others
+# may even hold uninitialised memory.
 SUMS_ROUTER_GRADIENTS = Version(transformers.__version__) >= Version("5.17")
 
 

@@ -1,7 +1,7 @@
-"""What a patch changes outside of the model: nothing.
+"""A patch changes nothing outside of the model.
 
-Every class and every name of all loaded modeling modules, the modules that they build on, and the
-settings of the process stay the same objects while a model is patched, trained and undone.
+Every class and every name of all loaded modeling modules stays the same object while a model is
+patched, trained and undone. So do the modules that these build on, and the settings of the process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def classes_of(names):
 
 
 def settings():
-    """What a library could set for the whole process."""
+    """Return the settings that a library could change for the whole process."""
     return {
         "environment": dict(os.environ),
         "path": list(sys.path),

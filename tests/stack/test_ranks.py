@@ -98,7 +98,7 @@ def to_rank(batch, rank):
 
 
 def one_process(lora, momentum=0.0):
-    """What the ranks together must give."""
+    """Train in one process and return the result that the ranks together must give."""
     model = build(lora)
     run = train(model, to_rank(whole_batch(), 0), optimizer=optimizer_of(model, momentum))
     return [{name: t.cpu() for name, t in each.items()} for each in run]
@@ -122,7 +122,7 @@ def shard(model, units):
 
 
 def shard_by_accelerate(model, efficient):
-    """What Accelerator.prepare does under its FSDP2 plugin (on CPU it would take DDP instead)."""
+    """Shard as Accelerator.prepare does under its FSDP2 plugin (on CPU it would use DDP)."""
     accelerator = accelerate.Accelerator(cpu=device(2).type == "cpu")
     accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
         fsdp_version=2,

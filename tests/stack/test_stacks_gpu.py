@@ -64,7 +64,7 @@ def assert_ours(model):
 
 
 def kernels(call):
-    """How often each kernel ran on the device during a call."""
+    """Count the runs of each kernel on the device during a call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
         torch.cuda.synchronize()

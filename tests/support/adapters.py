@@ -165,7 +165,7 @@ def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def limit_on(batch: dict[str, Tensor]) -> float:
-    """How far fp32 results may be apart: a GPU sums in another order than PEFT's own products."""
+    """Return the limit for fp32: a GPU sums in another order than PEFT's own products."""
     return FP32 if next(iter(batch.values())).is_cpu else 2 * FP32
 
 
@@ -198,6 +198,6 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def no_factors_left(model: nn.Module) -> bool:
-    """Whether no experts module still holds factors that were handed down for a call."""
+    """Return whether no experts module still holds the factors passed down for a call."""
     records = [patch_of(experts) for experts in expert_modules(model)]
     return all(r is None or (r.factors, r.used, r.caller) == (None, (), {}) for r in records)

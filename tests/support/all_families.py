@@ -1,10 +1,10 @@
-"""Parity of one recipe with transformers, whole: what runs, what it computes, adapters included.
+"""Parity of one recipe with transformers: the code that runs, its results, and adapters.
 
     result = check("qwen3_moe")        Result(name, tier, worst, problem, lora)
 
-A patched and an unpatched copy of a tiny model take the same training step in fp32; every output,
+A patched and an unpatched copy of a tiny model take the same training step in fp32. Every output,
 router logit, auxiliary loss and gradient must agree within LIMIT. The tier is the lowest of the
-blocks' entries and is proven by the code objects that ran. Then the same with LoRA on both expert
+blocks' entries and is proven by the code objects that ran. The same holds with LoRA on both expert
 projections, wrapped before and after patching.
 """
 
@@ -30,8 +30,8 @@ from tests.support.tiny_recipes import FAMILIES
 from tests.support.trace import assert_tier, executed
 
 LIMIT = 2e-5
-# A gradient that is zero in exact arithmetic (a bias before a softmax) is pure rounding noise, with
-# no size of its own to compare with; it is measured against this share of the largest instead.
+# A gradient that is zero in exact arithmetic (a bias before a softmax) is pure rounding noise with
+# no size of its own. It is measured against this share of the largest gradient instead.
 NOISE = 1e-6
 # A crash in one recipe is a finding like any other; the run goes on.
 CRASHES = (RuntimeError, AttributeError, TypeError, ValueError, LookupError)
@@ -39,7 +39,7 @@ CRASHES = (RuntimeError, AttributeError, TypeError, ValueError, LookupError)
 
 @dataclass
 class Result:
-    """What the run found for one recipe.
+    """Outcome of the check of one recipe.
 
     Attributes:
         name: the recipe.
@@ -72,13 +72,13 @@ def check(
     """
     result = Result(name)
     threads = torch.get_num_threads()
-    # tensors of a few hundred numbers: handing them to a second thread costs more than it saves
+    # For tensors of a few hundred numbers a second thread costs more than it saves.
     torch.set_num_threads(1)
     try:
         model = tiny_models.build(name, **overrides)
         if prepare is not None:
             prepare(model)
-        # a block with training noise writes into its input, which a leaf tensor forbids
+        # A block with training noise writes into its input, which a leaf tensor forbids.
         noisy = any("jitter" in key for key in overrides)
         alone = FAMILIES[name].block_alone and not noisy
         _check_model(name, model, result, alone, self_check)

@@ -1,4 +1,4 @@
-"""What the tests of the benchmark share: points, a row that is valid, a dry run."""
+"""Shared parts of the benchmark's tests: points, a valid row, a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the command line call it with, and what they read of it."""
+"""Calls of the command line by tests, and readers of its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def only_config(folder: Path, model_type: str, **overrides) -> str:
 
 
 def answer(capsys, *argv: str, status: int = 0):
-    """What a command prints with --json."""
+    """Run a command with --json and return the parsed output."""
     assert main([*argv, "--json"]) == status
     out, _ = capsys.readouterr()
     return json.loads(out)

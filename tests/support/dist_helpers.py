@@ -2,11 +2,11 @@
 
     results = run_ranks(worker, payload, world=2)     worker(rank, payload) -> data
 
-Ranks meet through NCCL where each can have a CUDA device of its own, and through gloo on the CPU
-elsewhere; ``device(world, rank)`` says where one computes, and results come back on the CPU.
+Ranks communicate through NCCL if each can have a CUDA device of its own, else through gloo on the
+CPU. ``device(world, rank)`` is the device of a rank; results come back on the CPU.
 A worker is a module-level function of a test module; it runs inside an initialised process group
 with one torch thread. Ranks are forked from a clean server process that has imported torch and
-transformers once (forking the test process itself is not safe after it has run a backward).
+transformers once. Forking the test process itself is not safe after it has run a backward.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def needs_cards(count: int) -> pytest.MarkDecorator:
 
 
 def device(world: int, rank: int = 0) -> torch.device:
-    """Where a rank computes: on its own CUDA device if there is one for every rank, else the CPU.
+    """Return the rank's own CUDA device if there is one for every rank, else the CPU.
 
-    Rank 0's is also where one process computes what several are compared with.
+    The reference in one process is computed on the device of rank 0.
     """
     return torch.device("cuda", rank) if torch.cuda.device_count() >= world else torch.device("cpu")
 
 
 def run_ranks(worker: Callable[..., Any], *args: Any, world: int = 2) -> list[Any]:
-    """What ``worker(rank, *args)`` returned on each rank, in order.
+    """Run ``worker(rank, *args)`` on each rank and return the results, in order of rank.
 
-    The processes stay for the next call, as long as none fails: each start would pay for imports, a
-    CUDA context and NCCL.
+    The processes are kept for the next call unless one fails: each start pays for imports, a CUDA
+    context and NCCL.
 
     Raises:
         AssertionError: a rank failed (with its traceback), died, or did not end in time; then all
@@ -71,7 +71,7 @@ def run_ranks(worker: Callable[..., Any], *args: Any, world: int = 2) -> list[An
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on just now."""
+    """Return a TCP port that is free just now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

@@ -1,8 +1,11 @@
 """The code blocks of README.md, CONTRIBUTING.md and docs/*.md.
 
-A comment above a block marks it, as in `<!-- test: network -->`: `gpu` runs on a CUDA device only,
-`slow` takes more than a few seconds, `network` needs the internet and is only parsed,
-`interpreted` is a file with CASES that runs under Triton's interpreter.
+A comment above a block marks it, as in `<!-- test: network -->`:
+
+- `gpu` runs on a CUDA device only;
+- `slow` takes more than a few seconds;
+- `network` needs the internet and is only parsed;
+- `interpreted` is a file with CASES that runs under Triton's interpreter.
 """
 
 from __future__ import annotations

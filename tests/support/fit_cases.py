@@ -26,7 +26,7 @@ def flat(hidden_states):
 
 
 def finish(self, hidden_states, weights, ids):
-    """What the block does after its router."""
+    """Compute the block's output from the router's choice."""
     x = flat(hidden_states)
     shared = torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
     return (self.experts(x, ids, weights) + shared).view(hidden_states.shape)

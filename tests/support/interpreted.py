@@ -1,8 +1,8 @@
 """Run a test file's CASES under Triton's CPU interpreter, all in one process of their own.
 
 The interpreter has to be chosen before the kernels are imported, so not in the test session itself.
-A test file has ``CASES: dict[str, Callable[[str], None]]`` (each takes a device), calls
-:func:`report` when run as a program, and asserts on what :func:`run` returns, case by case.
+A test file has ``CASES: dict[str, Callable[[str], None]]``; each case takes a device. The file
+calls :func:`report` when run as a program, and asserts case by case on the result of :func:`run`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(file: str) -> dict[str, str]:
-    """What each case of ``file`` said: an empty string, or its failure."""
+    """Run ``file`` and return the outcome of each case: an empty string, or the failure."""
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-W", "ignore", file],
@@ -46,11 +46,14 @@ def skip_without_histogram() -> None:
 
 
 def _quicken(checked: bool) -> None:
-    """Leave out what takes the interpreter most of its time and shows nothing here.
+    """Skip the parts of the interpreter that take most of its time and show nothing here.
 
-    It replaces Triton's language by its own at every call of a function, where once will do, makes
-    a table of dtypes for every tensor, calls the function of a reduction for every single element,
-    and computes each sum and product of integers once more in int64 to see an overflow.
+    Unchanged, the interpreter
+
+    - replaces Triton's language by its own at every call of a function, where once is enough;
+    - makes a table of dtypes for every tensor;
+    - calls the function of a reduction for every single element;
+    - computes each integer sum and product once more in int64, to detect an overflow.
     """
     from triton.runtime import interpreter
 
@@ -126,9 +129,9 @@ def report(
 
     Args:
         cases: by name.
-        row_block: rows that the plan sorts at a time, which changes no result: as many as on a GPU
-            take the interpreter two seconds a plan.
-        checked: integers are checked for overflow, which costs half of the time: for kernels that
+        row_block: rows that the plan sorts at a time; changes no result. The number used on a GPU
+            takes the interpreter two seconds a plan.
+        checked: check integers for overflow, which costs half of the time. Set it for kernels that
             pack several numbers into one.
     """
     from moe_patch.kernels.plan import plan

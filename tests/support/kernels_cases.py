@@ -1,6 +1,6 @@
 """Cases of the Triton experts, and one call of each: by the kernels and by the reference.
 
-What is asked of the calls is in tests/support/kernels_checks.py.
+tests/support/kernels_checks.py has the checks of these calls.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Checks of the Triton experts against the fp64 reference: outputs and every gradient.
 
-Natively on a GPU (``-m gpu``); on a CPU in one process under Triton's interpreter, which is right
-for fp32 and fp16 only and has to be chosen before the kernels are imported; each case reports on
-its own.
+Runs natively on a GPU (``-m gpu``), and on a CPU in one process under Triton's interpreter. The
+interpreter is right for fp32 and fp16 only, and has to be chosen before the kernels are imported.
+Each case reports on its own.
 
-Low precision: our relative distance to fp64 at most 1.5 times that of the same formulas evaluated
-eagerly in the operands' dtype. fp32: at most 1e-5.
+In low precision our relative distance to fp64 is at most 1.5 times that of the same formulas
+evaluated eagerly in the operands' dtype. In fp32 it is at most 1e-5.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def check_norms(
 
 
 def check_needs(device: str) -> None:
-    """Each gradient asked for alone is the one of the full call, and no other comes back."""
+    """A gradient computed alone equals that of the full call, and no other is returned."""
     inputs = make_inputs(replace(SMALL["lora"], E=3), torch.float32, device)
     everything, _ = run_kernels(inputs)
     for name in NAMES:
@@ -125,7 +125,7 @@ def check_needs(device: str) -> None:
 
 
 def check_kept(device: str) -> None:
-    """What forward did not keep backward computes again, to the same bits."""
+    """Backward recomputes tensors that forward did not keep, to the same bits."""
     inputs = make_inputs(replace(SMALL["lora"], E=3, norms=False), torch.float32, device)
     everything, _ = run_kernels(inputs)
     for save_h, save_u in ((False, False), (True, False), (False, True)):

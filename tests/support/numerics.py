@@ -1,4 +1,4 @@
-"""How tests compare tensors. Relative to a norm, never an absolute tolerance; integers exactly.
+"""Comparison of tensors: relative to a norm, never by an absolute tolerance; integers exactly.
 
 rel_err(a, b)                      norm(a - b) / norm(b), in fp64
 assert_close(a, b, limit)          rel_err at most limit, equal shapes

@@ -1,10 +1,10 @@
-"""What the launcher hands to the driver, beside what Triton hands to it: both on any machine.
+"""Arguments that our launcher and Triton pass to the driver, compared on any machine.
 
 A program: the experts run on CPU tensors under a driver that compiles for sm_90 and launches
-nothing. Prints one line of JSON: the kernels launched, and where the two ways differ. Of the
-releases that are launched directly Triton's own launcher takes part: what is compared is what
-reaches its function in C. There the Hopper kernels take part too, whether a card ran them or not.
-For a Triton other than the installed one put its folder first on PYTHONPATH.
+nothing. Prints one line of JSON: the kernels launched, and where the two ways differ. On releases
+that we launch directly, Triton's own launcher runs too, and the arguments of its C function are
+compared. The Hopper kernels take part there, whether a card has run them or not.
+For a Triton other than the installed one, put its folder first on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def dequantised(stored: str) -> None:
 
 
 def cases() -> dict[str, Callable[[], None]]:
-    """What is launched in both ways, by name."""
+    """Return the calls that are launched in both ways, by name."""
     found: dict[str, Callable[[], None]] = {}
     for T in (1, 600):
         for misaligned in (False, True):
@@ -180,7 +180,7 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
 
 
 def described(args: tuple) -> list:
-    """What the driver reads: of a tensor its address, whichever way it is given."""
+    """Return the values that the driver reads; a tensor, however passed, counts as its address."""
     said: list[Any] = []
     for arg in (*args[:-1], *args[-1]) if AS_TUPLE else args:
         if isinstance(arg, torch.Tensor):
@@ -209,7 +209,7 @@ def launching_twice(pairs: list[tuple]) -> Iterator[None]:
 
 
 def told(hook: Any, run: Callable[[], None]) -> list[bool]:
-    """Of each launch whether a launch hook is told of it."""
+    """Return for each launch whether it passes a launch hook to the driver."""
     with mock.patch.object(triton.knobs.runtime, "launch_enter_hook", hook):
         return [args[HOOKS.start] is not None for *_, args in launches_of(run)]
 

@@ -1,4 +1,4 @@
-"""What warmup compiles, and what every later size then compiles, for sm_90 on any machine.
+"""Kernels that warmup, and then every later size, compiles for sm_90, on any machine.
 
 A program: the block runs on CPU tensors under a driver that compiles and launches nothing, so only
 the names of compiled kernels mean anything. Prints them as one line of JSON.

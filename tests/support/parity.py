@@ -1,7 +1,7 @@
-"""Running a model, a block, a router or an experts module, and comparing two runs.
+"""Run a model, a block, a router or an experts module, and compare two runs.
 
-A run is a dict from a name ("out", "dx", "grad.experts.down_proj", ...) to a tensor or None; the
-same functions serve the family tests and the negative controls.
+A run is a dict from a name ("out", "dx", "grad.experts.down_proj", ...) to a tensor or None. The
+family tests and the negative controls use the same functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run_model(model: nn.Module, batch: dict[str, Tensor], **kwargs: Any) -> Run:
         objective = objective + aux_loss
     objective.backward()
     run: Run = {"out": result.detach()}
-    # transformers' own loss is the number 0 where its router logits were not recorded
+    # transformers' own loss is the number 0 if its router logits were not recorded.
     run["aux_loss"] = None if aux_loss is None else torch.as_tensor(aux_loss).float().detach()
     for i, logits in enumerate(out.get("router_logits") or ()):
         run[f"router_logits.{i}"] = None if logits is None else logits.detach()
@@ -95,8 +95,8 @@ def ours(
 def assert_parity(mine: Run, reference: Run, limit: float, skip: tuple[str, ...] = ()) -> None:
     """Two runs hold the same names, the same Nones, and tensors within ``limit``.
 
-    A gradient that is zero in exact arithmetic is rounding noise with no size of its own: to every
-    gradient's tolerance comes NOISE times the largest gradient of the run.
+    A gradient that is zero in exact arithmetic is rounding noise with no size of its own. Every
+    gradient's tolerance therefore includes NOISE times the largest gradient of the run.
     """
     assert mine.keys() == reference.keys()
     largest = max((v.norm().item() for k, v in reference.items() if _is_grad(k, v)), default=0.0)
@@ -137,8 +137,8 @@ def assert_router_parity(
 ) -> None:
     """``call`` decides like transformers' forward of the router's class, gradients included.
 
-    Logits, ids as sets and weights by id on all rows; a row may differ only where ``choice`` ties
-    at the k-th place, and then in no score. Gradients are compared on the rows that agree.
+    Compares logits, ids as sets and weights by id on all rows. A row may differ only if ``choice``
+    ties at the k-th place, and then in no score. Compares gradients on the rows that agree.
 
     Args:
         choice: (logits_TE, *args) -> the score that decides, bias included; None: no ties allowed.

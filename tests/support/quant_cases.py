@@ -93,16 +93,16 @@ def plain_inputs(inputs: Inputs) -> Inputs:
 
 
 def wanted_gradients(packed: Inputs) -> tuple[list[str], ExpertsNeeds]:
-    """All but those of the frozen weights, by name and as the kernels are asked for them."""
+    """Return all gradients but those of frozen weights: their names, and the kernels' flags."""
     wanted = [name for name in NAMES if name in packed.tensors and name not in FROZEN]
     return wanted, ExpertsNeeds(**dict.fromkeys(wanted, True), norms=packed.case.norms)
 
 
 def check_close(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
-    """As close to fp64 as the dequantised weights are, evaluated eagerly or by the plain kernels.
+    """Stay as close to fp64 as the dequantised weights, evaluated eagerly or by plain kernels.
 
-    Of a few tokens eager's distance is a matter of luck; that of the plain kernels, which
-    tests/support/kernels_checks.py holds to eager's, has the same luck as ours.
+    With few tokens, eager's distance is a matter of luck; the plain kernels share our luck.
+    tests/support/kernels_checks.py holds their distance to eager's.
     """
     packed = pack_inputs(make_inputs(case, dtype, device), storage)
     wanted, needs = wanted_gradients(packed)

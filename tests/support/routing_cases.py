@@ -1,4 +1,4 @@
-"""What the tests of the routing kernels route: choices of families and others, and their logits."""
+"""Routing choices, of families and others, and their logits for tests of the routing kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WRONG_LOGITS = {
 }
 DEEPSEEK = {"score": "sigmoid", "renormalize": True, "eps": 1e-20, "scale": 2.5}
 
-# E, with a bias?, the choices: why
+# E, whether there is a bias, the choice; a line's comment says why.
 SPECS = {
     "qwen3": (64, False, RouteSpec(8, renormalize=True)),
     "olmoe": (60, False, RouteSpec(4)),
@@ -72,8 +72,8 @@ def inputs(
         logits_TE = torch.randint(-4, 5, (T, E), device=device).to(dtype)
         bias_E = torch.randint(-2, 3, (E,), device=device) / 4 if biased else None
         return logits_TE, spec, bias_E
-    # Sums of two scores must tie exactly or not at all: no sigmoid(x) + sigmoid(-x), and no equal
-    # sums of unequal terms, which two exponentials that differ in the last bit may split.
+    # Sums of two scores must tie exactly or not at all. Avoid sigmoid(x) + sigmoid(-x), and equal
+    # sums of unequal terms: exponentials that differ in the last bit may split such ties.
     logits_TE = torch.randint(0, 9, (T, E), device=device).to(dtype)
     last_of_group_E = (torch.arange(E, device=device) + 1) % (E // spec.groups) == 0
     return logits_TE, spec, torch.where(last_of_group_E, -8.0, 0.5) if biased else None

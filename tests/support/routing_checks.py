@@ -1,4 +1,4 @@
-"""How the router's kernels are reached, whatever they compute: cases of kernels/test_routing.py."""
+"""Calls that reach the router's kernels, whatever they compute: kernels/test_routing.py."""
 
 from __future__ import annotations
 

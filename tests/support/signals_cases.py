@@ -38,7 +38,7 @@ def build(model_type: str, layers: int = 1, **overrides: Any) -> nn.Module:
 
 
 def listening(model: nn.Module) -> list[nn.Module]:
-    """The modules on which a recorder or replay listens."""
+    """Return the modules that a recorder or a replay has tapped."""
     records = [(m, patch_of(m)) for m in model.modules()]
     return [m for m, patch in records if patch is not None and patch.taps is not None]
 
@@ -85,7 +85,7 @@ def factors_of(block: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def residual_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What the last layer adds its block's output to, [T, D]."""
+    """Return the residual to which the last layer adds its block's output, [T, D]."""
     seen = []
     hook = last_layer(model).post_attention_layernorm.register_forward_pre_hook(
         lambda module, args: seen.append(args[0].detach())

@@ -1,4 +1,4 @@
-"""What a model is made of, entry by entry, to prove that an operation left it as it was.
+"""Snapshot of a model, entry by entry, to prove that an operation left it unchanged.
 
     before = snapshot(model)
     ...

@@ -1,4 +1,4 @@
-"""What the tests of special families share: a patched model beside the same model untouched."""
+"""Shared parts of the tests of special families: a patched model beside an untouched copy."""
 
 from __future__ import annotations
 

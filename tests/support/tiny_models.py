@@ -71,7 +71,7 @@ def absent() -> frozenset[str]:
 
 @functools.cache
 def absent_parts() -> frozenset[str]:
-    """What `needs` names of recipes that can be tested here and the installed release lacks."""
+    """Return the parts, as `needs` names them, that recipes runnable here lack in this release."""
     installed = Version(transformers.__version__)
     later = {name for spec in later_families() for name in spec.model_types}
     parts = {
@@ -93,7 +93,7 @@ def block_chosen() -> frozenset[str]:
 
 
 def needs(model_type: str, over: Iterable[str] = (), entry: bool = False) -> tuple[str, ...]:
-    """What the mark `families` takes of a test of one recipe.
+    """Return the arguments of the mark `families` for a test of one recipe.
 
     Args:
         model_type: a key of FAMILIES.
@@ -205,7 +205,7 @@ def mixed_bias(size: int, generator: torch.Generator) -> Tensor:
 
 
 def inputs(model: nn.Module, batch: int = 2, seq: int = 7, seed: int = 1) -> dict[str, Tensor]:
-    """What the family takes: token ids, with labels where the model has a head, or other."""
+    """Return a batch of the family: token ids (and labels if the model has a head), or others."""
     generator = torch.Generator().manual_seed(seed)
     name = type(model).__name__
     feed = next((t.feed for t in FAMILIES.values() if _class_name(t) == name), "ids")
@@ -229,7 +229,7 @@ def inputs(model: nn.Module, batch: int = 2, seq: int = 7, seed: int = 1) -> dic
 
 
 def has_head(model: nn.Module) -> bool:
-    """Whether the model computes a loss from labels."""
+    """Return whether the model computes a loss from labels."""
     return "ForCausalLM" in type(model).__name__ or "ForConditional" in type(model).__name__
 
 

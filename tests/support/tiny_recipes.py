@@ -17,12 +17,12 @@ SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 99,
     "attention_dropout": 0.0, "output_router_logits": True, "num_nextn_predict_layers": 0,
     "num_mtp_layers": 0, "n_layers_per_attn_res_block": 2,
-    # latent, sliding-window and indexed attention
+    # Latent, sliding-window and indexed attention.
     "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
     "v_head_dim": 8, "o_groups": 2, "o_lora_rank": 8, "d_rel": 4, "rel_extent": 16,
     "sliding_window_size": 16, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2,
     "swa_head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8,
-    # linear attention and state spaces
+    # Linear attention and state spaces.
     "linear_head_dim": 8, "linear_num_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_n_heads": 8, "mamba_d_head": 8,
@@ -97,7 +97,7 @@ FAMILIES: dict[str, Tiny] = {
     "bailing_hybrid": Tiny(HYBRID | MHA | SPARSE),
     "beam": Tiny({"mlp_layer_types": ["dense", "sparse"]}),
     "cohere2_moe": Tiny(),
-    # before, its own experts take no other width than the hidden size
+    # Before 5.16, DBRX's own experts accept no width other than the hidden size.
     "dbrx": Tiny(
         NO_AUX
         | {
@@ -116,7 +116,7 @@ FAMILIES: dict[str, Tiny] = {
         since="5.16",
     ),  # fmt: skip
     "deepseek_ocr2": tower("deepseek_ocr2", "DeepseekOcr2Text", **SPARSE),
-    # before, its block asked itself for an attribute that it does not have
+    # Before 5.13, DeepSeek-V2's block reads an attribute that it does not have.
     "deepseek_v2": Tiny(MHA | {"topk_method": "group_limited_greedy"}, since="5.13"),
     "deepseek_v2_greedy": tower(
         "deepseek_v2", "DeepseekV2", "ForCausalLM", **MHA, topk_method="greedy"
@@ -132,7 +132,7 @@ FAMILIES: dict[str, Tiny] = {
         "diffusion_gemma:DiffusionGemmaEncoderTextModel",
         since="5.16",
     ),
-    # before, its decoder layer took the block's tuple for a tensor
+    # Before 5.18, Doge's decoder layer treats the block's tuple as a tensor.
     "doge": Tiny({"is_moe": True, "num_experts": 16}, since="5.18"),
     "dots1": Tiny(),
     "dots3_note": tower("dots3_note", "Dots3NoteText", "ForCausalLM", **MHA),
@@ -171,7 +171,7 @@ FAMILIES: dict[str, Tiny] = {
         **MHA,
         **SPARSE,
     ),
-    # before, this config's fields made dense layers alone
+    # Before 5.13, the fields of GLM's config yield dense layers only.
     "glm_moe_dsa": Tiny(MHA, since="5.13"),
     "gpt_oss": Tiny(
         {"intermediate_size": 16, "rope_parameters": ROPE}, later={"swiglu_limit": "5.19"}

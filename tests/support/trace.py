@@ -1,4 +1,4 @@
-"""What really ran: a tier is proven by the code objects of executed functions, not by a report.
+"""Functions that really ran: their code objects prove a tier, independently of the report.
 
 ran = executed(lambda: model(**batch).loss.backward())
 assert_tier("full", model, ran)
@@ -42,7 +42,7 @@ def executed(function: Callable[[], Any]) -> set[CodeType]:
 
 
 def transformers_routers(model: nn.Module) -> set[CodeType]:
-    """What chooses experts in transformers: the forwards of routers, or methods of blocks."""
+    """Return the code that chooses experts in transformers: router forwards or block methods."""
     methods = {
         _code(getattr(type(m), lookup(m)[0].block_slot)) for m in _of_role(model, "block")
         if lookup(m)[0].chooses_in_block
@@ -86,7 +86,7 @@ def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
 
 
 def our_experts() -> set[CodeType]:
-    """What computes experts here: the operator, its steps, and forwards that a family brings."""
+    """Return the code that computes experts here: operator, its steps, and family forwards."""
     common = (op.experts_mlp, composed.experts_composed, composed.grouped_linear)
     brought = [(spec.experts_forward, spec.block_forward) for spec in families()]
     return {_code(f) for f in (*common, *sum(brought, ())) if f is not None}

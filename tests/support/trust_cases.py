@@ -29,7 +29,7 @@ def unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def decided_anew() -> Gates:
-    """What another process would decide; its warning, if any, is the reason."""
+    """Decide again, as another process would; the warning, if any, gives the reason."""
     versions.decide_again()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Who watches operators: this library's then go through torch's dispatcher (ops/direct.py)."""
+"""Modes that watch operators, which then go through torch's dispatcher (ops/direct.py)."""
 
 from __future__ import annotations
 

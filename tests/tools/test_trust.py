@@ -54,7 +54,7 @@ def test_a_search_reads_what_triton_compiles(
 
 @pytest.mark.parametrize("group", list(trust_checks.groups_of(CPU)), ids=lambda group: group[0][0])
 def test_the_comparisons_hold_on_a_cpu(group: list) -> None:
-    """Of the torch backend with itself: what is compared is of one shape and dtype."""
+    """Pairs that are compared agree in shape and dtype: the torch backend passes against itself."""
     for _, check in group:
         assert 0 < check() <= 1
 

@@ -1,4 +1,4 @@
-"""What opens the Hopper kernels on a release of Triton: markers of trust, and Gluon."""
+"""Markers of trust, and Gluon, which enable the Hopper kernels on a release of Triton."""
 
 from __future__ import annotations
 

@@ -18,7 +18,10 @@ from tests.support.train_nodes import TEXT
 
 
 def test_docstrings_are_the_librarys():
-    """Of the first files in order only; test_quickstart_scaled_down reads the whole library."""
+    """Read the docstrings of the first files, in order.
+
+    test_quickstart_scaled_down reads the whole standard library.
+    """
     texts = list(itertools.islice(data.stdlib_docstrings(), 700))
     assert inspect.cleandoc(abc.__doc__) in texts
     assert inspect.cleandoc(argparse.ArgumentParser.__doc__) in texts

@@ -29,7 +29,7 @@ def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):
 
 
 def fake_liger(tmp_path, monkeypatch, *known):
-    """A liger-kernel that knows some model types and has no kernel."""
+    """Install a fake liger-kernel that lists some model types and has no kernel."""
     folder = tmp_path / "site" / "liger_kernel" / "transformers"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):

@@ -103,7 +103,7 @@ def test_a_router_without_plain_logits_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("where", ["last layer", "nowhere"])
 def test_adapters_behind_the_routers(tmp_path, where):
-    """What has a gradient gets it, as with the model's own loss; where nothing has, it is said."""
+    """Adapters get gradients as from the model's own loss; raise if none of them can."""
     targets = [f"layers.{i}.mlp.experts.down_proj" for i in ((0,) if where != "nowhere" else (1,))]
     model = get_peft_model(
         tiny_models.build("qwen3_moe"), LoraConfig(r=2, target_parameters=targets)
