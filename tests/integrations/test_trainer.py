@@ -85,8 +85,8 @@ def test_a_model_from_model_init_is_patched_when_training_begins(tmp_path):
 def test_best_model_and_resume(tmp_path, lora):
     """The best checkpoint comes back, and a run resumes from its middle, as unpatched.
 
-    "Best" is what the first of two checkpoints has, so that the last weights must go: the higher
-    loss or the lower one, as a run without a patch finds.
+    The first of two checkpoints has to be the best one, so that the last weights are replaced. An
+    unpatched run decides whether the higher or the lower loss counts as best.
     """
     options = {
         "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 3, "eval_steps": 3,

@@ -98,7 +98,7 @@ class Given(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What they return."""
+    """Return the results of the calls."""
 
     out: Tensor
     kept: tuple[Tensor, Tensor, Tensor]
@@ -168,7 +168,7 @@ def test_the_same_bits_on_other_addresses(monkeypatch: pytest.MonkeyPatch, as_tu
 
 
 def test_a_workspace_holds_what_is_needed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three buffers that are not returned two; an empty one takes nothing."""
+    """Keep room for two of three temporaries; an empty one takes none."""
     run = _pass(Card(monkeypatch))
     for _ in range(2):
         run(*_inputs(rows=16))

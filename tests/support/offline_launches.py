@@ -240,7 +240,7 @@ def without_addresses(args: Any) -> Any:
 
 
 def repeated(case: str, run: Callable[[], None]) -> tuple[int, list[str]]:
-    """How many passes are repeated at the third call, and where they differ from the second."""
+    """Return how many passes repeat at the third call, and their differences from the second."""
     kept = experts.experts_forward.kept, experts.experts_backward.kept
     for each in kept:
         each.clear()

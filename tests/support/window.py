@@ -1,4 +1,4 @@
-"""What tests do in the window of releases (scripts/matrix.py): the cases, and what is skipped."""
+"""Cases and skips of tests in the window of releases (scripts/matrix.py)."""
 
 from __future__ import annotations
 
