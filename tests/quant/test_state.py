@@ -209,7 +209,7 @@ def test_share_memory(storage: str) -> None:
     ("left_out", "said"),
     [
         (".experts.2.", r"has shape \(7, .*the config requires \(8,"),
-        ("layers.0.mlp.experts.2.down_proj", r"down_proj: the checkpoint gives \(7,"),
+        ("layers.0.mlp.experts.2.down_proj", r"down_proj: the checkpoint has shape \(7,"),
         ("layers.0.mlp.experts.", "the checkpoint has no such weight"),
     ],
 )
