@@ -13,13 +13,13 @@ import torch
 
 from tests.support import interpreted, tiny_models
 
-# Tiny tensors: threads of one operator only wait for each other, more so beside another worker.
+# On tiny tensors the threads of an operator only wait for each other, more so beside a worker.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Every test starts from the same random state, whatever ran before it."""
+    """Start every test from the same random state, whatever ran before it."""
     torch.manual_seed(0)
 
 
@@ -67,7 +67,7 @@ def text_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory is NaN: what a kernel forgets to write shows up in its result."""
+    """Fill uninitialised memory with NaN: an element that a kernel fails to write shows up."""
     before = torch.are_deterministic_algorithms_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
@@ -80,8 +80,8 @@ def poisoned_memory() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests of families, or parts of them, that the installed transformers lacks.
 
-    Which those are is the registry's and the recipes' word (tiny_models.absent, absent_parts),
-    never a test's own. A test is of the recipes among its parameters and in its mark `families`,
+    The registry and the recipes decide which they are (tiny_models.absent, absent_parts), never
+    the test. A test belongs to the recipes among its parameters and in its mark `families`,
     which may name parts as well (tiny_models.needs).
     """
     absent = tiny_models.absent() | tiny_models.absent_parts()
@@ -98,9 +98,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker whole runs of files, so that a module's fixtures are made once.
+    """Give each worker whole files, so that a module's fixtures are made once.
 
-    xdist's default hands out tests in small turns: both workers then make every such fixture.
+    By default xdist hands out tests in small batches, and both workers then make every fixture.
     An explicit ``--dist`` other than the default is left alone.
     """
     if config.getvalue("dist") != "load":
@@ -122,5 +122,5 @@ def _recipes_of(item: pytest.Item) -> set[str]:
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
-    """A lambda's repr holds its address: workers of one run would collect different tests."""
+    """Name lambdas without their address; else a run's workers would collect different tests."""
     return argname if getattr(val, "__name__", "") == "<lambda>" else None

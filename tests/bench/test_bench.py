@@ -1,4 +1,4 @@
-"""The benchmark's own promises: valid rows, nothing hidden, no number before a correct result."""
+"""Guarantees of the benchmark: valid rows, no hidden failures, no number without a check."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Clocks and power of a row: what a file of samples comes to, and a sampler that is not there."""
+"""Clocks and power of a row: the summary of a file of samples, and a missing sampler."""
 
 import json
 
@@ -17,7 +17,7 @@ def sample(at, **changes):
 
 
 def test_a_summary_holds_median_least_power_and_every_reason():
-    # The counter steps at 0.2 and 0.6 s: 280 J in 0.4 s; what it did before 0.2 s is not known.
+    # The counter steps at 0.2 and 0.6 s: 280 J in 0.4 s. Its value before 0.2 s is unknown.
     samples = [
         sample(0.0, sm=1200, millijoules=1000, celsius=49),
         sample(0.2, sm=1980, millijoules=50_000),

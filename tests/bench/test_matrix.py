@@ -1,4 +1,4 @@
-"""scripts/matrix.py: a Triton that nobody looked at fails, and so does one bad combination."""
+"""scripts/matrix.py: an unreviewed Triton release fails, and so does one bad combination."""
 
 from __future__ import annotations
 

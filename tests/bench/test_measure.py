@@ -115,6 +115,6 @@ def test_moved_bytes_are_inputs_once_and_outputs_once():
 
 
 def test_without_bounds_nothing_is_timed_for_them():
-    # A CUDA device that is not there would be an error.
+    # Using an absent CUDA device would be an error.
     bounds = measure.Bounds(OPS["experts"], torch.device("cuda"), measure.Settings(bounds=False))
     assert bounds.at(TINY) == {"floor_ms": None, "ceiling_ms": None}

@@ -1,4 +1,4 @@
-"""The benchmark's third-party peers: absent ones, the folder, results in a layout of their own."""
+"""Third-party peers of the benchmark: absent ones, the folder, results in another layout."""
 
 import dataclasses
 import importlib
@@ -54,7 +54,7 @@ def test_peers_unpack(tmp_path):
 
 
 def dense_router(logits_TE, top_k, before, groups, top_groups, scale, score, bias_E):
-    """The documented result of Transformer Engine's router; of equal scores, the highest ids."""
+    """The documented result of Transformer Engine's router; the highest ids win ties."""
     assert not before
     score_TE = logits_TE.float() if score == "softmax" else logits_TE.float().sigmoid()
     chosen_by_TE = score_TE if bias_E is None else score_TE + bias_E
@@ -103,7 +103,7 @@ def test_a_dense_router_is_checked_whatever_its_rule_for_ties(monkeypatch, point
     assert measure.check(ROUTING, point, program, inputs, expected) < 1e-2
 
     def next_best(logits_TE, top_k, *options):
-        """One expert fewer, and so another for the last place."""
+        """Choose one expert fewer, so that the last place gets another expert."""
         return dense_router(logits_TE, top_k - 1, *options)
 
     program = te_router(monkeypatch, next_best).build(inputs, point)

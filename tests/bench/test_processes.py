@@ -24,12 +24,12 @@ pytestmark = bench_cases.NEEDS_GROUPED_MM
 
 @pytest.fixture
 def clock(tmp_path, monkeypatch):
-    """A clock for budgets that moves only while a fake child hangs: no machine is too slow."""
+    """A clock for budgets that advances only while a fake child hangs: no machine is too slow."""
     now = [0.0]
 
     def sleep(seconds: float) -> None:
         time.sleep(seconds)
-        # What was delivered before is read before the next sleep.
+        # Read the results delivered so far before the next sleep.
         now[0] += 3600.0 * len(list(tmp_path.glob("bench-*/hangs")))
 
     fake = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
@@ -158,7 +158,7 @@ def test_a_plain_process_times_ours_first_and_nothing_else(monkeypatch):
     group = first("experts")
     assert group.tasks == (child.Task("moe_patch", TINY),)
     assert group.plan.settings.plain
-    # Graphs are timed without the launches between events; a step is timed in a way of its own.
+    # Graphs are timed without the launches between events. A step has its own timing.
     for name in ("routing", "model"):
         assert not first(name).plan.settings.plain
     checked = []
@@ -211,7 +211,7 @@ def test_a_child_ends_with_its_parent(tmp_path):
 
 
 def test_what_was_tuned_among_other_processes_is_forgotten(tmp_path):
-    """And nothing else: neither kernels nor what a measuring process chose before."""
+    """Forget only later tuning: keep kernels and the earlier choices of a measuring process."""
     folder = tmp_path / "quack" / "KEY"
     folder.mkdir(parents=True)
     for name, when in (("old.autotune.json", 100), ("new.autotune.json", 200), ("new.o", 200)):
@@ -288,7 +288,7 @@ def test_what_hangs_or_crashes_twice_is_not_tried_again(tmp_path, monkeypatch, c
     found = list(runner.run_group("run-7", runner.Group(plan, None, tasks)))
     reasons = {name: [f.get("skipped") for t, f in found if t.impl == name] for name in names}
     assert len(found) == len(tasks)
-    # Their rows need the bounds of their points, which the same group measures.
+    # These rows come last: they need the bounds of their points, measured by the same group.
     assert sorted(task.impl for task, _ in found[-3:]) == ["liger", "liger", "scattermoe"]
     again = "not tried: it hung or crashed at an earlier point"
     assert reasons["liger"] == ["took longer than 2 s", again, again]

@@ -1,4 +1,4 @@
-"""Benchmark rows, and the tables, documents and charts that are made of them."""
+"""Benchmark rows, and the tables, documents and charts made from them."""
 
 import bench
 import pytest
@@ -55,7 +55,7 @@ def test_bad_rows_are_refused_by_field(changes, named):
 
 
 def test_a_row_logs_everything_or_nothing():
-    """Older rows have no machine, clocks or plain time, and stay readable."""
+    """Rows without machine, clocks or plain time, as older ones are, stay readable."""
     rows.check_row(good_row())
     rows.check_row(logged_row())
     rows.check_row(logged_row(**dict.fromkeys(LOGGED - {"machine"})))

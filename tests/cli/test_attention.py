@@ -1,4 +1,4 @@
-"""The attention that commands build and run models with: the model's own, where any runs at all."""
+"""Attention of the models that commands build and run: the model's own if it runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ CPU = ("--device", "cpu")
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function: the folder of a tiny model's config, and nothing but the config."""
+    """Return a function that makes a folder holding only a tiny model's config."""
     return partial(only_config, tmp_path)
 
 
 def test_verify_runs_on_the_models_own_attention(capsys, folder):
-    """Latent attention with fewer key-value heads than heads does not run in eager mode at all."""
+    """Use the model's own attention; some latent attention never runs in eager mode."""
     found = answer(capsys, "verify", folder("deepseek_v3", num_key_value_heads=2), *CPU)
     assert found["passed"]
     assert (found["attention"], found["attention_reason"]) == ("sdpa", "")
@@ -84,7 +84,7 @@ def test_commands_that_run_no_attention_take_any(capsys, folder, monkeypatch, co
 
 
 def naming_attention(path: str, attention: str) -> str:
-    """The folder, its config naming an attention implementation."""
+    """Name an attention implementation in the config of a folder, and return the folder."""
     file = Path(path) / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"attn_implementation": attention}))
     return path

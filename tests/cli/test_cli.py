@@ -1,4 +1,4 @@
-"""The command line: help anywhere, one line and a status for every mistake."""
+"""The command line: help at every level, one line and an exit status for every mistake."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def config_file(tmp_path):
-    """A valid configuration of a small run; relative paths do not matter."""
+    """File of a valid configuration of a small run, with absolute paths."""
     (tmp_path / "text.txt").write_text(TEXT)
     source = {"source": str(tmp_path / "text.txt"), "block_size": 16}
     path = tmp_path / "c.yaml"
@@ -34,7 +34,7 @@ def config_file(tmp_path):
 
 
 def test_help_from_a_bare_source_tree_without_triton(tmp_path):
-    """Only PYTHONPATH points at the package, and triton cannot be imported."""
+    """Print help with only PYTHONPATH pointing at the package, and without triton."""
     skipped = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "moe_patch", tmp_path / "src" / "moe_patch", ignore=skipped)
     code = (

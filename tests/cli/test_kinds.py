@@ -40,7 +40,7 @@ QUANTISED = [
 
 
 def change(folder: str | Path, **values) -> str:
-    """Put values over those of a folder's config.json."""
+    """Override values in a folder's config.json."""
     path = Path(folder, "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     return str(folder)
@@ -74,7 +74,7 @@ def test_a_plain_checkpoint_is_not_said_to_be_quantised(capsys, tmp_path):
 
 
 def test_the_text_towers_quantisation_counts():
-    """transformers looks there too."""
+    """Read the text tower's quantisation config, as transformers does."""
     config = Qwen3VLMoeConfig()
     assert stored(config) is None
     config.text_config.quantization_config = {"quant_method": "own"}
@@ -144,7 +144,7 @@ def test_other_kinds_are_named(capsys, tmp_path, files, named, said):
 
 @pytest.fixture
 def packed(capsys, tmp_path) -> Path:
-    """A checkpoint whose experts have names and bytes that only another tool reads."""
+    """A checkpoint whose experts have names and bytes that only another tool can read."""
     tiny_models.build("qwen3_moe").save_pretrained(tmp_path)
     capsys.readouterr()  # its progress
     path = tmp_path / "model.safetensors"
@@ -157,7 +157,7 @@ def packed(capsys, tmp_path) -> Path:
 
 
 def test_a_quantisation_that_transformers_skips_is_refused_wherever_it_is_loaded(capsys, packed):
-    """transformers loads it with a warning, and the experts are random."""
+    """Refuse it: transformers loads it with a mere warning, and the experts are random."""
     folder = change(packed, quantization_config={"quant_method": "own"})
     assert "no quantisation by 'own'" in error_of(capsys, "verify", folder, "--device", "cpu")
     with pytest.raises(UnsupportedModelError, match="no quantisation by 'own'"):

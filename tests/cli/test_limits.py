@@ -20,7 +20,7 @@ SIZES = [
 
 @pytest.mark.parametrize(("command", "option"), SIZES, ids=map(" ".join, SIZES))
 def test_more_than_the_memory_holds(capsys, tmp_path, command, option):
-    """Computed, so that it holds beyond 64 bits too, and where memory is promised too freely."""
+    """Refuse by computation: correct beyond 64 bits, and where the system overcommits memory."""
     model = only_config(tmp_path, "qwen3_moe")
     there = bytes_text(limits.memory_of(torch.device("cpu")))
     for size in (10**13, 10**17, 10**30):

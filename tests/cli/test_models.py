@@ -1,4 +1,4 @@
-"""families, inspect, verify and bench: what they answer about a model, from its folder alone."""
+"""Answers of families, inspect, verify and bench about a model, from its folder alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(moe_patch.__file__).parents[1]
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function: the folder of a tiny model's config, and nothing but the config."""
+    """Return a function that makes a folder holding only a tiny model's config."""
     return partial(only_config, tmp_path)
 
 
@@ -67,7 +67,7 @@ def test_inspect_needs_the_config_only(capsys, folder):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h", "zaya"])
 def test_saved_bytes_are_those_that_autograd_keeps(capsys, folder, name, recompute):
-    """Beside the plan's offsets, E + 1 int32, which do not grow with the tokens."""
+    """Report the bytes that autograd saves, except the plan's offsets: E + 1 int32 for any T."""
     found = answer(capsys, "inspect", folder(name), "--dtype", "float32")["blocks"][-1]
     model = moe_patch.patch_model(tiny_models.build(name), backend="torch", recompute=recompute)
     experts = tiny_models.blocks(model)[-1][1].experts
@@ -229,7 +229,7 @@ def test_code_of_a_repository_is_not_run_and_nobody_is_asked(
 
 @pytest.fixture
 def weights(capsys, tmp_path) -> Path:
-    """The file of the weights of a folder with a tiny model."""
+    """Save a tiny model to a folder and return the file of its weights."""
     tiny_models.build("qwen3_moe").save_pretrained(tmp_path)
     capsys.readouterr()  # its progress
     return tmp_path / "model.safetensors"
@@ -258,7 +258,7 @@ def test_a_broken_file_of_weights_is_one_line(capsys, tmp_path, weights):
 
 @pytest.mark.families("deepseek_v4")
 def test_verify_where_no_layer_has_router_logits(capsys, folder):
-    """DeepSeek-V4's first layers choose by token id; transformers' auxiliary loss then fails."""
+    """transformers' auxiliary loss fails on DeepSeek-V4, whose first layers choose by token id."""
     argv = ["verify", folder("deepseek_v4"), "--device", "cpu", "--layers", "1"]
     found = answer(capsys, *argv)
     assert found["passed"]

@@ -16,7 +16,7 @@ PLAIN = "name       n   note\nlayers[0]  1\nb          22  x\n"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream whose isatty() is true."""
 
     def isatty(self) -> bool:
         return True

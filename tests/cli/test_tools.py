@@ -1,4 +1,4 @@
-"""bench, selftest, warmup and replay, and what all commands share."""
+"""bench, selftest, warmup and replay, and behaviour common to all commands."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_every_command_has_help_and_json(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command.__name__.rpartition(".")[2], "--help"])
     assert stopped.value.code == 0
-    # The output of `run` is that of the command it runs.
+    # `run` prints only the output of the command that it runs.
     assert ("--json" in capsys.readouterr().out) == (command is not run)
 
 
@@ -157,7 +157,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 def test_stderr_is_empty_where_it_is_no_terminal(tmp_path):
-    """In a process of its own: what transformers says while it is imported and loads weights."""
+    """Run in a separate process, to capture the output of transformers on import and loading."""
     tiny_models.build("gpt_oss", num_hidden_layers=1).save_pretrained(tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "moe_patch", "verify", str(tmp_path), "--device", "cpu", "--json"],

@@ -38,7 +38,7 @@ OLD = sorted(tiny_models.block_chosen())
 
 
 class LogitsOnly(nn.Module):
-    """A router that chooses nothing."""
+    """A router that returns logits and chooses nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LogitsOnly(nn.Module):
 
 
 class ChoosingBlock(nn.Module):
-    """The best two of a sigmoid by score plus bias, weighted by score alone."""
+    """Choose the best two by sigmoid score plus bias, weighted by score alone."""
 
     def __init__(self, config) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class ChoosingBlock(nn.Module):
 
 
 class ChoosingModel(nn.Module):
-    """One such block and a residual."""
+    """A model of one block that chooses, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ ENTRY = {
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Registered entries are forgotten after a test."""
+    """Restore the registered entries after each test."""
     monkeypatch.setattr(families, "_FAMILIES", list(families._FAMILIES))
     by_class = {name: list(entries) for name, entries in families._BY_CLASS.items()}
     monkeypatch.setattr(families, "_BY_CLASS", by_class)
@@ -154,7 +154,7 @@ def test_a_wrong_entry_is_refused(change, message, registry):
 
 
 def test_no_router_adapter_where_the_block_reads_the_routers_bias(registry):
-    """PEFT's wrapper has no such attribute; without a bias the router's weight is a target."""
+    """Target the router's weight only without a bias, which PEFT's wrapper does not expose."""
     register_family(FamilySpec(**ENTRY))
     assert lora_targets(ChoosingModel())["target_parameters"] == [
         "0.experts.down_proj",
@@ -165,7 +165,7 @@ def test_no_router_adapter_where_the_block_reads_the_routers_bias(registry):
 
 
 def test_both_forms_of_a_family_meet_at_one_release():
-    """Never two entries for one class in one release, never a release without one."""
+    """Exactly one entry applies to a class in every release."""
     import moe_patch.families.deepseek as deepseek
 
     forms = [s for s in deepseek.FAMILIES if s.model_types[0] == "deepseek_v3"]
@@ -179,7 +179,7 @@ def test_both_forms_of_a_family_meet_at_one_release():
 
 @pytest.mark.parametrize("name", OLD)
 def test_the_choice_is_that_of_the_class(name):
-    """Sets of experts and weights from random logits, with a bias where there is one."""
+    """Choice of experts and weights from random logits, with a bias if there is one."""
     model = patch_model(tiny_models.build(name))
     block = tiny_models.blocks(model)[0][1]
     assert lookup(block)[0].chooses_in_block

@@ -1,4 +1,4 @@
-"""Has transformers moved under the registry? New families, changed sources, docs/families.md."""
+"""Drift of transformers against the registry: new families, changed sources, docs/families.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TODO = "see scripts/families.py: correct the entries, run scripts/parity.py, the
 
 
 def folders_with_experts() -> set[str]:
-    """Model folders whose modeling file builds experts, whatever their config says."""
+    """Return the model folders whose modeling file builds experts, whatever their config says."""
     folders = set()
     for path in models_folder().glob("*/modeling_*.py"):
         text = path.read_text(encoding="utf-8")

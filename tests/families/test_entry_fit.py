@@ -1,4 +1,4 @@
-"""A class unlike its family entry: its experts are patched alone, the rest stays transformers'.
+"""Classes unlike their family entry: only the experts are patched, the rest stays transformers'.
 
 Each change is made to the classes of transformers, as another release would make it.
 """
@@ -42,7 +42,7 @@ from tests.support.snapshots import assert_unchanged, snapshot
 
 @pytest.fixture
 def change(monkeypatch):
-    """Put functions in the place of the classes' own for the duration of a test."""
+    """Replace functions of the classes for the duration of a test."""
 
     def put(places: dict[tuple[type, str], Any]) -> None:
         for (cls, name), function in places.items():
@@ -53,7 +53,7 @@ def change(monkeypatch):
 
 
 def warned(model: nn.Module, **options: Any) -> list[str]:
-    """Patch, and return what was warned of."""
+    """Patch, and return the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch_model(model, **options)
@@ -104,7 +104,7 @@ def test_the_experts_are_patched_alone(change, what, strict) -> None:
 
 
 def test_experts_with_a_bound_forward_are_patched_alone(change) -> None:
-    """Experts that transformers does not decorate; the reason outlives the call there too."""
+    """Keep the reason after the call also for experts that transformers does not decorate."""
     change({(StepRouter, "forward"): router_with_a_batch})
     model = tiny_models.build("step3p7")
     batch = tiny_models.inputs(model)
@@ -134,7 +134,7 @@ def test_what_a_class_lacks_needs_no_self_check(change, what) -> None:
 
 
 def test_a_patched_block_that_no_longer_fits_gives_its_router_back() -> None:
-    """An equal patch later: what was bound on router, block and experts is bound anew."""
+    """Unbind router and block, and bind only the experts, when an equal patch is applied later."""
     model = tiny_models.build("qwen2_moe")
     patch_model(model)
     for layer in model.model.layers:
@@ -155,7 +155,7 @@ def test_a_patched_block_that_no_longer_fits_gives_its_router_back() -> None:
 
 
 def refused(model: nn.Module) -> str:
-    """The message of the refusal, which ``strict`` makes an error and which else is in a row."""
+    """Return the message of the refusal: an error if ``strict``, else the reason of a row."""
     before = snapshot(model)
     with pytest.raises(UnsupportedModelError) as error:
         patch_model(model)
@@ -172,7 +172,7 @@ def refused(model: nn.Module) -> str:
 
 @pytest.mark.parametrize("what", ["two values", "another flag"])
 def test_experts_that_differ_are_refused_with_both_reasons(change, monkeypatch, what) -> None:
-    """Found by the self-check, and before it."""
+    """Refuse with both reasons, whether the self-check or an earlier check finds the change."""
     places, reason = CHANGES[what]
     change(places)
     monkeypatch.setattr(Experts.forward, "__wrapped__", doubled_experts)
@@ -217,7 +217,7 @@ def test_a_config_that_cannot_run_keeps_its_own_message() -> None:
 
 @pytest.mark.parametrize("what", ["two values", "another flag"])
 def test_an_entry_of_the_users_own_is_refused(change, what) -> None:
-    """The mistake may be in the entry, and experts alone would hide it."""
+    """Refuse a user's entry: patching the experts alone would hide a mistake in the entry."""
     places, reason = CHANGES[what]
     change(places)
     (own,) = (spec for spec in families() if "qwen2_moe" in spec.model_types)
@@ -231,7 +231,7 @@ def test_an_entry_of_the_users_own_is_refused(change, what) -> None:
 
 
 def test_experts_by_themselves_are_patched_without_a_warning() -> None:
-    """The replay of a kept call rebuilds the experts module alone."""
+    """Patch a lone experts module, as the replay of a stored call rebuilds it."""
     experts = tiny_models.build("qwen3_moe").model.layers[0].mlp.experts
     with warnings.catch_warnings():
         warnings.simplefilter("error")

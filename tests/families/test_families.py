@@ -54,7 +54,7 @@ def routers(module: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.versions
 def test_every_entry_has_a_tiny_model() -> None:
-    """By class: a registered router, block or experts class that no tiny model holds fails."""
+    """Fail for each registered router or experts class that no tiny model contains."""
     held = {type(m).__name__ for name in NAMES for m in tiny_models.build(name).modules()}
     here = supported_model_types()  # an entry for another release's types is inert
     untested = {tiny_models.folder(name) for name in tiny_models.absent()}
@@ -67,7 +67,7 @@ def test_every_entry_has_a_tiny_model() -> None:
 @pytest.mark.parametrize("T", [1, pytest.param(7, marks=pytest.mark.versions), 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_model_matches_transformers(name, T) -> None:
-    """Output, loss, router logits, auxiliary loss and every gradient, in train mode and fp32."""
+    """Output, losses, router logits and every gradient agree, in train mode and fp32."""
     model, reference = pair(name)
     batch = tiny_models.inputs(reference, *SHAPES[T])
     assert_parity(run_model(model, batch), run_model(reference, batch), FP32)
@@ -104,7 +104,7 @@ def test_every_block_is_found(name) -> None:
 @pytest.mark.parametrize("T", SHAPES)
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_matches_transformers(name, T) -> None:
-    """The block's own output and every gradient inside it, from hidden states of size one."""
+    """The block's output and every gradient in it agree, from hidden states of size one."""
     block, reference = first_blocks(pair(name))
     x = tiny_models.hidden(reference, *SHAPES[T])
     mine, ref = run_block(block, x), run_block(reference, x)
@@ -115,7 +115,7 @@ def test_block_matches_transformers(name, T) -> None:
 @pytest.mark.parametrize("shape", [(1, 0), (0, 5)])
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_without_tokens(name, shape) -> None:
-    """transformers' eager path fails or detaches here: the empty result and zero gradients."""
+    """Return an empty result and zero gradients; transformers' eager path fails or detaches."""
     block, _ = first_blocks(pair(name))
     x = tiny_models.hidden(block, *shape)
     mine = run_block(block, x)
@@ -165,7 +165,7 @@ def with_routing(block: nn.Module, outputs: tuple) -> Any:
     return router.register_forward_hook(replace)
 
 
-# Their code names fp32 in a cast, so that no fp64 evaluation exists; fp32 is far enough from bf16.
+# Their code casts to fp32, so that no fp64 evaluation exists. fp32 is far enough from bf16.
 NAMES_FP32 = ("inkling2", "inkling2_loop")
 
 
@@ -178,7 +178,7 @@ def wide_copy(name: str, model: nn.Module) -> nn.Module:
 @pytest.mark.routers
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_in_bf16_on_equal_ids(name) -> None:
-    """Output and gradients at most 1.5 times as far from fp64 as eager, on one routing."""
+    """Output and gradients are at most 1.5 times as far from fp64 as eager, on equal routing."""
     model, reference = pair(name, torch.bfloat16)
     wide = wide_copy(name, reference)
     blocks = [tiny_models.blocks(m)[0][1] for m in (model, reference, wide)]
@@ -199,7 +199,7 @@ def test_block_in_bf16_on_equal_ids(name) -> None:
 
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_experts_in_bf16(name) -> None:
-    """The experts module alone, routing-weight gradient included."""
+    """The experts module alone agrees, gradient of the routing weights included."""
     model, reference = pair(name, torch.bfloat16)
     wide = wide_copy(name, reference)
     generator = torch.Generator().manual_seed(0)

@@ -48,7 +48,7 @@ def test_adapters_on_the_experts(name, order) -> None:
                 assert_close(value, reference(**batch)[key], LIMIT, key)
 
 
-# What PEFT can adapt of the router and of the block around the experts: parameters, modules.
+# Parameters and modules that PEFT can adapt in the router and in the block around the experts.
 AROUND = {
     "afmoe": ((), ("router.gate",)),
     "dbrx": ((), ("router.layer",)),
@@ -70,7 +70,7 @@ AROUND = {
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("name", AROUND)
 def test_adapters_around_the_experts(name, order) -> None:
-    """Router parameters and block modules: read or called so that their adapters act."""
+    """Read router parameters and call block modules so that their adapters act."""
     config = lora_config(*AROUND[name])
     reference = adapt(tiny_models.build(name), config)
     model = tiny_models.build(name)
@@ -97,7 +97,7 @@ def test_merged_adapters(name) -> None:
 
 
 def test_a_second_router_of_gemma4_belongs_to_its_layer() -> None:
-    """modules_to_save keeps two routers per layer, and there is no block to find them by."""
+    """Patch each layer once, although modules_to_save keeps two routers and no block holds them."""
     config = lora_config(PROJECTIONS, modules_to_save=["router"])
     reference = adapt(tiny_models.build("gemma4"), config)
     model = patch_model(adapt(tiny_models.build("gemma4"), config))

@@ -38,7 +38,7 @@ def test_config_variants(name, over) -> None:
 @pytest.mark.families("dbrx")
 @pytest.mark.parametrize("p", [None, 1.0, 2.0])
 def test_dbrx_norm_and_jitter(p) -> None:
-    """Every L_p norm of the weights; the jitter is the same draw and acts on the experts' input."""
+    """Every L_p norm of the weights agrees; equal jitter acts on the experts' input."""
     base = tiny_models.FAMILIES["dbrx"].over["ffn_config"]
     over = base | {"moe_normalize_expert_weights": p, "moe_jitter_eps": 0.2}
     model, reference = pair("dbrx", ffn_config=over)
@@ -53,7 +53,7 @@ def test_dbrx_norm_and_jitter(p) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_phimoe_samples_the_same_experts(seed) -> None:
-    """SparseMixer in training: ids, weights, gradient and generator state after many draws."""
+    """SparseMixer in training agrees after many draws: ids, weights, gradient, generator state."""
     model, reference = pair("phimoe", router_jitter_noise=0.5)
     routers = [only(m, "PhimoeTopKRouter") for m in (model, reference)]
     x = tiny_models.hidden(reference, 8, 64).reshape(-1, 32).detach()
@@ -82,14 +82,14 @@ BLOCKS = {
 
 
 def last_block(model: nn.Module, name: str) -> nn.Module:
-    """The last block: DeepSeek-V4's first one hashes token ids."""
+    """Return the last block: DeepSeek-V4's first block hashes token ids."""
     return [m for m in model.modules() if type(m).__name__ == BLOCKS[name]][-1]
 
 
 @pytest.mark.parametrize("shape", [(1, 0, 32), (0, 5, 32)])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_tokens(name, shape) -> None:
-    """The empty result, and zero gradients for everything that the block used."""
+    """Return an empty result, and zero gradients for every parameter that the block uses."""
     block = last_block(pair(name)[0], name)
     x = torch.randn(shape, requires_grad=True)
     out = block(x)
@@ -98,7 +98,7 @@ def test_no_tokens(name, shape) -> None:
     assert out.shape[-1] == 32
     out.sum().backward()
     for key, p in block.named_parameters():
-        # The scale needs a previous layer's state; a correction bias only chooses.
+        # The scale needs a previous layer's state. A correction bias affects only the choice.
         if p.requires_grad and "router_states_scale" not in key and "correction_bias" not in key:
             assert p.grad is not None, key
             assert not p.grad.any(), key
@@ -215,7 +215,7 @@ def test_doge_keys_and_logits() -> None:
 @torch.no_grad()
 @pytest.mark.families("doge")
 def test_doge_renormalises_without_gradients() -> None:
-    """transformers divides in place, which its own backward refuses; the values still agree."""
+    """Values agree; gradients have no reference, as transformers divides in place."""
     model, reference = pair("doge", norm_topk_prob=True)
     batch = tiny_models.inputs(reference)
     assert_close(model(**batch).logits, reference(**batch).logits, LIMIT)
@@ -223,7 +223,7 @@ def test_doge_renormalises_without_gradients() -> None:
 
 @pytest.mark.families("step3p7")
 def test_step3p7_fuses_layers_without_a_limit() -> None:
-    """Only a limit that acts after the activation keeps a layer on separate grouped products."""
+    """Fuse layers without a limit; a limit after the activation needs separate grouped products."""
     model, _ = pair("step3p7", mlp_layer_types=["sparse", "sparse"], swiglu_limits=[None, 7.0])
     assert [bool(row.reason) for row in patch_report(model)] == [False, True]
 
@@ -238,7 +238,7 @@ def test_scores_that_no_routing_function_knows_are_refused() -> None:
 
 @pytest.mark.families("longcat_flash")
 def test_undecorated_experts_under_a_foreign_forward_are_refused() -> None:
-    """Expert and tensor parallelism bind a forward of their own on the instance."""
+    """Refuse a forward bound on the instance, as expert and tensor parallelism bind one."""
     model = tiny_models.build("longcat_flash")
     experts = only(model, "LongcatFlashExperts")
     own = experts.forward

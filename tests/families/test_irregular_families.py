@@ -80,7 +80,7 @@ def test_undo_is_exact(name) -> None:
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_copies_run_their_own_weights(name) -> None:
-    """deepcopy and pickle of a patched model stay patched and follow their own parameters."""
+    """Copies by deepcopy and pickle stay patched and use their own parameters."""
     model, _ = pair(name)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     expected = seeded(model)
@@ -96,7 +96,7 @@ def test_copies_run_their_own_weights(name) -> None:
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_ties_as_torch_breaks_them(name) -> None:
-    """Every score of every router tied: with ``ties="torch"`` the choice is transformers' own."""
+    """Choose as transformers does with ``ties="torch"``, although all scores tie."""
     reference = tiny_models.build(name)
     with torch.no_grad():
         for path, p in [*reference.named_parameters(), *reference.named_buffers()]:
@@ -112,7 +112,7 @@ def test_ties_as_torch_breaks_them(name) -> None:
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("name", SPECIAL)
 def test_under_accelerate_hooks(name, order) -> None:
-    """A hook on every module, before or after patching; both come off in either order."""
+    """Hooks on every module, set before or after patching, can be removed in either order."""
     reference = tiny_models.build(name)
     model = copy.deepcopy(reference)
     if order == "patch first":
@@ -132,7 +132,7 @@ def test_under_accelerate_hooks(name, order) -> None:
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_bf16_is_finite_and_near(name) -> None:
-    """A sanity check: ids may differ at ties, so norms are compared, not rows."""
+    """bf16 outputs are finite and close in norm; ids may differ at ties, so rows do not compare."""
     if name == "deepseek_v4" and Version(transformers.__version__) < Version("5.18"):
         pytest.skip("transformers' own model fails in bf16 before 5.18")
     reference = tiny_models.build(name, torch.bfloat16)

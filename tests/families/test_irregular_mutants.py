@@ -36,8 +36,8 @@ class Fault:
         recipe, over: the tiny model that it is planted in.
         entry: values of the family's entry that are replaced.
         attribute: (dotted name, replacement) of something that the family's functions use.
-        self_check: whether the patch-time self-check sees it too. It runs in eval mode, on tokens
-            of which none may happen to be skipped.
+        self_check: whether the patch-time self-check catches it too. The self-check runs in eval
+            mode, on tokens of which none may happen to be skipped.
     """
 
     name: str
@@ -80,7 +80,7 @@ def axes_swapped(x: Tensor, y: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 class CutWeightsGradient:
-    """weight * factor, differentiated as what it is."""
+    """Multiplication of weight and factor with its true gradient."""
 
     @staticmethod
     def apply(weight: Tensor, factor: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ FAULTS = [
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
-    """Plants a fault in the registry or in a module, and takes it out again."""
+    """Plant a fault in the registry or in a module, and remove it again."""
     originals: list[FamilySpec] = []
 
     def put(fault: Fault) -> None:

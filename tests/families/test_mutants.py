@@ -56,7 +56,7 @@ def softmax_first(spec: FamilySpec) -> dict[str, Any]:
 
 
 def max_as_top2(spec: FamilySpec) -> dict[str, Any]:
-    """DeepSeek-V2's group score as the sum of a group's best two."""
+    """Score DeepSeek-V2's groups by the sum of the best two instead of the maximum."""
     names = ("top_k", "groups", "top_groups", "scale")
     kept = {name: spec.params[name] for name in names}
     return {"routing": softmax_topk, "params": {**kept, "group_score": Const("top2")}}
@@ -75,14 +75,14 @@ def clamped_afterwards(h: Tensor, glu: Any) -> Tensor:
 
 
 def all_scores_negative(model: nn.Module) -> None:
-    """Biases below -1: a group masked with 0.0 then beats every expert that was kept."""
+    """Set biases below -1: a group masked with 0.0 then beats every expert that was kept."""
     for name, tensor in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             tensor -= 2.0
 
 
 def flat_scores(model: nn.Module) -> None:
-    """Scores near each other: otherwise the best of a group is nearly all of its sum."""
+    """Make scores nearly equal: else the best of a group is nearly all of its sum."""
     for name, parameter in model.named_parameters():
         if name.endswith("gate.weight"):
             parameter.data *= 0.1

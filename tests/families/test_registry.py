@@ -66,7 +66,7 @@ def two_best(logits_TE, bias_E=None, *, top_k, weights_dtype=None, ties="lower",
 
 @functools.wraps(softmax_topk)
 def wrapped_rule(*args, **kwargs):
-    """A user's function around a shipped rule: it has the rule's parameters."""
+    """A user's function around a shipped rule, with the rule's parameters."""
     return softmax_topk(*args, **kwargs)
 
 
@@ -249,7 +249,7 @@ def test_a_users_family_works_end_to_end(toy, batch, shared):
     ids=["own", "wrapped"],
 )
 def test_a_users_own_routing_function(toy, batch, monkeypatch, function, params, ties):
-    """The report judges what no function decides, as ties, and says that it is a function."""
+    """Report the function as the router, and judge only options outside of it, such as ties."""
     register_family(FamilySpec(**{**TOY, "routing": function, "params": params}))
     out = toy(**batch).logits
     assert_close(patch_model(toy, ties=ties)(**batch).logits, out, FP32)

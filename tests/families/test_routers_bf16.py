@@ -54,10 +54,10 @@ def test_router_in_bf16(name):
 
 @pytest.mark.parametrize("name", ORDINARY)
 def test_logits_under_autocast(name):
-    """fp32 weights under bf16 autocast, as mixed-precision training has them: logits bit for bit.
+    """Logits agree bit for bit with fp32 weights under bf16 autocast, as in mixed precision.
 
-    Above them transformers scores in whatever dtype autocast left, we in fp32 where it does in fp32
-    otherwise.
+    From logits to scores, transformers uses the dtype that autocast left. We use fp32 if
+    transformers does so without autocast.
     """
     for router, spec in routers(name, torch.float32):
         x, args = states(router, spec, torch.float32), bias_of(router, spec)

@@ -38,19 +38,19 @@ VISION = {
 
 
 def patches(values: int) -> dict[str, Tensor]:
-    """Qwen's format: all patches of the batch in rows, and each image's grid."""
+    """Return Qwen's format: all patches of the batch in rows, and each image's grid."""
     pixels = torch.randn(2 * 16, values, generator=torch.Generator().manual_seed(4))
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
 
 
 def single_patches() -> dict[str, Tensor]:
-    """Kimi's format: patches as small images, and each image's grid."""
+    """Return Kimi's format: patches as small images, and each image's grid."""
     batch = patches(3 * 4 * 4)
     return {**batch, "pixel_values": batch["pixel_values"].view(-1, 3, 4, 4)}
 
 
 def with_positions() -> dict[str, Tensor]:
-    """Gemma's format: patches per image, and the column and row of each."""
+    """Return Gemma's format: patches per image, and the column and row of each."""
     pixels = torch.rand(2, 16, 3 * 4 * 4, generator=torch.Generator().manual_seed(4))
     row, column = torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij")
     positions = torch.stack([column.flatten(), row.flatten()], dim=-1)

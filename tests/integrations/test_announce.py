@@ -67,7 +67,7 @@ def test_refused_blocks_are_in_the_line(model):
 
 
 def test_the_plugin_of_ms_swift(model, caplog, monkeypatch):
-    """Loaded as ms-swift loads a file; its map is called with arguments and trainer."""
+    """Load the plugin as ms-swift loads a file, and call its map with arguments and trainer."""
     swift, callbacks = ModuleType("swift"), ModuleType("swift.callbacks")
     callbacks.callbacks_map = {}
     monkeypatch.setitem(sys.modules, "swift", swift)
@@ -78,6 +78,6 @@ def test_the_plugin_of_ms_swift(model, caplog, monkeypatch):
     callback = callbacks.callbacks_map["moe_patch"](object(), object())
     callback.on_init_end(ARGUMENTS, None, None, model=model)
     assert lines(caplog, "swift.moe_patch") == [f"{PATCHED}none"]
-    # ms-swift puts the folder first on sys.path: a file "transformers.py" there would be imported.
+    # ms-swift puts the folder first on sys.path, so a "transformers.py" there would be imported.
     beside = {path.name for path in Path(PLUGIN).parent.iterdir() if path.suffix == ".py"}
     assert beside == {"__init__.py", Path(PLUGIN).name}

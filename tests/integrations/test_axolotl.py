@@ -51,7 +51,7 @@ class BasePlugin:
 
 
 class Config(dict):
-    """axolotl's config: keys as attributes, None where absent."""
+    """A config like axolotl's: keys as attributes, None if absent."""
 
     def __missing__(self, key):
         return None
@@ -116,7 +116,10 @@ def test_the_short_name_is_the_plugin(plugin):
 
 
 def test_the_entry_point_acts_on_the_key_alone(plugin, caplog):
-    """axolotl 0.21 loads it in every run, also beside the plugin that a file lists."""
+    """Act only on the key.
+
+    axolotl 0.21 loads the entry point in every run, also beside the plugin that a file lists.
+    """
     caplog.set_level(logging.INFO, "axolotl.moe_patch")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     module_name, _, class_name = project["entry-points"]["axolotl.plugins"]["moe-patch"].partition(
@@ -178,7 +181,7 @@ def test_axolotls_own_expert_kernels_are_a_named_conflict(plugin, conflict):
 
 
 def test_what_a_later_plugin_chooses_is_a_conflict_too(plugin):
-    """expert_parallel writes its choice when the model is about to load, after ours has looked."""
+    """expert_parallel sets its choice just before the model loads, after our plugin has read it."""
     cfg = Config()
     plugin.pre_model_load(cfg)
     cfg["experts_implementation"] = "deep_ep_grouped_mm"
@@ -202,7 +205,7 @@ def test_a_dense_model_is_an_error(plugin):
 
 @pytest.fixture
 def own_manager():
-    """axolotl's manager, as its loader uses it, without plugins of other tests."""
+    """Yield axolotl's manager, as its loader uses it, without plugins of other tests."""
     base = pytest.importorskip("axolotl.integrations.base", reason="axolotl is not installed")
     base.PluginManager._instance = None
     yield base.PluginManager.get_instance()
@@ -242,7 +245,7 @@ def test_own_manager_passes_a_conflict_on(own_manager):
 
 @pytest.mark.parametrize("value", [True, False, {"ties": "torch"}], ids=str)
 def test_own_manager_adds_the_key_to_axolotls_file(own_manager, value):
-    """A YAML file with the key passes axolotl's own checks; without the plugin it is dropped."""
+    """Accept the key of a YAML file in axolotl's own checks, which drop it without the plugin."""
     from axolotl.utils.config import validate_config
     from axolotl.utils.dict import DictDefault
 

@@ -1,4 +1,4 @@
-"""``moe-patch run -- COMMAND``: the command's own run, in this process, with the model patched."""
+"""``moe-patch run -- COMMAND``: runs the command in this process, with the model patched."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def at(tiny, monkeypatch):
-    """A folder with the model, as the working directory."""
+    """Return a folder that holds the model and is the working directory."""
     monkeypatch.chdir(tiny)
     return tiny
 
@@ -57,7 +57,7 @@ def state() -> tuple:
 
 
 def run(*argv: str) -> int:
-    """The exit status; the interpreter must be left as it was."""
+    """Run a command and return its exit status; the interpreter must be left unchanged."""
     before = state()
     try:
         return main(["run", *argv])
@@ -72,7 +72,7 @@ def write(path: Path, status: str = "0", text: str = TRAIN) -> Path:
 
 
 def install(folder: Path, name: str, value: str) -> None:
-    """A distribution with one console command, as pip leaves it."""
+    """Write a distribution with one console command, as pip installs it."""
     info = folder / f"{name}-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
@@ -117,7 +117,7 @@ def test_nothing_patched_is_status_1(at, capfd):
 
 
 def test_a_refused_model_alone_is_status_1(at, capfd):
-    """Without strict a model that is left alone is no error, and nothing is patched."""
+    """Return status 1 without strict: the refused model is no error, but nothing is patched."""
     text = TRAIN.replace('AutoModelForCausalLM.from_pretrained("tiny")', "dense()").replace(
         "def main", "from transformers import LlamaConfig, LlamaForCausalLM\n\n"
         "def dense():\n    return LlamaForCausalLM(LlamaConfig(hidden_size=8, vocab_size=32,\n"
@@ -170,7 +170,7 @@ def test_what_cannot_be_run_is_one_line(at, capfd, argv, said):
     ids=["script", "module"],
 )
 def test_what_accelerate_launches_runs_under_the_command(at, monkeypatch, given, handed):
-    """`trl sft` has accelerate's launcher start its script in a process of its own."""
+    """`trl sft` makes accelerate's launcher start its script in another process."""
     started = []
     monkeypatch.setattr(commands, "_LAUNCH", started.append)
     monkeypatch.setattr(launch, "launch_command", started.append)

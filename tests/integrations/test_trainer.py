@@ -83,7 +83,7 @@ def test_a_model_from_model_init_is_patched_when_training_begins(tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_best_model_and_resume(tmp_path, lora):
-    """The best checkpoint comes back, and a run resumes from its middle, as unpatched.
+    """Load the best checkpoint and resume from the middle of a run, as unpatched.
 
     The first of two checkpoints has to be the best one, so that the last weights are replaced. An
     unpatched run decides whether the higher or the lower loss counts as best.

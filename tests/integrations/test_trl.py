@@ -1,4 +1,4 @@
-"""TRL's SFT, DPO and GRPO trainers with MoePatchCallback: what the unpatched run gives.
+"""TRL's SFT, DPO and GRPO trainers with MoePatchCallback: results equal those unpatched.
 
 Needs TRL and datasets, which are no dependencies.
 """
@@ -63,7 +63,7 @@ def sft(folder, **common):
 
 
 def dpo(folder, model, **common):
-    """With adapters the base is its own reference."""
+    """Return a DPO trainer; with adapters, the base model is the reference."""
     data = rows(prompt=texts(16, 4, 0), chosen=texts(16, 6, 1), rejected=texts(16, 6, 2))
     args = trl.DPOConfig(str(folder), max_length=16, **COMMON)
     reference = None if common["peft_config"] else copy.deepcopy(model)
@@ -71,7 +71,7 @@ def dpo(folder, model, **common):
 
 
 def grpo(folder, **common):
-    """Without adapters TRL would read a reference from a checkpoint, unless beta is 0."""
+    """Set beta to 0 without adapters; else TRL would read a reference from a checkpoint."""
     beta = 0.04 if common["peft_config"] else 0.0
     args = trl.GRPOConfig(
         str(folder), num_generations=2, max_completion_length=6, beta=beta, **COMMON
@@ -88,7 +88,7 @@ MEASURES = {
 
 
 def run(make, folder, lora, *callbacks):
-    """The logged measures per step, and every trained weight."""
+    """Return the logged measures per step, and every trained weight."""
     model = tiny_models.build("qwen3_moe", output_router_logits=False)
     model.generation_config.update(pad_token_id=0, eos_token_id=2)
     config = lora_config(EXPERTS, attention("qwen3_moe"), lora_dropout=0.0) if lora else None

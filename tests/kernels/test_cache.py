@@ -1,4 +1,4 @@
-"""Kernels compile where Triton's cache cannot be written; the cache is Triton's own."""
+"""Kernels compile although Triton's cache is unwritable; a writable cache is used."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def unwritable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache folder that cannot be made, for root neither."""
+    """A cache folder that cannot be created, not even by root."""
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "cache"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
@@ -114,7 +114,7 @@ def test_a_launch_survives(unwritable: Path) -> None:
 
 
 def test_every_launch_goes_this_way() -> None:
-    """Through the launcher, or ``compiling`` around ``kernel[grid]``."""
+    """Launch by the launcher, or by ``compiling`` around ``kernel[grid]``."""
     launch = re.compile(r"^\s*\w*kernel\w*\[.*\]\($", re.MULTILINE)
     for path in Path(moe_patch.kernels.__file__).parent.rglob("*.py"):
         assert not launch.search(path.read_text(encoding="utf-8")), path

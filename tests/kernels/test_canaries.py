@@ -1,7 +1,7 @@
 """No kernel reads or writes outside its tensors: every operand and allocation between guard bands.
 
-Natively on a GPU (``-m gpu``) and, on a CPU, under Triton's interpreter. On a GPU the memory
-checker sees the same calls, one allocation per tensor: ``bash scripts/kernels/memcheck.sh``.
+Runs natively on a GPU (``-m gpu``) and, on a CPU, under Triton's interpreter. On a GPU
+``bash scripts/kernels/memcheck.sh`` checks the same calls, with one allocation per tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMITS = {torch.float32: 1e-6, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 def check_experts(case: Case, dtype: torch.dtype, device: str, shift: int = 0) -> None:
-    """Inside the bands a call gives what it gives outside; off its alignment, up to rounding."""
+    """Calls between guard bands give equal results; equal up to rounding if misaligned."""
     inputs = make_inputs(case, dtype, device)
     expected, _ = run_kernels(inputs)
     with Guards(shift) as guards:
@@ -164,7 +164,7 @@ def test_gpu(case: str) -> None:
     CASES[case]("cuda")
 
 
-# Off its alignment a tensor reaches the kernels by pointers where it would by descriptors.
+# A misaligned tensor reaches the kernels by pointers instead of descriptors.
 LARGER = [
     *((name, 0) for name in ("tile_edges", "wide", "sparse", "gpt_oss_like", "lora_72", "decode")),
     ("tile_edges", 1),

@@ -70,7 +70,7 @@ def test_pick_tile_fits_and_names_what_does_not() -> None:
 def test_default_tiles_compile() -> None:
     """The default tile of each hot GEMM compiles for every capability, fits and does not spill.
 
-    Nor does any, packed experts' included, write registers that a matrix instruction may read.
+    No tile, packed experts' included, writes registers that a matrix instruction may still read.
     """
     hot = [
         argument
@@ -148,7 +148,7 @@ SPECIALISED = {
 
 
 class Rows:
-    """The rows of one call in plan order: operands, and the same in fp64 for what exists."""
+    """Rows of one call in plan order: the operands, and those that exist in fp64."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         inputs = make_inputs(case, dtype, "cuda")
@@ -166,11 +166,11 @@ class Rows:
         self.x64, self.dout64 = self.tensors["x"].double(), self.dout_TD.double()
 
     def grouped(self, rows_nI: Tensor, w_EOI: Tensor) -> Tensor:
-        """W_e in_n in fp64."""
+        """Return W_e in_n in fp64."""
         return torch.einsum("ni,noi->no", rows_nI, w_EOI.double()[self.e_n])
 
     def run(self, op: str, tile: Tile) -> dict[str, tuple[Tensor, Tensor]]:
-        """Ours and fp64, by the name of the result."""
+        """Return our result and that in fp64, by name."""
         w13, w2, x = (self.tensors[name] for name in ("w13", "w2", "x"))
         row_tiles, n = self.tiles.rows(tile.m), slice(self.valid)
         if op == "up":

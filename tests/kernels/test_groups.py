@@ -19,13 +19,13 @@ from moe_patch.types import Lora
 from tests.support import interpreted
 from tests.support.numerics import FP32, assert_bits, assert_close, bf16_rule
 
-# Experts, outputs, inputs, rank: on both sides of the width where tiles of factors serve.
+# Experts, outputs, inputs, rank: on both sides of the width at which tiles of factors are used.
 SIZES = {"wide": (4, 80, 72, 3), "thin_out": (3, 24, 96, 2), "thin_in": (3, 96, 40, 17)}
 LARGE = SIZES | {"many": (64, 512, 256, 16), "rank_128": (8, 256, 384, 128)}
 
 
 def products(kind: type, plan, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every product of one backend, over rows that belong to an expert where there are rows."""
+    """Return every product of one backend; products of rows only for rows of an expert."""
     made = kind(plan, t["x"])
     lora, valid = Lora(t["a"], t["lb"], 0.5), int(plan.offsets_S[-1])
     u_NR = made.linear(t["x"], t["a"])

@@ -1,4 +1,4 @@
-"""Kernels launched directly get what Triton would give them (see offline_launches.py)."""
+"""Kernels launched directly get the arguments that Triton would pass (offline_launches.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launches() -> dict:
 
 
 def test_the_same_compiled_kernels_with_the_same_arguments(launches: dict) -> None:
-    """Aligned and not, decode and training, with factors and without."""
+    """Arguments agree: aligned or not, decode and training, with factors and without."""
     assert launches["different"] == []
 
 
@@ -67,7 +67,7 @@ def test_descriptors_are_encoded_here_where_kernels_are_launched_directly(launch
 def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And only then, however often it comes back; the most that is kept is bounded."""
+    """Encode only then, however often a descriptor recurs; the cache is bounded."""
     from moe_patch.kernels.common import launcher
     from moe_patch.kernels.common.versions import Tested
 
@@ -101,7 +101,7 @@ def test_a_descriptor_is_encoded_anew_for_an_address_a_shape_or_strides(
 
 
 class Compiled:
-    """Stands for a compiled kernel of a known release: notes what reaches it, and by which way."""
+    """Stand-in for a compiled kernel of a known release; records its arguments and their path."""
 
     packed_metadata, function = (4, 1, 0), 77
 
@@ -113,16 +113,16 @@ class Compiled:
 
 
 def encoding(launcher: Callable) -> Callable:
-    """Triton's function around the one in C, which encodes descriptors."""
+    """Wrap the function in C, like Triton's function that encodes descriptors."""
     return lambda *args: launcher(*args)
 
 
 def encoding_renamed(in_c: Callable) -> Callable:
-    """The same with another name in the closure."""
+    """Wrap the function in C under another name in the closure."""
     return lambda *args: in_c(*args)
 
 
-# What make_tensordesc_arg takes, and what the function in C takes of a kernel's own arguments.
+# Arguments of make_tensordesc_arg, and of the function in C for a kernel's own arguments.
 IN_C: dict[str, tuple[Callable, Callable]] = {
     "3.6": (
         lambda descriptor, kind: ["encoded"],
@@ -145,7 +145,7 @@ CASES += [("3.7", "arg_annotations"), ("3.7", "kernel_signature"), ("3.8", "inst
 def test_where_triton_lacks_a_private_name_it_launches_itself(
     monkeypatch: pytest.MonkeyPatch, release: str, gone: str
 ) -> None:
-    """Right arguments by Triton's own way, at every launch; with all names by the one in C."""
+    """Launch through Triton if a private name is missing, else through the function in C."""
     from moe_patch.kernels.common import launcher
     from moe_patch.kernels.common.versions import TRITON_VERSIONS
 
@@ -202,7 +202,7 @@ def test_where_triton_lacks_a_private_name_it_launches_itself(
 
 
 def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:
-    """A chain or any other function; None is no hook."""
+    """Call a hook that is a chain or any other function; None is no hook."""
     by_chain, by_function, by_none = launches["hooked"]
     assert len(by_chain) == len(by_function) == len(by_none) > 0
     assert all(by_chain)
@@ -212,7 +212,7 @@ def test_a_hook_is_called_for_every_kernel(launches: dict) -> None:
 
 @pytest.mark.gpu
 def test_gpu_a_tensor_on_the_host_is_refused_at_every_call() -> None:
-    """By the driver, once the kernel is known too: its address would be read on the device."""
+    """Raise the driver's error, also for a cached kernel: the device would read a host address."""
     bf16 = {"device": "cuda", "dtype": torch.bfloat16}
     w = ExpertWeights(torch.randn(8, 64, 64, **bf16), torch.randn(8, 64, 32, **bf16))
     x_TD, weights_TK = torch.randn(3, 64, **bf16), torch.rand(3, 2, **bf16)

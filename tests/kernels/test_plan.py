@@ -81,7 +81,7 @@ def check_special(device: str) -> None:
         ids_TK = torch.full((T, 3), fill, device=device)
         for ours, ref in zip(build_plan(ids_TK, E), reference_plan(ids_TK, E), strict=True):
             assert torch.equal(ours, ref), (T, E, fill)
-    # Ids whose lower 32 bits would be an expert's are none; nor are those at the ends of int32.
+    # Ids whose lower 32 bits would be an expert's are no experts; nor are the ends of int32.
     far = torch.tensor([[2**40 + 1, 3], [-(2**31), 0], [2**31 - 1, 2], [2**32, 2**63 - 1], [1, 7]])
     for ours, ref in zip(
         build_plan(far.to(device), 4), reference_plan(far.to(device), 4), strict=True
@@ -116,7 +116,7 @@ def check_tiles(device: str) -> None:
 
 
 def assert_tiles(table: torch.Tensor, offsets_S: torch.Tensor, rows: int, block: int) -> None:
-    """Tiles of ``block`` rows from each expert's first row, in the order of experts, then -1."""
+    """Expect tiles of ``block`` rows from each expert's first row, in order of experts, then -1."""
     offsets, E = offsets_S.tolist(), len(offsets_S) - 1
     found, M = table.tolist(), tile_bound(rows, E, block)
     expected = [(e, start) for e in range(E) for start in range(offsets[e], offsets[e + 1], block)]

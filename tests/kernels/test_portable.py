@@ -45,7 +45,7 @@ LAYERS = {
 }
 
 
-# Releases by what the table says of their Hopper kernels.
+# Releases, by the state of their Hopper kernels in the table.
 TESTED, UNTESTED = (
     [name for name, found in versions.TRITON_VERSIONS.items() if found.hopper is hopper]
     for hopper in (True, False)
@@ -54,11 +54,11 @@ TESTED, UNTESTED = (
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A Hopper card and a Triton that its kernels know, whatever is installed."""
+    """Pretend a Hopper card and a Triton that its kernels support, whatever is installed."""
     card = Device(HOPPER, 227 << 10, 132)
     monkeypatch.setattr(versions, "_GATES", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no marker of this machine's user
-    # Not by mock: a test sets the version anew, and what was set last has to be undone first.
+    # Not by mock: tests set the version again, and the last change has to be undone first.
     monkeypatch.setattr(triton, "__version__", "3.6.0+git9844da95")
     with mock.patch("moe_patch.kernels.common.device.INTERPRETER", card):
         yield
@@ -71,7 +71,7 @@ def taken(
     transposed: bool,
     dtype: torch.dtype = BF16,
 ) -> set[str]:
-    """The products for which the launchers take the specialised kernels."""
+    """Return the products for which the launchers use the specialised kernels."""
     E, T, K = 4, 16, 2
     N, H = T * K, 2 * F if glu.gated else F
 
@@ -120,7 +120,7 @@ def test_the_reason_is_what_the_launchers_decide(layer: str, hopper: None) -> No
 
 @pytest.mark.parametrize("rank", [1, 4, 8, 12, 17])
 def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monkeypatch) -> None:
-    """With zeros up to a multiple of 8, which change no product."""
+    """Pad the rank with zeros to a multiple of 8, which changes no product."""
     E, T, K, D, F = 4, 256, 2, 64, 32
     N, H = T * K, 2 * F
     index = torch.empty(0, dtype=torch.int32)
@@ -149,7 +149,7 @@ def test_any_rank_reaches_the_specialised_kernels(rank: int, hopper: None, monke
     w13, w2, b13, a2 = random(E, H, D), random(E, D, F), random(E, H, rank), random(E, rank, F)
     up.up(x, rows_of_call, w13, None, SILU, tile, low_rank=(u, b13))
     check("up", (u, b13), "nr,eor->eno")
-    # As in down and in dx: the weight and its factor lie alike.
+    # In down and in dx a weight and its factor have the same layout.
     for weight, factor in (
         (w2, random(E, D, rank)),
         (random(E, F, D).mT, random(E, rank, D).mT),
@@ -254,7 +254,7 @@ LIMITS = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_a_tile_that_does_not_fit_is_named(dtype: torch.dtype) -> None:
-    """No known card is short of shared memory; with less of it, whatever changes is named."""
+    """Name each op whose tile changes for lack of shared memory; no known card lacks it."""
     for capability, kib in LIMITS.items():
         assert smaller_tiles_reason(dtype, capability, kib << 10) == ""
     for kib in (96, 64, 48, 16, 1):

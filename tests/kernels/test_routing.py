@@ -1,7 +1,7 @@
 """Triton routing against its definition, ``ops.routing.route``: ids exactly, NaN included.
 
-Logits are small integers, so that ties are certain and everywhere. Gradients are held against
-autograd through the definition in fp64. Runs natively on a GPU (``-m gpu``) and, on a CPU, under
+Logits are small integers, so that every row has ties. Gradients are compared with autograd through
+the definition in fp64. Runs natively on a GPU (``-m gpu``) and, on a CPU, under
 Triton's interpreter, which is right for fp32 and fp16 only.
 """
 
@@ -31,7 +31,7 @@ def check_spec(name: str, dtype: torch.dtype, device: str, T: int = 7) -> None:
     assert_bits(ours.ids_TK, expected.ids_TK, "ids")
     assert ours.weights_TK.dtype == expected.weights_TK.dtype
     assert ours.logits_TE is logits_TE
-    # Both round scores to the same dtype, from exponentials that differ in the last bit.
+    # Both sides round scores to the same dtype, from exponentials that differ in the last bit.
     assert_close(ours.weights_TK, expected.weights_TK, 2 * LIMITS[ours.weights_TK.dtype], "weights")
 
     wide_TE = logits_TE.detach().double().requires_grad_()
@@ -69,7 +69,7 @@ def check_nan_rows(name: str, dtype: torch.dtype, device: str) -> None:
 
 
 def check_shared_scores(device: str) -> None:
-    """Different logits whose scores are equal: the lower id wins, as in the definition."""
+    """Choose the lower id if different logits have equal scores, as in the definition."""
     for score, logits in (
         ("softmax", [-1e4, -2e4, 3e4, -3e4, 0.0, 1.0, -5e4, -4e4]),  # all but one underflow
         ("softmax", [-4e3, -1e3, 4e3, 3e3, 3e3, 3e3, 3e3, 3e3]),  # ties beyond the next in rank
@@ -107,7 +107,7 @@ def check_all_negative_and_large(device: str) -> None:
 
 
 def check_strides(name: str, dtype: torch.dtype, device: str) -> None:
-    """Logits and gradients of any strides, against fp64 on contiguous copies."""
+    """Logits and gradients of any strides agree with fp64 on contiguous copies."""
     logits_TE, spec, bias_E = inputs(name, 6, dtype, device)
     wide_bias = None if bias_E is None else bias_E.double()
     for layout, view in strided(logits_TE).items():
@@ -151,7 +151,7 @@ def check_no_rows(device: str) -> None:
 
 
 def check_invalid_ids(device: str) -> None:
-    """Backward on ids that are partly -1 or >= E: those slots have no weight and no gradient."""
+    """Give slots with ids -1 or >= E no weight and no gradient in backward."""
     from moe_patch.kernels.routing.route import route_backward
 
     E, K = 12, 4

@@ -19,7 +19,7 @@ import moe_patch
 
 PACKAGE = Path(moe_patch.__file__).parent
 KERNELS = sorted((PACKAGE / "kernels").rglob("*.py"))
-# Between a block's input and its output, forward and backward, on a card.
+# Code between a block's input and its output, forward and backward, on a card.
 HOT = [
     *KERNELS,
     *(
@@ -40,7 +40,7 @@ def called(call: ast.Call) -> str:
 
 
 def tf32(source: str) -> list[str]:
-    """Products of operands that may be fp32 without ``input_precision="ieee"``."""
+    """Return products without ``input_precision="ieee"`` whose operands may be fp32."""
     dots = [call for call in calls(source) if ast.unparse(call.func) == "tl.dot"]
     exact = "input_precision='ieee'"
     return [ast.unparse(c) for c in dots if exact not in map(ast.unparse, c.keywords)]
@@ -57,7 +57,7 @@ def tuned(source: str) -> list[str]:
 
 
 def waiting(source: str) -> list[str]:
-    """Calls that wait for the device, by their usual names."""
+    """Return calls that synchronise with the device, by their usual names."""
     return [
         ast.unparse(call)
         for call in calls(source)

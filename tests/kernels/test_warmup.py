@@ -25,7 +25,7 @@ from tests.support.tiny_models import blocks
 
 @pytest.fixture
 def everywhere(monkeypatch) -> None:
-    """Let blocks run although there is nothing to compile on a CPU."""
+    """Run blocks although a CPU has nothing to compile."""
     choice = BackendChoice("triton", "for this test")
     monkeypatch.setattr(moe_patch.tools.warmup, "choose_backend", lambda *_: choice)
 
@@ -121,7 +121,7 @@ def test_what_is_not_run_says_why() -> None:
 
 @pytest.mark.slow
 def test_no_size_compiles_afterwards_on_hopper() -> None:
-    """Compiled for sm_90 here, on any machine; see tests/support/offline_warmup.py."""
+    """Sizes other than those warmed up compile no kernel for sm_90 (offline_warmup.py)."""
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(SUPPORT / "offline_warmup.py")],
@@ -132,7 +132,7 @@ def test_no_size_compiles_afterwards_on_hopper() -> None:
     compiled = json.loads(result.stdout.splitlines()[-1])
     from moe_patch.kernels.common.versions import known_triton
 
-    # Elsewhere the portable kernel takes the specialised one's place.
+    # On an unknown Triton the portable kernel replaces the specialised one.
     dh = "_hopper_dh_kernel" if known_triton() else "_dh_kernel"
     assert {"forward_kernel", "_up_kernel", dh} <= set(compiled["warmup"])
     assert compiled["later"] == []
@@ -162,7 +162,7 @@ def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_gpu_warms_and_trains_in_two_gigabytes() -> None:
-    """No spare memory is needed to compile or to choose a tile."""
+    """Compiling and choosing tiles need no spare memory."""
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64}
     model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, num_hidden_layers=1, **sizes)
     patch_model(model.to("cuda"))

@@ -1,4 +1,4 @@
-"""moe_patch/tools/wgmma_operands.py on small kernels: what it must find, and what it must not."""
+"""moe_patch/tools/wgmma_operands.py on small kernels: the hazards it must find, and no others."""
 
 from __future__ import annotations
 

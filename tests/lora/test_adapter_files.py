@@ -1,4 +1,4 @@
-"""convert_adapter: a saved adapter for another release of PEFT means the same."""
+"""convert_adapter: a saved adapter keeps its meaning for another release of PEFT."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def saved(model_type, folder, **over):
     ],
 )
 def test_the_other_release_gets_the_same_delta(model_type, over, pairs, tmp_path):
-    """By the formula that the other release has for its files; and back, bit for bit."""
+    """Match the other release's formula for its files, and convert back bit for bit."""
     model = saved(model_type, tmp_path / "here", **over)
     plain = tiny_models.build(model_type, **over)
     assert convert_adapter(plain, tmp_path / "here", tmp_path / "there", OTHER) == pairs

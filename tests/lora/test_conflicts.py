@@ -1,4 +1,4 @@
-"""An adapter on experts acts, or there is an error: whatever came between it and them since."""
+"""Adapters on experts act or raise an error, whatever was put between adapter and experts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def around_experts(model: Any, wrap: Any) -> None:
 @pytest.mark.parametrize("parameters", [EXPERTS, (UP,), (DOWN,)])
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile], ids=["checkpoint", "compile"])
 def test_wrapped_experts_end_as_they_do_unpatched(wrap: Any, parameters: tuple[str, ...]) -> None:
-    """PEFT finds no parameter there and says so; never the base model's loss."""
+    """Raise PEFT's error for a missing parameter; never return the base model's loss."""
     pair = adapted_pair("qwen3_moe", parameters)
     for model in (pair.reference, pair.ours):
         around_experts(model, wrap)
@@ -93,7 +93,7 @@ def test_a_forward_that_takes_no_factors_is_an_error(
 @pytest.mark.parametrize("compiled", ["block", "experts"])
 @pytest.mark.parametrize("first", ["disabled", "enabled"])
 def test_compiled_code_notices_that_adapters_are_on_again(compiled: str, first: str) -> None:
-    """A hook that prints breaks the graph before the experts: they are compiled by themselves."""
+    """Compile the experts by themselves if a printing hook breaks the graph in front of them."""
     torch.compiler.reset()
     pair = adapted_pair("qwen3_moe", EXPERTS, patch={"fuse_lora": "require"})
 

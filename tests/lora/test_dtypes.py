@@ -1,4 +1,4 @@
-"""Every rank, dtype, subset, optimiser and loader that adapters on experts come with.
+"""Adapters on experts with every rank, dtype, subset, optimiser and loader.
 
 As in tests/lora/test_lora.py the reference is PEFT's own forward over transformers' eager experts.
 """
@@ -59,7 +59,7 @@ def test_ranks_from_1_to_256(model_type, rank, device):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("targets", [EXPERTS, [UP], [DOWN]], ids=["both", "up", "down"])
 def test_some_layers_only(targets, order, device):
-    """Named by the longer suffix of their path."""
+    """Name the targets by the longer suffix of their path."""
     names = [f"layers.1.mlp.{target}" for target in targets]
     pair = adapted_pair("qwen3_moe", names, order=order, device=device)
     assert_adapters_act(pair.ours, pair.batch, 1e-3)
@@ -70,7 +70,7 @@ def test_some_layers_only(targets, order, device):
 
 
 def test_layers_to_transform(device):
-    """PEFT reads the option for modules alone: attention of one layer, the experts of both."""
+    """PEFT applies the option to modules only: attention of one layer, but experts of both."""
     pair = adapted_pair(
         "qwen3_moe", EXPERTS, attention("qwen3_moe"), layers_to_transform=[1], device=device
     )
@@ -87,7 +87,7 @@ def test_layers_to_transform(device):
 )
 @pytest.mark.parametrize("model_type", ["olmoe", "gpt_oss"])
 def test_dtypes_of_base_and_factors(model_type, base, factors, device):
-    """On equal ids, from fp64: as close as PEFT; gradients keep the factors' own dtype."""
+    """Results on equal ids are as close to fp64 as PEFT's; gradients keep the factors' dtype."""
     pair = adapted_pair(model_type, EXPERTS, dtype=base, device=device)
     for model in pair[:2]:
         for name, parameter in model.named_parameters():
@@ -117,7 +117,7 @@ def test_dtypes_of_base_and_factors(model_type, base, factors, device):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4"])
 def test_loaded_again_under_another_name(model_type, order, tmp_path, device):
-    """PEFT's way to rename: save, load under a new name, delete the old; after patching."""
+    """Follow a renamed adapter after patching: save, load under a new name, delete the old."""
     pair = adapted_pair(model_type, EXPERTS, order=order, device=device)
     expected = logits(pair.ours, pair.batch)
     for name, model in (("theirs", pair.reference), ("ours", pair.ours)):
@@ -132,7 +132,7 @@ def test_loaded_again_under_another_name(model_type, order, tmp_path, device):
 
 
 def test_the_fused_path_ran_and_nothing_of_peft_or_transformers(device):
-    """Code objects: the operator ran, PEFT's delta and transformers' experts did not."""
+    """Prove by code objects that the operator ran, not PEFT's delta or transformers' experts."""
     pair = adapted_pair("qwen3_moe", recipe("qwen3_moe"), device=device)
     ran = executed(lambda: step(pair.ours, pair.batch))
     reference_ran = executed(lambda: step(pair.reference, pair.batch))
@@ -168,14 +168,14 @@ def test_another_tuner_around_the_experts(device):
 
 
 class Packed(nn.Module):
-    """A storage that no product may read: bytes, decoded on access."""
+    """A storage that no product may read: bytes that are decoded on access."""
 
     def forward(self, stored: Tensor) -> Tensor:
         return stored.view(F32)
 
 
 def test_a_quantised_base_that_nothing_here_knows(device):
-    """Bytes behind a parametrization: the decoded weight counts, adapters on it and around it."""
+    """Use the decoded weight behind a parametrization, with adapters on it and around it."""
     theirs = tiny_models.build("qwen3_moe").to(device)
     for experts in expert_modules(theirs):
         for name in ("gate_up_proj", "down_proj"):
@@ -199,7 +199,7 @@ def test_a_quantised_base_that_nothing_here_knows(device):
 
 @pytest.mark.parametrize("compute", [F32, BF16], ids=["fp32", "bf16"])
 def test_4bit_attention_around_float_experts(compute, tmp_path, device):
-    """load_in_4bit packs Linear modules and leaves 3-D experts as they are (R34)."""
+    """Patch 3-D experts in a 4-bit model: load_in_4bit packs Linear modules only (R34)."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -220,9 +220,9 @@ def test_4bit_attention_around_float_experts(compute, tmp_path, device):
     patch_model(pair.ours)
     assert {row.tier for row in patch_report(pair.ours)} == {"full"}
     assert set(lora_columns(pair.ours)) == {"fused (down_proj, gate_up_proj)"}
-    # Before any inference: on a CPU that repacks Linear4bit into what has no backward.
-    # Two evaluations in bf16 (seen in one gradient: 5.02e-2 with the factors of PEFT 0.18, on a GPU
-    # in different orders 5.3e-2).
+    # Train before any inference: on a CPU, inference repacks Linear4bit without a backward.
+    # Both are bf16 (seen in one gradient: 5.02e-2 with the factors of PEFT 0.18; 5.3e-2 on a GPU,
+    # which sums in different orders).
     assert_same_step(pair, 6e-2 if device == "cpu" else 1e-1)
     assert_adapters_act(pair.ours, batch)
     assert rel_err(logits(patch_model(copy.deepcopy(theirs)), batch), logits(theirs, batch)) < 2e-2

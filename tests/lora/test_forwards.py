@@ -1,7 +1,8 @@
 """Several forwards before one backward with adapters on experts.
 
-PEFT registers an adapter that was added after patching anew in every forward, and torch raises the
-version of the weight that it registers on. The reference is PEFT on transformers' eager experts.
+An adapter added after patching is registered anew by PEFT in every forward, and torch then
+increments the version of the registered weight. The reference is PEFT on transformers' eager
+experts.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from tests.support.adapters import (
 from tests.support.numerics import FP32, assert_close, probe
 
 STACKS = ("input_linear.weight", "output_linear.weight")
-# A bound block, another layout with biases, identity experts, one projection per module, a norm
-# and a gate of the module's own between grouped products.
+# A bound block, another layout with biases, identity experts, one projection per module, and a
+# module with its own norm and gate between grouped products.
 OTHERS = ("qwen2_moe", "gpt_oss", "longcat_flash", "jetmoe", "muse_spark")
 
 
 @functools.cache
 def pair_of(model_type: str, order: str = "patch first") -> Pair:
-    """A pair that tests share; they leave it as it was."""
+    """Return a pair that tests share and leave unchanged."""
     parameters = STACKS if model_type == "jetmoe" else EXPERTS
     if model_type in ("qwen3_moe", "qwen2_moe", "gpt_oss"):
         parameters = (*parameters, router_parameter(model_type))
@@ -43,7 +44,7 @@ def pair_of(model_type: str, order: str = "patch first") -> Pair:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The model's loss, or for a tower without one a number that all outputs act on."""
+    """Return the model's loss, or for a tower a number that depends on all outputs."""
     out = model(**batch)
     return out.loss if "labels" in batch else probe(out[0])
 
@@ -74,7 +75,7 @@ def evaluation(model: nn.Module, batch: dict[str, Tensor]) -> None:
 
 
 def crossed(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Two graphs whose backward passes come in the order of the forwards."""
+    """Run two forwards, and their backwards in the same order."""
     first, second = loss_of(model, batch), loss_of(model, flipped(batch))
     first.backward()
     second.backward()
@@ -108,7 +109,7 @@ def base_weights(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture(params=[False, True], ids=["frozen", "trained"])
 def trained(request):
-    """A function that has a pair's expert weights train too, or not, until the test ends."""
+    """Yield a function that trains or freezes a pair's expert weights until the test ends."""
     changed = []
 
     def apply(pair: Pair) -> None:
@@ -139,7 +140,7 @@ def test_forwards_before_a_backward_in_other_families(model_type, order_of_work)
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
 def test_trained_weights_of_other_families(model_type, trained):
-    """Fails where an alias drops the gradient of a weight that is stored transposed."""
+    """Gradients agree; an alias must not drop that of a weight stored transposed."""
     pair = pair_of(model_type)
     trained(pair)
     assert_same_gradients(pair, two)
@@ -147,7 +148,7 @@ def test_trained_weights_of_other_families(model_type, trained):
 
 @pytest.mark.parametrize("order", ["peft first", "patch first, again after"])
 def test_forwards_before_a_backward_with_fused_adapters(order, trained):
-    """Fails for factors that are kept from one call to the next."""
+    """Gradients agree; factors must not be kept from one call to the next."""
     pair = pair_of("qwen3_moe", order)
     trained(pair)
     assert_same_gradients(pair, reference_pass)
@@ -156,8 +157,9 @@ def test_forwards_before_a_backward_with_fused_adapters(order, trained):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_forwards_before_a_backward_under_checkpointing(model_type, reentrant, trained):
-    """Fails where an alias drops a trained weight's gradient; without the auxiliary loss, which
-    transformers cuts off under reentrant recompute.
+    """Gradients agree; an alias must not drop that of a trained weight.
+
+    The auxiliary loss is off: transformers detaches it under reentrant recompute.
     """
     over = {"output_router_logits": False}
     pair = adapted_pair(model_type, EXPERTS, order="patch first", overrides=over)
@@ -175,7 +177,7 @@ def test_forwards_before_a_backward_under_checkpointing(model_type, reentrant, t
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_layers_that_share_their_weights(order):
-    """PEFT's layer_replication: the second layer registers on the weight that the first saved."""
+    """Gradients agree under layer_replication: two layers register on one saved weight."""
     pair = adapted_pair("qwen3_moe", EXPERTS, order=order, layer_replication=[[0, 2], [1, 2]])
     shared = base_weights(pair.ours)
     assert len({w.data_ptr() for w in shared}) < len(shared), "no weight is shared"
@@ -185,7 +187,7 @@ def test_layers_that_share_their_weights(order):
 
 @window.second_adapter
 def test_one_adapter_in_the_first_forward_and_two_in_the_second():
-    """Several adapters run PEFT's merged weight, whose registration counts as well."""
+    """Gradients agree if the second forward runs PEFT's merged weight, which registers as well."""
     pair = adapted_pair("qwen3_moe", EXPERTS, order="patch first")
     for model in (pair.reference, pair.ours):
         with torch.random.fork_rng(devices=[]):
@@ -204,7 +206,7 @@ def test_one_adapter_in_the_first_forward_and_two_in_the_second():
 @window.factors_in_forward
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "muse_spark"])
 def test_no_weight_is_copied_for_backward(model_type, trained):
-    """Each saved tensor of a weight's size lies in the weight's own memory."""
+    """Every saved tensor of a weight's size shares the weight's memory."""
     pair = pair_of(model_type)
     trained(pair)
     weights = base_weights(pair.ours)
@@ -226,7 +228,7 @@ def test_no_weight_is_copied_for_backward(model_type, trained):
 @window.factors_in_forward
 @pytest.mark.parametrize("trained", [True], indirect=True)
 def test_a_trained_weight_gets_its_gradient_without_a_copy(trained, monkeypatch):
-    """Autograd takes over what the operator returned, also through the alias."""
+    """Autograd takes the returned gradient without a copy, also through the alias."""
     pair = pair_of("qwen3_moe")
     trained(pair)
     returned, backward = set(), torch_backend.experts_backward
@@ -254,7 +256,7 @@ def test_a_weight_that_changes_before_backward_is_an_error(order):
 
 @pytest.mark.parametrize("trained", [True], indirect=True)
 def test_two_forwards_of_compiled_experts(trained):
-    """A compiled graph saves its own inputs: the alias has to be made outside."""
+    """Make the alias outside of the compiled graph, which saves its own inputs."""
     torch.compiler.reset()
     pair = adapted_pair("qwen3_moe", EXPERTS, order="patch first")
     trained(pair)

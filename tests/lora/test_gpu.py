@@ -33,7 +33,7 @@ REPEATS = 40
 
 
 def kernels(call) -> set[str]:
-    """Names of the kernels that ``call`` launches."""
+    """Return the names of the kernels that ``call`` launches."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
@@ -42,7 +42,7 @@ def kernels(call) -> set[str]:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_kernels_of_a_step(model_type):
-    """Ours, and no batched product over all experts, which is how PEFT forms its delta."""
+    """Run our kernels and no batched product over all experts, by which PEFT forms its delta."""
     pair = adapted_pair(model_type, recipe(model_type), attention(model_type), device="cuda")
     found = kernels(lambda: step(pair.ours, pair.batch))
     assert {"_up_kernel", "_dh_kernel", "_combine_kernel", "_dw_kernel"} <= found
@@ -96,7 +96,7 @@ def test_kernels_of_a_step_in_bf16(pair):
         assert not any(
             part in name.lower() for name in found for part in ("gemm", "cutlass", "bmm")
         )
-        # Of experts that nothing trains there is no weight gradient; factors' are thin.
+        # Frozen experts have no weight gradient; those of the factors are thin.
         assert "_hopper_dw_kernel" not in found
         assert ("_dw_kernel" in found) == bool(trained)
 
@@ -114,7 +114,7 @@ def test_bytes_from_forward_to_backward(pair):
 
 
 def test_peak_and_time_of_a_step_are_below_pefts(pair):
-    """R33: no merged weight, no delta, no dense weight gradient is ever there."""
+    """Never allocate a merged weight, a delta or a dense weight gradient (R33)."""
     found = []
     for model in pair[:2]:
         wrapper = experts_wrapper(model)
@@ -159,7 +159,7 @@ def test_forty_repeats_are_bit_identical(pair):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_training_never_copies_expert_weights(reentrant):
-    """Between forward and backward what the unpatched model holds; at the peak less."""
+    """Hold what the unpatched model holds between forward and backward, and less at the peak."""
     pair = adapted_pair(
         "qwen3_moe", EXPERTS, attention("qwen3_moe"), r=R, dtype=torch.bfloat16, device="cuda",
         overrides={**SIZES, "num_hidden_layers": 2},

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture
 def merged_weights(monkeypatch):
-    """Shapes of every expert weight that PEFT merges with its delta (its proxies' forwards)."""
+    """Record the shape of every expert weight that PEFT's proxies merge with a delta."""
     shapes = []
 
     def count(cls):
@@ -65,7 +65,7 @@ def merged_weights(monkeypatch):
 
 @pytest.fixture
 def outer_sums(monkeypatch, device):
-    """Shapes of every weight gradient that the device's backend computes."""
+    """Record the shape of every weight gradient that the device's backend computes."""
     shapes = []
     if device == "cuda":
         from moe_patch.kernels.common import repeat
@@ -114,7 +114,7 @@ def test_every_adapter_of_a_usual_recipe(model_type, order, merged_weights, devi
         assert all(
             "call patch_model again with the same options to fuse" in value for value in fused
         )
-        # PEFT's own registration merges. Before 0.21 its proxy gives nothing but that weight.
+        # PEFT's own registration merges. Before 0.21 its proxy returns only the merged weight.
         assert len(merged_weights) == (4 if factor_proxies() else 8)
     else:
         assert fused == {"fused (down_proj, gate_up_proj)"}
@@ -148,14 +148,14 @@ def test_shared_experts_as_parameters(model_type, order, device):
     targets = [f"{name}.weight" for name in SHARED[model_type]]
     pair = adapted_pair(model_type, [*EXPERTS, *targets], order=order, device=device)
     assert_adapters_act(pair.ours, pair.batch)
-    # With PEFT 0.18, whose factors are other random numbers, one gradient is small: 1.3e-5.
+    # PEFT 0.18 draws other random factors, and one gradient is small: 1.3e-5.
     assert_same_step(pair, None if rewrites_targets() else 2 * FP32)
 
 
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", SHARED)
 def test_shared_experts_and_their_gate_as_linear_modules(model_type, order, device):
-    """On the layers alone: where PEFT sees a model's config it takes gate_proj for the experts'."""
+    """Adapt the layers alone: given a model's config, PEFT mistakes gate_proj for the experts'."""
     reference = tiny_models.build(model_type).to(device)
     ours = copy.deepcopy(reference)
     batch = {key: value.to(device) for key, value in tiny_models.inputs(reference).items()}
@@ -252,7 +252,7 @@ def test_scaling_and_rank_variants(model_type, options, device):
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_fp32_factors_over_a_bf16_base(model_type, device):
-    """On equal ids, from fp64: PEFT rounds W + delta to bf16, we do not, and must be as close."""
+    """Results on equal ids are as close to fp64 as PEFT, which rounds W + delta to bf16."""
     pair = adapted_pair(model_type, EXPERTS, dtype=torch.bfloat16, device=device)
     exact = copy.deepcopy(pair.reference).double()
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Several adapters at once that differ in all that PEFT allows: ranks, scalings, layers, dtypes.
+"""Several adapters at once, as different as PEFT allows: ranks, scalings, layers, dtypes.
 
 As in tests/lora/test_lora.py the reference is PEFT's own forward over transformers' eager experts.
 """
@@ -35,7 +35,7 @@ MODELS = ("qwen3_moe", "gpt_oss", "llama4")
 
 
 def mixed_pair(model_type: str, order: str, device: str) -> Pair:
-    """Beside "default": "rs" by rsLoRA; "patterns" with other ranks and alphas by layer."""
+    """Add "rs" (rsLoRA) and "patterns" (other ranks and alphas by layer) to "default"."""
     pair = adapted_pair(model_type, EXPERTS, order=order, device=device)
     by_layer = {
         "rank_pattern": {r".*layers\.1.*gate_up_proj": 2},
@@ -90,7 +90,7 @@ def test_adapters_of_different_ranks_and_scalings_sum(model_type, order, device)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_one_of_several_merged(model_type, order, device):
-    """PEFT's own path runs, which leaves the unmerged ones out; the report says why."""
+    """Run PEFT's own path, which omits unmerged adapters, and report why."""
     pair = mixed_pair(model_type, order, device)
     activate(pair, "default", "patterns")
     before = logits(pair.ours, pair.batch)
@@ -111,9 +111,9 @@ def test_one_of_several_merged(model_type, order, device):
 @pytest.mark.parametrize("order", [ORDERS[0], ORDERS[2]])
 @pytest.mark.parametrize("model_type", MODELS)
 def test_adapters_of_different_dtypes_sum(model_type, order, device):
-    """bf16 factors beside fp32 ones: multiplied in fp32, where PEFT rounds a delta to bf16.
+    """Multiply bf16 factors beside fp32 factors in fp32, where PEFT rounds a delta to bf16.
 
-    So the reference is PEFT's forward in fp64 over the same values.
+    The reference is therefore PEFT's forward in fp64 over the same values.
     """
     pair = mixed_pair(model_type, order, device)
     for model in pair[:2]:
@@ -152,7 +152,7 @@ TARGETS = {"qwen3_moe": EXPERTS, "jetmoe": ("input_linear.weight", "output_linea
 @pytest.mark.parametrize("several", [False, pytest.param(True, marks=window.second_adapter)])
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_require_refuses_adapters_added_after_patching(model_type, several, device):
-    """A call that would run PEFT's own path is an error until patch_model is called again."""
+    """Raise an error for calls on PEFT's own path until patch_model is called again."""
     options = {"order": "patch first", "patch": {"fuse_lora": "require"}, "device": device}
     pair = adapted_pair(model_type, TARGETS[model_type], **options)
     if several:

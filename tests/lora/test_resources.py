@@ -1,7 +1,7 @@
 """Training loops around adapters on experts, and the memory that a step holds.
 
-Accumulation, multi-tensor optimisers on 3-D weights, a gradient scaler; what autograd keeps, with
-and without checkpointing. The reference is PEFT on the unpatched model.
+Accumulation, multi-tensor optimisers on 3-D weights, a gradient scaler; the tensors that autograd
+keeps, with and without checkpointing. The reference is PEFT on the unpatched model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ F16 = torch.float16
 
 @pytest.mark.parametrize("patched_first", [False, True])
 def test_gradient_accumulation(patched_first, device):
-    """Three micro-batches of different lengths before the gradients are read."""
+    """Accumulate three micro-batches of different lengths before comparing gradients."""
     pair = adapted_pair(
         "qwen2_moe", recipe("qwen2_moe"),
         order=ORDERS[2] if patched_first else ORDERS[0], device=device,
@@ -94,7 +94,7 @@ def test_adamw_on_adapters(kind, device):
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0**60], ids=["fits", "overflows"])
 def test_fp16_with_a_gradient_scaler(scale, device):
-    """fp16 autocast; an overflow reaches the scaler, which skips the step and lowers the scale."""
+    """An overflow under fp16 autocast makes the scaler skip the step and lower the scale."""
     pair = adapted_pair("qwen3_moe", EXPERTS, init_lora_weights=True, device=device)
     curves, scales = [], []
     for model in pair[:2]:
@@ -121,7 +121,7 @@ def test_fp16_with_a_gradient_scaler(scale, device):
 
 
 def held_bytes(call: Callable[[], object], *inputs: Tensor) -> list[int]:
-    """The storages that autograd holds after ``call``, in bytes, those of ``inputs`` left out."""
+    """Return the bytes that autograd holds after ``call``, without the storages of ``inputs``."""
     known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     held: dict[int, int] = {}
 
@@ -162,7 +162,7 @@ def test_checkpointed_layers_hold_what_unpatched_ones_hold(model_type, reentrant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_kept_from_forward_to_backward(model_type, dtype, device):
-    """h and rank-sized rows: no gathered input, activation, merged weight or cast factors."""
+    """Keep only h and rank-sized rows: no gathered input, activation, merged weight or cast."""
     T, K, R = 500, 2, 4
     pair = adapted_pair(model_type, EXPERTS, r=R, dtype=dtype, device=device)
     wrapper = next(m for n, m in pair.ours.named_modules() if n.endswith("mlp.experts"))

@@ -33,7 +33,7 @@ SOME = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def both(pair: Pair, action) -> None:
-    """Do the same to the two models."""
+    """Apply one change to both models."""
     for model in (pair.reference, pair.ours):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
@@ -72,7 +72,7 @@ def test_disabled_merged_unmerged_and_deleted(model_type, order, device):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", SOME)
 def test_several_adapters(model_type, order, device):
-    """Switch, sum, and train the sum; the second has another rank and scaling."""
+    """Switch and sum adapters of different rank and scaling, and train the sum."""
     pair = adapted_pair(model_type, recipe(model_type), order=order, device=device)
     second = lora_config(recipe(model_type), r=5, lora_alpha=3)
     both(pair, lambda model: model.add_adapter("second", second))

@@ -69,13 +69,13 @@ def test_peft_takes_the_targets_of_every_family(model_type):
         assert any(n.endswith(f".{name}") for n in names), name
 
 
-# Layers of every kind of attention, and windows that a short sequence fills.
+# Layers with every kind of attention, and windows that a short sequence fills.
 OPTIONS = {
     "deepseek_v4": {
         "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3},
     },
-    # Its auxiliary loss takes a router's adapter for the router in transformers 5.16.
+    # Its auxiliary loss mistakes a router's adapter for the router in transformers 5.16.
     "jamba": NO_AUX,
     "minimax_m3_vl": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
 }
@@ -84,7 +84,7 @@ OPTIONS = {
 @pytest.mark.parametrize("patched", [False, True], ids=["unpatched", "patched"])
 @pytest.mark.parametrize("model_type", tiny_models.patchable())
 def test_every_adapter_gets_a_gradient(model_type, patched):
-    """Without one it never trains, and DistributedDataParallel stops at the second step."""
+    """Every adapter gets a gradient; else DistributedDataParallel stops at the second step."""
     model = tiny_models.build(model_type, **OPTIONS.get(model_type, {}))
     batch = tiny_models.inputs(model)
     peft_model = get_peft_model(model, LoraConfig(r=3, **lora_targets(model)))
@@ -98,7 +98,7 @@ def test_every_adapter_gets_a_gradient(model_type, patched):
 
 @pytest.mark.families("longcat_flash")
 def test_what_can_never_train_is_no_target():
-    """LongCat's router reads the weight of a Linear that it never calls."""
+    """Omit LongCat's classifier: its router reads the weight of a Linear that it never calls."""
     longcat = lora_targets(tiny_models.build("longcat_flash"))
     names = [*longcat["target_modules"], *longcat["target_parameters"]]
     assert not any("classifier" in name for name in names)
@@ -131,7 +131,7 @@ def test_a_dense_model_is_refused_by_name():
 
 @pytest.mark.parametrize("how", ["get_peft_model", "injected", "modules_to_save"])
 def test_a_model_with_adapters_is_refused_by_name(how):
-    """And accepted again without them."""
+    """Raise an error that names the adapter; accept the model again without it."""
     model = tiny_models.build("qwen2_moe")
     targets = lora_targets(model)
     if how == "injected":
@@ -193,7 +193,7 @@ def test_warning_when_a_pattern_means_experts(model_type, pattern):
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen2_moe"])
 def test_warning_when_all_linear_reaches_no_expert(model_type, order):
-    """PEFT has replaced the word by paths when we see it."""
+    """Warn although PEFT has already replaced "all-linear" by paths."""
     model = tiny_models.build(model_type)
     if order == "patch first":
         patch_model(model)
@@ -219,7 +219,7 @@ def test_warning_when_all_linear_reaches_no_expert(model_type, order):
 def test_no_warning_where_experts_were_reached_or_not_asked_for(model_type, targets):
     model = get_peft_model(tiny_models.build(model_type), LoraConfig(r=2, target_modules=targets))
     reached = any(".experts" in name for name in adapted(model))
-    # PEFT 0.18 rewrites no names: there the experts are missed, and the warning is right.
+    # PEFT 0.18 rewrites no names and misses the experts, so the warning is right there.
     assert reached == (targets == "all-linear" and rewrites_targets())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

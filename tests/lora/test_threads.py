@@ -1,4 +1,4 @@
-"""Forwards of one model with adapters in two threads: the second is refused, the first is right."""
+"""Forwards of one adapted model in two threads: the second raises, the first is correct."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Paused:
 
 @pytest.mark.parametrize("second", ["model", "experts"])
 def test_a_second_thread_is_refused_and_the_first_is_right(second):
-    """Otherwise it runs with the first's factors, and takes them away from it when it ends."""
+    """Raise in the second thread, which would use and then remove the first thread's factors."""
     pair = adapted_pair("qwen3_moe", EXPERTS)
     expected = logits(pair.ours, pair.batch)
     experts = expert_modules(pair.ours)[0]
@@ -67,7 +67,7 @@ def test_a_second_thread_is_refused_and_the_first_is_right(second):
 
 
 def test_threads_one_after_the_other():
-    """A call that has ended, with an error or without, refuses nobody."""
+    """Accept another thread after a call has ended, with an error or without."""
     pair = adapted_pair("qwen3_moe", EXPERTS)
     expected = logits(pair.ours, pair.batch)
     hook = expert_modules(pair.ours)[0].register_forward_pre_hook(lambda *_: 1 / 0)

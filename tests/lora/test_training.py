@@ -95,7 +95,10 @@ def test_an_exception_leaves_no_factors_behind(order, monkeypatch, device):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
 def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order, device):
-    """Without the auxiliary loss: transformers loses its gradient under reentrant recompute."""
+    """Checkpointing changes no bit.
+
+    The auxiliary loss is off: transformers loses its gradient under reentrant recompute.
+    """
     overrides = {"output_router_logits": False}
     targets = [recipe(model_type), attention(model_type)]
     ours, batch = adapted_pair(
@@ -118,7 +121,7 @@ def test_gradient_checkpointing_changes_no_bit(model_type, reentrant, order, dev
 
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant", "of h alone"])
 def test_recompute_merges_nothing(recompute, monkeypatch, device):
-    """PEFT's proxies, which add a delta to a weight, run neither in forward nor in recompute."""
+    """Run PEFT's proxies, which add a delta to a weight, neither in forward nor in recompute."""
     theirs, ours, batch = adapted_pair(
         "qwen3_moe", EXPERTS, overrides={"output_router_logits": False},
         patch={"recompute": recompute == "of h alone"}, device=device,
@@ -201,7 +204,7 @@ def test_a_closure_on_the_experts_forward_still_runs(model_type, when):
 
 @pytest.mark.parametrize("trainable", [False, True])
 def test_adapter_and_unfrozen_experts_train_together(trainable, device):
-    """A trainable base under an adapter gets PEFT's own dense gradient, and only then."""
+    """Give the base under an adapter PEFT's own dense gradient, only if the base is trainable."""
     pair = adapted_pair("qwen3_moe", [UP], device=device)
     for model in (pair.reference, pair.ours):
         for experts in expert_modules(model):
@@ -214,7 +217,7 @@ def test_adapter_and_unfrozen_experts_train_together(trainable, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_autocast(dtype, device):
-    """Under autocast to bf16 on equal ids; gradients keep the factors' own dtype."""
+    """Match PEFT under bf16 autocast on equal ids; gradients keep the factors' dtype."""
     pair = adapted_pair("qwen3_moe", EXPERTS, dtype=dtype, device=device)
     exact = copy.deepcopy(pair.reference).double()
     generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def card(monkeypatch):
-    """Pretend a card of a compute capability, with triton there or not."""
+    """Return a function that pretends a card of a compute capability, with or without triton."""
 
     def pretend(capability, triton=True, hip=None):
         monkeypatch.setattr(moe_patch.ops.backend, "_capability", lambda device: capability)

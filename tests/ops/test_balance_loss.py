@@ -37,7 +37,7 @@ SIZES = [
 
 
 def untied_logits(T: int, E: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """A shuffled ladder per row, its steps wide enough to survive rounding to bf16."""
+    """Return evenly spaced values per row, shuffled, whose steps survive rounding to bf16."""
     ladder_E = torch.arange(E, device=device) * (8.0 / E) - 4.0
     rank_TE = torch.rand(T, E, device=device).argsort(-1)
     return ladder_E[rank_TE].to(dtype)
@@ -106,7 +106,7 @@ def test_one_pass_gives_both() -> None:
 
 
 def test_nothing_larger_than_the_logits_is_allocated() -> None:
-    """No one-hot [T, K, E]: the largest tensor of forward and backward has T * E elements."""
+    """Allocate no one-hot [T, K, E]: the largest tensor of a step has T * E elements."""
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         size = 0
@@ -220,7 +220,7 @@ def test_gpu_losses(E: int, K: int, dtype: torch.dtype, poisoned_memory: None) -
 
 @pytest.mark.gpu
 def test_gpu_losses_hold_and_allocate_one_gradient_per_layer() -> None:
-    """transformers' own function would hold [L * T, K, E] int64: 1.6 GB here."""
+    """Use little memory; transformers' own function would hold [L * T, K, E] int64, 1.6 GB here."""
     L, T, E, K = 6, 32768, 128, 8
     layers = [torch.randn(T, E, device="cuda", dtype=BF16).requires_grad_() for _ in range(L)]
     for mask in (None, torch.ones(2, T // 2, device="cuda")):
@@ -246,7 +246,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("shape", [(2, 1, 6, 6), (2, 9), (2, 5), (0,)])
 @pytest.mark.parametrize("loss", [load_balancing_loss, router_z_loss])
 def test_a_mask_of_other_tokens_is_refused(loss, shape):
-    """The kernel reads as many of its numbers as there are rows, wherever it ends."""
+    """Refuse the mask: the kernel reads one number per row, also past the end of a mask."""
     layers = [torch.randn(12, 8), torch.randn(12, 8)]
     with pytest.raises(UnsupportedOptionError, match=r"attention_mask is \(.* are of 12; accepted"):
         loss(layers, attention_mask=torch.ones(shape))

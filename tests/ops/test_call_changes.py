@@ -79,7 +79,7 @@ def _same(mine: Any, theirs: Any) -> None:
      _other_dtype, _evaluated],
 )  # fmt: skip
 def test_a_change_between_two_calls_is_followed(change: Callable[[Any], None]) -> None:
-    """Against transformers' own block, changed in the same way; twice, as caches fill."""
+    """Match transformers' own block after equal changes; run twice, as caches fill."""
     mine, theirs = _blocks()
     for changed in (False, True, True):
         if changed:
@@ -142,7 +142,7 @@ def _disabled(block: Any) -> None:
 
 
 def test_adapters_that_are_switched_replaced_and_frozen_are_followed() -> None:
-    """Against PEFT itself, in one model that stays patched."""
+    """Match PEFT itself in one model that stays patched."""
     blocks = _adapted_blocks()
     changes: list[Callable[[Any], Any]] = [
         lambda block: None,

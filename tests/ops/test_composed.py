@@ -41,7 +41,7 @@ def test_composed_steps_equal_the_reference(case) -> None:
 
 
 def test_composed_post_norm() -> None:
-    """A norm between the down projection and the weighted sum, once per (token, expert) row."""
+    """Normalise once per (token, expert) row, between down projection and weighted sum."""
     case = Case(T=7)
     t = make_inputs(case)
     x, ids, weights, w, glu, _, _ = arguments(case, t)
@@ -75,7 +75,7 @@ def test_opcheck_of_every_step(full, columns_first) -> None:
 
 
 def test_rows_without_an_expert_reach_no_parameter_of_the_gate(monkeypatch) -> None:
-    """On CUDA grouped_mm leaves such rows unwritten: here they are NaN."""
+    """Ignore rows of empty slots: NaN here, because grouped_mm leaves them unwritten on CUDA."""
     product = Groups._product
 
     def unwritten(groups: Groups, x_NI: torch.Tensor, w_EOI: torch.Tensor) -> torch.Tensor:

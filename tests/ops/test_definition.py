@@ -1,4 +1,4 @@
-"""The plain reference means what transformers' experts mean; everything else is held against it."""
+"""The plain reference equals transformers' experts; all other code is compared with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def rows(T: int = 37, E: int = 8, K: int = 3) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def assert_same(experts: nn.Module, w: ExpertWeights, glu: Glu) -> None:
-    """Output and every gradient of the reference equal transformers' eager loop in fp64."""
+    """Check output and every gradient of the reference against transformers' eager loop in fp64."""
     x, ids, weights = rows()
     x.requires_grad_()
     weights.requires_grad_()

@@ -26,7 +26,7 @@ from tests.support.watching import Watching
 
 
 class Labelled(torch.Tensor):
-    """A subclass, as DTensor is one."""
+    """A tensor subclass, like DTensor."""
 
 
 class Asked(torch.autograd.Function):
@@ -94,7 +94,7 @@ LOOKUPS = (direct._dispatcher, op._graph_is_kept, taps._inside_backward)
 
 @pytest.fixture
 def without() -> Iterator[Callable[[str], None]]:
-    """Hide a private name of torch from our lookups, as in a release that renamed it."""
+    """Hide a private name of torch from our lookups, as if a release had renamed it."""
 
     def hide(name: str) -> None:
         with pytest.MonkeyPatch.context() as gone:  # torch itself needs some of them in backward
@@ -119,7 +119,7 @@ def step_of(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_torch_that_does_not_tell_who_watches_gets_operators(
     without: Callable[[str], None], name: str
 ) -> None:
-    """The same bits: plain eager work goes through the dispatcher, watched or not."""
+    """Return the same bits by the dispatcher, through which all eager work then goes."""
     t = make_inputs(Case(), torch.float32)
     expected = step_of(t)
     without(name)
@@ -134,7 +134,7 @@ def test_a_torch_that_does_not_tell_who_watches_gets_operators(
 def test_a_torch_that_does_not_tell_what_is_kept_never_loses_h(
     without: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backward that may come again does not overwrite h, and comes again to the same bits."""
+    """Never overwrite h if backward may repeat, so that a second backward gives the same bits."""
     t = make_inputs(Case(), torch.float32)
     leaves = [each for each in t.values() if each.requires_grad]
     expected = torch.autograd.grad(ours(Case(), t).square().sum(), leaves)
@@ -156,7 +156,7 @@ def test_a_torch_that_does_not_tell_what_is_kept_never_loses_h(
 
 @pytest.mark.parametrize("name", ["", "_current_graph_task_id"])
 def test_inside_backward_and_outside(without: Callable[[str], None], name: str) -> None:
-    """Also during a forward that a checkpoint runs again, and in backwards inside backward."""
+    """Detect backward also in a recomputed forward and in nested backwards."""
     if name:
         without(name)
     seen = []

@@ -52,7 +52,7 @@ def test_without_tokens(case, recompute) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [Case(), FULL, replace(OAI, limit=0.7)], ids=str)
 def test_low_precision(case, dtype) -> None:
-    """fp32 by a limit; bf16 and fp16 at most 1.5 times as far from fp64 as the plain reference."""
+    """Stay within a limit in fp32, and within 1.5 times the reference's error in bf16 and fp16."""
     case = replace(case, T=150)
     t = make_inputs(case, dtype)
     wide = {k: v if k == "ids" else v.detach().double().requires_grad_() for k, v in t.items()}
@@ -167,7 +167,7 @@ VIEWS = {
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="torch 2.10 has it")
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_native_product_is_chosen_only_for_layouts_that_torch_takes(view) -> None:
-    """The weights may be slices of a packed tensor; torch's own check is the reference."""
+    """Agree with torch's own check, also for weights that are slices of a packed tensor."""
     rows = torch.ones(16, 32, dtype=torch.bfloat16)
     stored = view()
     # A view of the same layout in bf16: .to() would make it contiguous.
@@ -179,6 +179,6 @@ def test_native_product_is_chosen_only_for_layouts_that_torch_takes(view) -> Non
     except RuntimeError:
         assert not _aligned(rows, weights)
     else:
-        # A CPU does not mind where an expert begins; a GPU loads 16 bytes at a time.
+        # A CPU accepts any start of an expert; a GPU loads 16 bytes at a time.
         begins = {expert.data_ptr() % 16 for expert in weights}
         assert _aligned(rows, weights) == (begins == {0})

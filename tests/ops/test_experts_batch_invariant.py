@@ -50,8 +50,8 @@ def test_ties_of_torch_cannot_be_invariant() -> None:
         PatchConfig(batch_invariant=True, ties="torch")
 
 
-# Sizes of a call, and the tokens of the full call that are run again: alone, a few in another
-# order, many. Their tiles differ without the option.
+# Sizes of a call, and the tokens that are run again: one alone, a few in another order, many.
+# Without the option their tiles differ from those of the full call.
 T, K, E = 1200, 4, 12
 AGAIN = {
     "one": [611],
@@ -107,7 +107,7 @@ def test_gpu_tokens_alone_with_options(options: dict, poisoned_memory: None) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_gpu_router_and_experts_of_a_model(model_type) -> None:
-    """From router logits on: the same logits in another batch give the same bits."""
+    """Equal router logits give equal bits in any batch, from routing to the output."""
     model = patch_model(
         tiny_models.build(model_type, dtype=torch.bfloat16).to("cuda").eval(), batch_invariant=True
     )

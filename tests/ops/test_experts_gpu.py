@@ -73,9 +73,9 @@ class Layer:
 def test_between_forward_and_backward_only_h_and_the_plan_live(glu, rank) -> None:
     T, K, E, D, F = 4096, 4, 16, 512, 384
     layer, N = Layer(T, K, E, D, F, glu=glu, rank=rank), T * K
-    layer.run(torch.ones_like(layer.x_TD))  # what is made once and kept: handles, workspaces
+    layer.run(torch.ones_like(layer.x_TD))  # allocations made once and kept: handles, workspaces
     h_bytes = N * (2 * F if glu.gated else F) * 2
-    gc.collect()  # or what an earlier test left in cycles is freed in between
+    gc.collect()  # else cycles left by an earlier test are freed in between
     for recompute in (False, True):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -88,7 +88,7 @@ def test_between_forward_and_backward_only_h_and_the_plan_live(glu, rank) -> Non
 
 
 def test_peak_of_a_forward_and_of_a_step() -> None:
-    """Forward: h, a, y and the output. Backward adds dh, w·a, dx rows and the gradients."""
+    """Allocate h, a, y and output in forward; dh, w·a, dx rows and gradients in backward."""
     T, K, E, D, F = 4096, 4, 16, 512, 384
     layer, N = Layer(T, K, E, D, F), T * K
     dout_TD = torch.ones_like(layer.x_TD)
@@ -114,7 +114,7 @@ def test_peak_of_a_forward_and_of_a_step() -> None:
 
 
 def eager_and_exact(layer: Layer, dout_TD: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The reference under autograd: in the layer's own dtype, and in fp64."""
+    """Return the reference under autograd, in the layer's own dtype and in fp64."""
     runs = []
     for dtype in (layer.x_TD.dtype, torch.float64):
         leaves = [t.detach().to(dtype).requires_grad_() for t in layer.leaves]
@@ -179,7 +179,7 @@ def test_strides(name, poisoned_memory) -> None:
 
 
 def test_counts_of_a_public_bug_report(poisoned_memory) -> None:
-    """Experts without rows between full ones: exact zeros, and equal bits on the second step."""
+    """Give experts without rows between full ones exact zeros, and repeat bits on a second step."""
     counts = torch.tensor([162, 0, 2577, 446, 0, 83])
     layer = Layer(int(counts.sum()), 1, 6, 256, 136)
     ids = torch.repeat_interleave(torch.arange(6), counts)[torch.randperm(int(counts.sum()))]
@@ -198,7 +198,7 @@ def test_counts_of_a_public_bug_report(poisoned_memory) -> None:
 
 @pytest.mark.parametrize(("D", "F"), [(64, 1024), (2048, 64)])
 def test_rows_past_two_billion_elements(D, F) -> None:
-    """N·2F (first case) and N·D (second) pass 2^31: the last tokens are what they are alone."""
+    """Give the last tokens the result they get alone if N·2F (or N·D, second case) exceeds 2^31."""
     T, K, E, last = 131_329, 8, 8, 256
     layer = Layer(T, K, E, D, F)
     assert T * K * max(2 * F, D) > 2**31
@@ -224,7 +224,7 @@ def test_rows_past_two_billion_elements(D, F) -> None:
 
 
 def test_an_expert_past_two_billion_elements() -> None:
-    """E·2F·D passes 2^31: the last expert is what it is as the only one."""
+    """Give the last expert the same result as alone if E·2F·D exceeds 2^31."""
     E, D, F, T = 65, 4096, 4096, 96
     layer = Layer(1, 1, E, D, F)
     assert layer.w.w13_EHD.numel() > 2**31

@@ -127,7 +127,7 @@ def test_each_gradient_alone(only) -> None:
 
 
 def saved_bytes(case: Case, t: dict[str, Tensor]) -> int:
-    """Bytes kept from forward to backward beyond the inputs themselves."""
+    """Return the bytes kept from forward to backward, inputs excluded."""
     inputs = {v.untyped_storage().data_ptr() for v in t.values()}
     kept: dict[int, int] = {}
 
@@ -218,7 +218,7 @@ def test_opcheck(full, T, columns_first) -> None:
 
 
 class BackwardOperators(TorchDispatchMode):
-    """The overloads of experts_bwd that were called."""
+    """Record the overloads of experts_bwd that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_h_is_overwritten_only_where_backward_cannot_come_again() -> None:
 
 @pytest.mark.parametrize("T", [0, 7])
 def test_the_operator_without_gradients(T) -> None:
-    """The same bits as the one with gradients, and an operator to torch like that."""
+    """Return the bits of the operator with gradients, and pass torch's opcheck."""
     case = Case(bias=True, lora13=True, lora2=True, T=T)
     t = make_inputs(case, torch.float32)
     with torch.no_grad():

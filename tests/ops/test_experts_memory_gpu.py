@@ -1,4 +1,4 @@
-"""On a CUDA device: frozen experts need no memory for the gradients of their weights."""
+"""Memory on a CUDA device: frozen experts allocate no gradients of their weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = {"moe_intermediate_size": 512, "num_experts": 32, "num_hidden_layers": 1}
 
 
 def peak_of_a_step(block, x):
-    """Bytes at the highest point of a forward and backward above what was there before."""
+    """Return the peak bytes of a forward and backward, above those allocated before."""
     block.zero_grad(set_to_none=True)
     x.grad = None
     torch.cuda.synchronize()
@@ -30,7 +30,10 @@ def peak_of_a_step(block, x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_frozen_experts_save_their_gradients(dtype):
-    """Frozen and thawed after patching; with 14 tokens the weights are nearly all there is."""
+    """Save the gradients of experts while frozen after patching, not once thawed.
+
+    With 14 tokens, weights are nearly all of the memory.
+    """
     model = patch_model(tiny_models.build("qwen3_moe", dtype=dtype, **WIDE).to(DEVICE))
     assert_ours(model)
     block = tiny_models.blocks(model)[0][1]
@@ -46,7 +49,7 @@ def test_frozen_experts_save_their_gradients(dtype):
 
 
 def test_the_gradient_of_h_takes_its_place_where_backward_comes_once():
-    """At the peak of a step, which is in backward, so much less than where the graph is kept."""
+    """Lower the peak of a step, which is in backward, by the size of dh if no graph is kept."""
     T, D, F, E, K = 8192, 256, 512, 8, 2
     make = lambda *size: torch.randn(size, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
     w = ExpertWeights(make(E, 2 * F, D) / 16, make(E, D, F) / 23)

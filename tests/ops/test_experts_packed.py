@@ -21,7 +21,7 @@ GLUS = {"silu": Glu("silu"), "oai": Glu("swiglu_oai", interleaved=True, alpha=1.
 
 
 def make_weights(storage: str, transposed: bool, dtype: torch.dtype) -> tuple[Any, ExpertWeights]:
-    """Packed weights in logical orientation, and the plain ones that they stand for."""
+    """Return packed weights in logical orientation, and the plain weights that they represent."""
     packed, plain = [], []
     for shape in ((E, 2 * F, D), (E, D, F)):
         weight = torch.randn(shape) * shape[2] ** -0.5
@@ -41,7 +41,7 @@ def make_leaves(dtype: torch.dtype) -> list[Tensor]:
 
 
 def run(w: ExpertWeights, leaves: list[Tensor], ids_TK: Tensor, glu: Glu, **options: Any) -> list:
-    """Output and gradients of x, the routing weights and the factors."""
+    """Return output and gradients of x, the routing weights and the factors."""
     x, weights, a13, b13, a2, b2 = (leaf.clone().requires_grad_() for leaf in leaves)
     out = experts_mlp(
         x, ids_TK, weights, w, glu, lora13=Lora(a13, b13, 0.5), lora2=Lora(a2, b2, 2.0), **options
@@ -50,7 +50,7 @@ def run(w: ExpertWeights, leaves: list[Tensor], ids_TK: Tensor, glu: Glu, **opti
 
 
 def random_ids() -> Tensor:
-    """Empty slots of both kinds, and an expert without rows."""
+    """Return ids with empty slots of both kinds, and an expert without rows."""
     ids_TK = torch.randint(-1, E + 2, (T, K))
     return ids_TK.where(ids_TK != 2, 0)
 
@@ -74,7 +74,7 @@ def test_packed_experts_compute_what_dequantised_ones_do(
 
 
 def test_bf16_compute_of_fp32_storage() -> None:
-    """Rounded once, from the fp32 product of level and scale."""
+    """Round once, from the fp32 product of level and scale."""
     packed, _ = make_weights("nf4", False, torch.float32)
     wide = [one.to(torch.float64).stored_experts(0, E) for one in packed[:2]]
     packed = packed._replace(w13_EHD=packed.w13_EHD.to(torch.bfloat16), w2_EDF=packed.w2_EDF)

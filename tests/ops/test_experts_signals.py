@@ -31,7 +31,7 @@ from tests.support.numerics import FP64, assert_bits, assert_close
     ids=str,
 )  # fmt: skip
 def test_signals_equal_explicit_outer_products(case) -> None:
-    """Each row alone through the reference: the norms of its whole gradient, in fp64."""
+    """Signals equal the gradient norms of each row alone, by the reference in fp64."""
     t = make_inputs(case)
     signals = Signals(torch.full((3, case.T, K), float("nan"), dtype=torch.float64))
     out = ours(case, t, signals=signals)

@@ -1,7 +1,7 @@
-"""The experts operator on the Triton backend, on a CPU: autograd, ranks, dtypes, what is kept.
+"""The experts operator on the Triton backend, on a CPU: autograd, ranks, dtypes, memory.
 
-The kernels run under Triton's interpreter behind the operator that models call; on a GPU the same
-is in test_experts_gpu.py and tests/lora/test_dtypes.py. The reference is autograd in fp64.
+The kernels run under Triton's interpreter behind the operator that models call. On a GPU,
+test_experts_gpu.py and tests/lora/test_dtypes.py test the same. The reference is autograd in fp64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def triton_anywhere() -> Iterator[None]:
 
 
 def run(inputs: Inputs, tensors: dict[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """The operator's output and every gradient, by name."""
+    """Return the operator's output and every gradient, by name."""
     w, lora13, lora2 = operands(tensors)
     with triton_anywhere():
         out_TD = experts_mlp(
@@ -49,7 +49,7 @@ def run(inputs: Inputs, tensors: dict[str, Tensor], **options: object) -> dict[s
 
 
 def exactly(inputs: Inputs, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same in fp64, by the definition."""
+    """Return output and every gradient in fp64, by the definition."""
     leaves = {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
     w, lora13, lora2 = operands(leaves)
     out_TD = reference.experts(
@@ -69,7 +69,7 @@ def operands(tensors: dict[str, Tensor]) -> tuple[ExpertWeights, Lora | None, Lo
 
 
 def check(case: Case, device: str, only: str = "", recompute: bool = True) -> None:
-    """fp32 output and gradients, and the same bits recomputed; ``only`` one side has factors."""
+    """Check fp32 results, and equal bits under recompute; only side ``only`` has factors."""
     inputs = make_inputs(case, F32, device)
     left_out = [name for side, names in LORA.items() if only and side != only for name in names]
     tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items() if n not in left_out}
@@ -83,7 +83,7 @@ def check(case: Case, device: str, only: str = "", recompute: bool = True) -> No
 
 
 def check_dtypes(base: torch.dtype, factors: torch.dtype, device: str) -> None:
-    """Factors of another dtype are cast for the products, and their gradients cast back."""
+    """Cast factors of another dtype for the products, and their gradients back."""
     inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4, bias=True), base, device)
     tensors = {
         n: (t.to(factors) if n.startswith("lora") else t).requires_grad_()
@@ -97,7 +97,7 @@ def check_dtypes(base: torch.dtype, factors: torch.dtype, device: str) -> None:
 
 
 def check_frozen_base(device: str) -> None:
-    """Adapters alone, then the hidden states alone: equal bits, and no gradient of the experts."""
+    """Train adapters alone or inputs alone: equal bits, and no gradient of the experts."""
     inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4, bias=True), F32, device)
     everything = run(inputs, {n: t.requires_grad_() for n, t in inputs.tensors.items()})
     for wanted in ((*LORA["up"], *LORA["down"]), ("x", "weights")):
@@ -112,7 +112,7 @@ def check_frozen_base(device: str) -> None:
 
 
 def kept_bytes(inputs: Inputs, tensors: dict[str, Tensor], **options: object) -> int:
-    """Bytes that autograd holds after a forward, beyond the operands themselves."""
+    """Return the bytes that autograd holds after a forward, operands excluded."""
     known = {t.untyped_storage().data_ptr() for t in (*tensors.values(), inputs.ids_TK)}
     held: dict[int, int] = {}
 
@@ -134,7 +134,7 @@ def kept_bytes(inputs: Inputs, tensors: dict[str, Tensor], **options: object) ->
 
 
 def check_kept(glu: Glu, rank: int, device: str) -> None:
-    """h, rank-sized rows and at most 16 bytes of metadata a row; recomputing, the latter alone."""
+    """Keep h, rank-sized rows and at most 16 bytes a row of metadata; recompute keeps the last."""
     T, K, F = 40, 2, 24
     case = Case(T, K, 5, 40, F, glu, rank=rank, transposed=glu is GPT_OSS, bias=glu is GPT_OSS)
     inputs = make_inputs(case, F16, device)

@@ -49,14 +49,14 @@ def formulas() -> None:
 
 
 def count(call: Any) -> dict[str, int]:
-    """FLOPs by operator."""
+    """Return the FLOPs by operator."""
     with FlopCounterMode(display=False) as counter:
         call()
     return {str(op): n for op, n in counter.get_flop_counts().get("Global", {}).items()}
 
 
 def both_ways(case: Case, *names: str, **kwargs: Any) -> tuple[int, int]:
-    """FLOPs of (forward, backward) with gradients for the named inputs."""
+    """Return the FLOPs of (forward, backward) with gradients for the named inputs."""
     t = {name: value.detach() for name, value in make_inputs(case).items()}
     for name in names:
         t[name].requires_grad_()
@@ -143,7 +143,7 @@ def test_without_gradients() -> None:
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("storage", ["nf4", "fp8", "mxfp4"])
 def test_packed_weights_count_by_their_logical_shapes(storage, transposed) -> None:
-    """Counted by the bytes' shapes, nf4 and mxfp4 would come to half of it."""
+    """Count packed weights by logical shapes; by those of the bytes, nf4 and mxfp4 give half."""
     wide, width, rows = 128, 64, 6
     x, ids = torch.randn(3, wide, requires_grad=True), torch.tensor([[0, 1], [1, 2], [2, 0]])
     stored = [torch.randn(E, 2 * width, wide), torch.randn(E, wide, width)]
@@ -164,7 +164,7 @@ def test_packed_weights_count_by_their_logical_shapes(storage, transposed) -> No
 
 
 def test_norms_of_adapters_take_the_factors_products() -> None:
-    """On the Triton backend a recorded row norm needs p, q and both inputs of the factors B."""
+    """Count p, q and both inputs of the factors B for a recorded row norm on the Triton backend."""
     t = make_inputs(BOTH)
     x, ids, weights, w, glu, lora13, lora2 = arguments(BOTH, t)
     encoded = encode_options(glu, "triton", False, "")
@@ -178,7 +178,7 @@ def test_norms_of_adapters_take_the_factors_products() -> None:
 
 
 def test_the_counts_are_what_the_torch_backend_multiplies(monkeypatch) -> None:
-    """Without the operator the counter sees the products themselves."""
+    """Count composed steps by their products, which the counter sees without the operator."""
     monkeypatch.setattr("moe_patch.ops.experts.op.is_plain_eager", lambda tensors: True)
     t = make_inputs(BOTH)
     seen = count(lambda: probe(ours(BOTH, t)).backward())
@@ -198,7 +198,7 @@ def test_grouped_products_of_composed_blocks(lora) -> None:
     low = A13 + B13 if lora else 0
     assert found == {
         "moe_patch_steps.linear": 2 * N * (UP + low),
-        # The gradient of B has its input A x computed again.
+        # The gradient of B recomputes its input A x.
         "moe_patch_steps.linear_bwd": 2 * N * (2 * UP + 2 * low + (A13 if lora else 0)),
     }
     frozen = w.w13_EHD.detach()
@@ -214,7 +214,7 @@ def test_grouped_products_of_composed_blocks(lora) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "dbrx", "nemotron_h"])
 def test_a_patched_model_counts_what_its_eager_experts_count(name) -> None:
-    """transformers' eager experts are plain products of T * K rows, which torch counts."""
+    """Count as many FLOPs as transformers' eager experts: plain products of T * K rows."""
     model = tiny_models.build(name)
     batch = tiny_models.inputs(model)
     patched = patch_model(copy.deepcopy(model), self_check=False)
@@ -231,7 +231,7 @@ def test_adapters_on_a_model() -> None:
     found = count(lambda: pair.ours(**pair.batch).loss.backward())
     low = 3 * (32 + 2 * 16) + 3 * (16 + 32)
     assert found[str(PACKETS[0])] == layers * rows * (6 * 32 * 16 + 2 * low)
-    # Nothing below the first layer's experts is trained, so that the gradient of x is not formed.
+    # Nothing below the first layer's experts is trained, so that no gradient of x is computed.
     first = 2 * (32 * 2 * 16 + 3 * 32)
     assert found[str(PACKETS[1])] == rows * (layers * (6 * 32 * 16 + 4 * low) - first)
 

@@ -1,6 +1,6 @@
 """Work that a repeated call skips on the host; test_call_changes.py covers changes between calls.
 
-Times are measured by benchmarks/studies/host_block.py; here numbers of calls and results decide.
+benchmarks/studies/host_block.py measures times; these tests count calls and compare results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Counting(TorchDispatchMode):
 
 
 def test_products_on_a_cpu_take_one_call_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six forward and ten backward with adapters, over rows that are not sliced one by one."""
+    """Make six products an expert forward and ten backward with adapters, without row slices."""
     monkeypatch.setattr(grouped, "_cpu_supports", lambda dtype: False)
     t = make_inputs(ADAPTED, torch.float32)
     used = t["ids"].unique().numel()
@@ -51,7 +51,7 @@ def test_products_on_a_cpu_take_one_call_an_expert(monkeypatch: pytest.MonkeyPat
         )
     assert forward.calls["aten::mm.out"] == 6 * used
     assert backward.calls["aten::mm.out"] == 10 * used
-    # Those that are left belong to the routing weights' columns and to gate and up.
+    # The remaining slices take the routing weights' columns, and gate and up.
     assert forward.calls["aten::slice.Tensor"] + backward.calls["aten::slice.Tensor"] < 10
 
 
@@ -60,7 +60,7 @@ def test_products_on_a_cpu_take_one_call_an_expert(monkeypatch: pytest.MonkeyPat
 def test_torchs_grouped_product_on_a_cpu_gives_the_bits_of_the_loop(
     monkeypatch: pytest.MonkeyPatch, empty: bool, dtype: torch.dtype
 ) -> None:
-    """In one call a product; also where an expert has no rows, or slots are empty."""
+    """Make one call a product with the bits of the loop, also with idle experts or empty slots."""
     torch.manual_seed(0)
     ids = torch.randint(0, 4, (40, 2))
     ids[:3] = -1
@@ -89,7 +89,7 @@ def test_torchs_grouped_product_on_a_cpu_gives_the_bits_of_the_loop(
 def test_autograd_is_given_no_more_than_the_tensors_and_one_argument(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each argument and each output costs a microsecond; the output comes alone without norms."""
+    """Pass few arguments and, without norms, return one output: each costs a microsecond."""
     given: list[tuple[int, type]] = []
     apply = op._Experts.apply
 

@@ -21,7 +21,7 @@ from tests.support.routing_cases import WRONG_LOGITS
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF = float("inf")
-# P, K: why
+# P, K; a comment says why.
 SIZES = [
     (8, 4),
     (8, 8),  # every key of an axis is kept
@@ -34,7 +34,7 @@ SIZES = [
     (33, 16),
     (300, 6),  # ids need more than 16 bits
 ]
-# Ties are certain; the last is the most of both.
+# Ties are certain in each; the last is the largest of both.
 LARGE = [(64, 16, F32), (64, 16, F16), (256, 32, F16), (1024, 64, F32)]
 LIMITS = {F32: 2e-6, F16: 1e-3, BF16: 4e-3}
 
@@ -73,7 +73,7 @@ def check(
 
 
 def weights_on(ids_TK: Tensor, x_TP: Tensor, y_TP: Tensor, score: str) -> Tensor:
-    """The weights of given ids, differentiable: backward given the forward's own choice."""
+    """Return differentiable weights of given ids, to check backward on the forward's own choice."""
     P, empty_TK = x_TP.shape[1], ids_TK < 0
     ids_TK = ids_TK.clamp(min=0)
     sum_TK = x_TP.gather(1, ids_TK // P) + y_TP.gather(1, ids_TK % P)
@@ -83,7 +83,7 @@ def weights_on(ids_TK: Tensor, x_TP: Tensor, y_TP: Tensor, score: str) -> Tensor
 
 
 def check_special_rows(device: str) -> None:
-    """Masked keys, empty rows, NaN and Inf, each confined to its own row."""
+    """Confine masked keys, empty rows, NaN and Inf to their own rows."""
     for dtype in (F32, F16):
         x_TP, y_TP = keys(8, 8, dtype, device, True)
         clean = product_key_triton(x_TP, y_TP, 6)
@@ -114,7 +114,7 @@ def check_special_rows(device: str) -> None:
 
 
 def check_overflow(device: str) -> None:
-    """A sum that rounds to -inf is an absent expert, one that rounds to +inf is chosen."""
+    """Treat an expert whose sum rounds to -inf as absent, and choose one that rounds to +inf."""
     x_TP = torch.tensor([[-6e4, -5e4, -6e4, -6e4]], device=device).to(F16)
     ours = product_key_triton(x_TP, x_TP.flip(1) * 0 - 1e4, 3)
     assert_bits(ours.ids_TK, product_key_reference(x_TP, x_TP.flip(1) * 0 - 1e4, 3).ids_TK)
@@ -122,8 +122,8 @@ def check_overflow(device: str) -> None:
 
 
 def check_rounding_ties(device: str) -> None:
-    """Rounding ties a pair outside (i + 1)(j + 1) <= K with the last sum, at a lower id."""
-    # fp16 near 2048 counts in twos: 2048 + 0.5 and 2048 + 0.25 are both 2048.
+    """Choose a pair outside (i + 1)(j + 1) <= K if rounding ties it at a lower id."""
+    # fp16 has steps of two near 2048: 2048 + 0.5 and 2048 + 0.25 are both 2048.
     x_TP = torch.tensor([[2048.0, 2048.0, -9.0, -9.0]], device=device).to(F16)
     y_TP = torch.tensor([[0.125, 0.25, 0.5, 0.75]], device=device).to(F16)
     for K in (1, 2, 3, 4):
@@ -184,7 +184,7 @@ def test_interpreted(outcomes: dict[str, str], case: str) -> None:
 
 
 def all_pairs(x: list[float], y: list[float], K: int) -> list[int]:
-    """All P * P sums of one row, sorted by (sum, id): what the two stages must not miss."""
+    """Return the best K of all P * P sums of one row, by (sum, id), as the two stages must."""
     P = len(x)
     ranked = sorted(range(P * P), key=lambda i: (-(x[i // P] + y[i % P]), i))
     return ranked[:K]
@@ -200,7 +200,7 @@ def test_the_definition_is_the_best_of_all_pairs(K: int) -> None:
 
 
 def test_weights_are_what_doge_computes() -> None:
-    """The steps of DogeCDMoE.forward, where no sums tie."""
+    """Match the steps of DogeCDMoE.forward, where no sums tie."""
     T, P, K = 12, 16, 6
     logits = torch.randn(2, T, P)
     (sx, sy), (ix, iy) = logits.topk(P, dim=-1)

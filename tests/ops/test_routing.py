@@ -74,7 +74,7 @@ def case_id(case: Any) -> str:
 
 
 def bias_args(model_type: str, E: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """The correction bias that MiniMax-M2's block passes to its router."""
+    """Return the correction bias that MiniMax-M2's block passes to its router."""
     if model_type != "minimax_m2":
         return ()
     return (tiny_models.mixed_bias(E, torch.Generator().manual_seed(3)).to(dtype),)
@@ -230,7 +230,7 @@ def test_scaling_factor_enters_once(model_type) -> None:
 
 @pytest.mark.families("deepseek_v3")
 def test_narrow_bias_band_keeps_its_precision() -> None:
-    """256 biases within 0.25 of each other: bf16 would collapse them to nine values."""
+    """Keep 256 biases within 0.25 apart; bf16 would collapse them to nine values."""
     router = make_router(
         "deepseek_v3", torch.bfloat16,
         n_routed_experts=256, num_experts_per_tok=8, n_group=1, topk_group=1,

@@ -44,7 +44,7 @@ IMPLEMENTATIONS = [  # of ``route``: module, device
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def impl(request):
-    """An implementation, called with CPU tensors and answering with CPU tensors."""
+    """Return an implementation that takes and returns CPU tensors."""
     module, device = request.param
     function = importlib.import_module(module).route
 
@@ -99,7 +99,7 @@ def test_ties_go_to_the_lower_id_and_the_lower_group(impl, name) -> None:
 
 
 def lower_groups(logits_E: Tensor, spec: RouteSpec) -> list[int]:
-    """Experts of the best groups; equal groups by their number. Everything without groups."""
+    """Return the experts of the best groups (lower numbers win ties), or all without groups."""
     if not spec.groups:
         return list(range(EXPERTS))
     size = EXPERTS // spec.groups

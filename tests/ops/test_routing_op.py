@@ -1,6 +1,6 @@
-"""The routing op around the kernels: what it refuses, that it compiles whole, that bits repeat.
+"""The routing op around the kernels: refusals, whole-graph compilation, repeatable bits.
 
-What it computes is in tests/kernels/test_routing.py.
+tests/kernels/test_routing.py checks its results.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_logits_that_are_no_matrix_of_numbers_are_refused(name: str, wrong: str)
     ids=["route", "product key x", "product key y", "losses"],
 )
 def test_a_forward_mode_derivative_is_a_named_error(run, word: str) -> None:
-    """The operators have no rule for it, and torch would take the tangent for zero."""
+    """Raise an error: without a rule of the operators, torch would take the tangent for zero."""
     logits = torch.zeros(2, 8)
     with pytest.raises(UnsupportedOptionError, match=f"{word}: a forward-mode derivative"):
         torch.func.jvp(run, (logits,), (torch.ones_like(logits),))
@@ -164,7 +164,7 @@ BACKWARDS = {
 
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_a_second_derivative_is_a_named_error(name) -> None:
-    """A backward operator without a rule of its own would drop its part in silence."""
+    """Raise an error: a backward operator without a rule would drop its part silently."""
     gradient = getattr(torch.ops.moe_patch, name)(*BACKWARDS[name]())
     first = gradient[0] if isinstance(gradient, tuple) else gradient
     with pytest.raises(UnsupportedOptionError, match="second derivative"):

@@ -1,4 +1,4 @@
-"""Patched blocks in training: what gets gradients, dtypes, dense layers, noise, repeats."""
+"""Patched blocks in training: gradients, dtypes, dense layers, noise, repeats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.trace import assert_tier, executed
 @pytest.mark.parametrize("wanted", list(product((False, True), repeat=4)), ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_requires_grad_of_input_gate_and_experts(name, wanted) -> None:
-    """Set after patching: None exactly where frozen, elsewhere as unpatched."""
+    """Follow requires_grad set after patching: None exactly where frozen, else as unpatched."""
     results = []
     for block in blocks(name):
         gate, experts = gate_of(block), block.experts
@@ -73,7 +73,7 @@ def test_one_token_reaches_two_experts_and_the_rest_get_exact_zeros() -> None:
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_mixed_dtypes_and_autocast(name, w_dtype, x_dtype, autocast) -> None:
-    """No dtype error, values within bf16's reach of fp64, every gradient in its leaf's dtype."""
+    """Raise no dtype error, stay within bf16's distance to fp64, keep each leaf's dtype."""
     block, reference = blocks(name)
     experts = block.experts.to(w_dtype)
     wide = copy.deepcopy(reference.experts).to(w_dtype).double()
@@ -113,7 +113,7 @@ def test_a_model_under_autocast(name) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "mixtral", "gpt_oss"])
 def test_autocast_leaves_fp64_alone(name) -> None:
-    """So does torch's own autocast: the untouched model stays in fp64."""
+    """Keep fp64 under autocast, as torch's own autocast keeps the untouched model."""
     block, reference = (b.double() for b in blocks(name))
     x = tiny_models.hidden(reference, 2, 7).double()
     with torch.autocast("cpu", torch.bfloat16):
@@ -165,7 +165,7 @@ def test_router_jitter_is_the_same_draw(name, training) -> None:
 
 
 def test_ties_torch_reaches_the_block() -> None:
-    """A zero gate is all ties: ours takes experts 0 and 1, the option what torch.topk takes."""
+    """Choose experts 0 and 1 from a zero gate, and with ``ties="torch"`` those of torch.topk."""
     reference = tiny_models.build("qwen3_moe")
     chosen = {}
     for ties in ("lower", "torch"):
@@ -211,9 +211,9 @@ def test_poisoned_memory_reaches_no_result(name, poisoned_memory) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "minimax_m2"])
 def test_transformers_sentinel_is_an_empty_slot(name) -> None:
-    """Expert parallelism fills slots with the id E: no value, no gradient.
+    """Slots with the id E, as expert parallelism fills them, have no value and no gradient.
 
-    The reference gives such slots expert 0 at weight 0, which eager code of any release takes.
+    The reference gives such slots expert 0 at weight 0, which eager code of any release accepts.
     """
     results = []
     for block, takes_sentinel in zip(blocks(name), (True, False), strict=True):

@@ -138,7 +138,7 @@ def test_scaling_factor_scales_the_routed_part_only(name) -> None:
 
 
 def test_parts_of_a_block_stay_modules() -> None:
-    """Replacing the shared expert or its gate on the instance acts: nothing reads their weights."""
+    """Follow a replaced shared expert or gate: no code reads their weights directly."""
     block, reference = blocks("qwen2_moe")
     for each in (block, reference):
         torch.manual_seed(1)

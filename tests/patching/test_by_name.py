@@ -29,7 +29,7 @@ NAME = "moe_patch"
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The kinds that pass the self-check in this test."""
+    """Set of the kinds that have passed the self-check in this test."""
     monkeypatch.setattr(by_name, "_passed", set())
     return by_name._passed
 
@@ -118,7 +118,7 @@ def test_weights_that_the_operator_does_not_read_are_refused_by_name():
 
 
 def test_adapters_without_a_patch(checked):
-    """PEFT parametrizes the experts during a call: the class is checked on its stored weights."""
+    """Check the class on its stored weights, although PEFT parametrizes them during a call."""
     from peft import get_peft_model
 
     config = lora_config(EXPERTS)
@@ -161,7 +161,7 @@ def test_patch_model_adopts_and_undo_leaves_the_name(model_type):
 
 @pytest.mark.parametrize("patched", [False, True], ids=["by name", "patched"])
 def test_the_self_check_of_a_block_compares_with_transformers(patched):
-    """The copies it runs must not come back to this library through the registry."""
+    """Run copies that never reach this library again through the registry."""
     model = tiny_models.build("qwen2_moe")
     if patched:
         patch_model(model)

@@ -1,4 +1,4 @@
-"""PatchConfig: what a user or a YAML file may write, and what a wrong value is told."""
+"""PatchConfig: values that a user or a YAML file may give, and the errors for wrong ones."""
 
 from __future__ import annotations
 

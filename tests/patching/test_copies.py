@@ -1,4 +1,4 @@
-"""Copies of a patched model stand on their own; what it saves is what an unpatched one saves."""
+"""Copies of a patched model are independent; it saves the same state as an unpatched model."""
 
 from __future__ import annotations
 

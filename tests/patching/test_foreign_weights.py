@@ -1,4 +1,4 @@
-"""Expert weights that another library got hold of: refused by name, or run as it left them.
+"""Expert weights changed by another library: refused by name, or run as that library left them.
 
 ``Scaled`` stands for torchao's tensors: a wrapper subclass that implements only the few operators
 that transformers' own loop over experts needs.
@@ -152,7 +152,7 @@ def test_quantize_experts_refuses_a_foreign_tensor_before_any_change():
 
 
 class Plain(Tensor):
-    """A subclass without a dispatch of its own: its memory is that of a tensor."""
+    """A subclass without its own dispatch, with the memory of a plain tensor."""
 
 
 def test_a_subclass_without_a_dispatch_of_its_own_runs():

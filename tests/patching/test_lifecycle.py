@@ -193,7 +193,7 @@ def test_hook_removed_while_patched(model):
     )
     patch_model(
         model
-    )  # accelerate left each module's own bound method behind; that is nobody else's
+    )  # accelerate left each module's own bound method behind, which is not foreign
     assert_bits(logits(model, batch), fast)
 
 

@@ -44,7 +44,7 @@ FUSED = "fused (down_proj, gate_up_proj)"
 
 @contextlib.contextmanager
 def on_triton(*ran: tuple[object, str]) -> Iterator[None]:
-    """Triton takes fp32 and fp16 on a CPU too, and each function of ``ran`` has to be called."""
+    """Let Triton take fp32 and fp16 on a CPU, and require calls of each function of ``ran``."""
     original, spies = backend.why_not_triton, []
 
     def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -73,7 +73,7 @@ def assert_on_triton(model: torch.nn.Module, lora: str) -> None:
 
 
 def check_model(model_type: str, device: str) -> None:
-    """Outputs and every gradient."""
+    """Check outputs and every gradient."""
     reference = tiny_models.build(model_type, **ONE_LAYER)
     batch = tiny_models.inputs(reference)
     model = copy.deepcopy(reference)
@@ -87,7 +87,7 @@ ADAPTED = {"patch": {"self_check": False}, "overrides": ONE_LAYER}
 
 
 def check_adapters(model_type: str, device: str) -> None:
-    """Both projections and the router."""
+    """Adapt both projections and the router."""
     with on_triton(*BOTH):
         pair = adapted_pair(model_type, recipe(model_type), **ADAPTED)
         assert_on_triton(pair.ours, FUSED)
@@ -106,7 +106,7 @@ def check_two_adapters(model_type: str, device: str) -> None:
 
 
 def check_unswapped_adapters(device: str) -> None:
-    """Factors as PEFT 0.18 lays them out: A is read with its rows far apart."""
+    """Read factors in the layout of PEFT 0.18, in which the rows of A lie far apart."""
     with on_triton(*BOTH[2:]):
         pair = adapted_pair("qwen3_moe", EXPERTS, patch={"self_check": False}, overrides=ONE_LAYER)
         for model in pair[:2]:
@@ -130,7 +130,7 @@ GROUPED = (groups, "grouped_linear"), (groups, "outer_sum")
 
 
 def check_composed(model_type: str, device: str) -> None:
-    """Routers and products on Triton, the model's own activation, norm or layout between them."""
+    """Run routers and products on Triton, around the model's own activation, norm or layout."""
     reference = tiny_models.build(model_type)
     model = copy.deepcopy(reference)
     batch = tiny_models.inputs(reference)

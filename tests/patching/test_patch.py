@@ -268,7 +268,7 @@ def test_config_object_mapping_and_options_reach_the_model(model):
 @pytest.mark.parametrize("act", [nn.SiLU, nn.Tanh], ids=["fused", "in steps"])
 @pytest.mark.parametrize("of", ["hidden", "weights"])
 def test_a_forward_mode_derivative_is_a_named_error(model, act, of):
-    """The operators have no rule for it, and torch would take the tangent for zero."""
+    """Raise an error: without a rule of the operators, torch would take the tangent for zero."""
     experts = tiny_models.blocks(patch_model(model))[0][1].experts
     experts.act_fn = act()
     inputs = {"hidden": torch.randn(3, experts.down_proj.shape[1]), "weights": torch.rand(3, 2)}

@@ -41,7 +41,7 @@ def break_router(model):
 
 
 class Called:
-    """An object in a forward's place: it has a class, and no name of its own."""
+    """A callable object in place of a forward: it has a class but no name."""
 
     def __call__(self, *args, **kwargs):
         raise AssertionError("not to be called")
@@ -61,7 +61,7 @@ def break_weight(model):
 
 
 def break_values(model):
-    """The class computes something else than its family entry says: only the self-check sees it."""
+    """Make a class compute other values than its entry; only the self-check detects this."""
     gate = model.model.layers[1].mlp.gate
     gate.__class__ = type("DoublingRouter", (type(gate),), {"factor": 2})
 

@@ -118,7 +118,7 @@ def test_lora_column_follows_the_model():
     assert lora_column(model) == "none"
     wrapped = adapt(model, lora_config(EXPERTS))
     waiting = lora_column(wrapped)
-    # Without PEFT's factor proxy (before 0.21) the merged weight is what there is to read.
+    # Without PEFT's factor proxy (before 0.21), only the merged weight can be read.
     merged = "" if factor_proxies() else "PEFT's merged weight is read; "
     again = f"{merged}call patch_model again with the same options to fuse"
     assert f"peft (gate_up_proj: {again})" in waiting
@@ -199,13 +199,13 @@ def test_sizes_that_the_routing_kernels_lack_are_named(experts, top_k, said, mon
     assert f"routing: {said}" in row.reason
 
 
-# Routing that is no choice by scores: a table of token ids, and samples of a mixture.
+# Routing other than a choice by scores: a table of token ids, and samples of a mixture.
 OWN_ROUTING = {"hash_router_forward", "sparsemixer"}
 
 
 @pytest.mark.parametrize("model_type", tiny_models.patchable())
 def test_every_family_on_a_pretended_gpu(model_type, monkeypatch):
-    """Every choice by scores is a Triton kernel there; what is no such choice says so."""
+    """Name a Triton kernel for every choice by scores, and the reason for any other routing."""
     model = patch_model(tiny_models.build(model_type), self_check=False)
     monkeypatch.setattr(
         moe_patch.patching.report, "choose_backend", lambda *_: BackendChoice("triton", "")

@@ -1,4 +1,4 @@
-"""The patch-time self-check: what it catches, what it leaves alone, what it says it skipped."""
+"""The patch-time self-check: faults caught, state preserved, checks reported as skipped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def mutate() -> Iterator[Callable[..., None]]:
 
 
 def params(model_type: str, **values: Any) -> dict[str, dict[str, Any]]:
-    """The entry's routing parameters with some replaced by constants."""
+    """Return the entry's routing parameters with some replaced by constants."""
     changed = {name: Const(value) for name, value in values.items()}
     return {"params": {**entry(model_type).params, **changed}}
 
@@ -60,7 +60,7 @@ def doubled(router: nn.Module, hidden: Tensor) -> Tensor:
 
 @functools.wraps(softmax_topk)
 def detached(*args: Any, **kwargs: Any) -> Routing:
-    """Right ids and weights, no gradient through the weights."""
+    """Return right ids and weights, without a gradient through the weights."""
     routing = softmax_topk(*args, **kwargs)
     return dataclasses.replace(routing, weights_TK=routing.weights_TK.detach())
 
@@ -96,7 +96,7 @@ def test_a_wrong_entry_is_caught_and_nothing_is_bound(mutate, model_type, change
 
 
 def test_a_wrong_gradient_alone_is_caught(monkeypatch) -> None:
-    """Right outputs over a wrong backward: only the gradients can show it."""
+    """Catch a wrong backward behind right outputs by its gradients."""
     from moe_patch.ops.experts import torch_backend
 
     backward = torch_backend.experts_backward
@@ -175,7 +175,7 @@ def test_no_hook_fires(model_type) -> None:
 
     patch_model(model)
     everywhere.remove()
-    # The activation is a module that transformers' own experts forward calls.
+    # transformers' own experts forward calls the activation as a module.
     assert {name for name in fired if "SiLU" not in name} == set()
 
 
@@ -276,7 +276,7 @@ def test_the_error_names_module_error_and_limit(mutate, kind) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4"])
 def test_a_config_that_transformers_own_block_cannot_run_is_named(name) -> None:
-    """More experts per token than there are: not transformers' traceback, and nothing is bound."""
+    """Raise our error for more experts per token than exist, and bind nothing."""
     model = tiny_models.build(name, **tiny_models.with_experts(name, 4, 5))
     with pytest.raises(UnsupportedModelError, match=r"does not run on random data: .*; check"):
         patch_model(model)

@@ -1,4 +1,4 @@
-"""A forward that somebody put on a class or in a subclass runs, or the block is refused by name."""
+"""A user's forward on a class or in a subclass runs, or the block is refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.snapshots import assert_unchanged, logits, snapshot
 
 
 def noise_in_training(original, wrapped=False):
-    """Put around a forward: what it adds in training no check in eval mode sees."""
+    """Wrap a forward with noise in train mode, which no check in eval mode can detect."""
 
     def noisy(self, hidden_states, *args, **kwargs):
         if self.training:
@@ -57,7 +57,7 @@ def test_a_forward_of_the_user_is_not_overridden(model_type, role, where, monkey
 
 
 def test_a_block_whose_forward_stays_its_own_may_be_the_users():
-    """Without a shared expert the patch binds router and experts alone: the subclass runs."""
+    """Run the subclass of a block without a shared expert: only router and experts are bound."""
     model = tiny_models.build("qwen3_moe").train()
     block = tiny_models.blocks(model)[1][1]
     forward = noise_in_training(type(block).forward)

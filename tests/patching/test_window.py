@@ -1,4 +1,4 @@
-"""The window of releases: one sentence at patch time, and what sets PEFT's releases apart."""
+"""The window of releases: one sentence at patch time, and differences between PEFT releases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Have the metadata of a package name another release."""
+    """Make the metadata of a package name another release."""
     real = importlib.metadata.version
 
     def pretend(package: str, release: str) -> None:
@@ -70,7 +70,7 @@ def test_an_older_peft_is_refused_where_it_matters(installed):
 
 
 def test_a_family_of_a_later_release_says_which(monkeypatch):
-    """The whole model is refused: nothing of it is known here."""
+    """Refuse the whole model and name the release that its entry needs."""
     model = nn.Linear(1, 1)
     model.config = type("Config", (), {"model_type": "toy"})()
     monkeypatch.setattr("moe_patch.patching.resolve.later_release", lambda names: "99.0")
@@ -80,7 +80,7 @@ def test_a_family_of_a_later_release_says_which(monkeypatch):
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_factors_as_peft_018_has_them_are_fused(model_type):
-    """Against PEFT's own forward; without the flag, which 0.18 does not set, all stays the same."""
+    """Match PEFT's own forward, with and without the flag that 0.18 does not set."""
     pair = adapted_pair(model_type, EXPERTS)
     for model in pair[:2]:
         as_in_peft_018(model)
@@ -94,10 +94,10 @@ def test_factors_as_peft_018_has_them_are_fused(model_type):
 
 
 def test_merged_weights_of_older_releases_are_read(monkeypatch):
-    """Without PEFT's factor proxy a patched model reads the merged weight, and says so."""
+    """Read the merged weight without PEFT's factor proxy, and report it."""
     layer = pytest.importorskip("peft.tuners.lora.layer")
     if factor_proxies():
-        # What 0.20 has: the parametrization of the merged weight, for one adapter too.
+        # Release 0.20 parametrizes the merged weight, for a single adapter too.
         def merged(lhs, rhs, scaling):
             return layer._LoraParameterProxy(scaling * lhs @ rhs)
 

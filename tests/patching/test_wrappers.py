@@ -125,7 +125,7 @@ def with_lora(model):
 
 
 def with_prompt(model):
-    """PEFT puts one level around the model here, not two."""
+    """Wrap the model for prompt tuning: PEFT adds one level here, not two."""
     return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
@@ -169,7 +169,7 @@ def test_inside_a_peft_model(model):
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss"])
 def test_a_block_by_itself(model_type):
-    """The model may be the MoE block alone, adapters included."""
+    """Patch a model that is the MoE block alone, adapters included."""
     block = tiny_models.blocks(tiny_models.build(model_type))[0][1]
     x = tiny_models.hidden(block, 2, 5)
     inject_adapter_in_model(lora_config(recipe(model_type)), block)
@@ -224,7 +224,7 @@ def test_cpu_offload(model_type, order):
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_generate(implementation):
-    """transformers may switch the implementation for decoding; the patch stays in charge."""
+    """Keep the patch active although transformers may switch the implementation for decoding."""
     model = tiny_models.build("qwen3_moe").eval()
     model.set_experts_implementation(implementation)
     model.generation_config.update(pad_token_id=0, eos_token_id=None)

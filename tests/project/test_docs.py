@@ -30,13 +30,13 @@ from tests.support.docs_blocks import BLOCKS, LANGUAGES, MARKS, OTHERS, PAGES, R
 from tests.support.limits import HANG_S
 from tests.support.train_nodes import TEXT
 
-# The two set-up commands download packages; they are the reader's first step, and parsed here.
+# The two set-up commands, the reader's first step, download packages; they are only parsed.
 SETUP = ("bash scripts/quickstart.sh", "bash scripts/test.sh")
 OWN = ("moe-patch", "python -m moe_patch")
 
 
 def pages() -> list:
-    """Each page's unmarked blocks in order; each marked one by itself, without the network's."""
+    """Return each page's unmarked blocks in order, and each marked block but `network` alone."""
     found = []
     for page in PAGES:
         mine = [b for b in BLOCKS if b.page == page.name and b.language in ("python", "bash")]
@@ -59,7 +59,7 @@ def test_every_block_says_what_it_is():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """An empty folder that looks like the checkout: links to its entries, own outputs."""
+    """Return an empty folder that looks like the checkout: links to its entries, own outputs."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name != "outputs":
             (tmp_path / entry.name).symlink_to(entry)
@@ -96,7 +96,7 @@ def test_blocks_run(blocks: list[Block], checkout, capfd):
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if "interpreted" in b.marks], ids=str)
 def test_interpreted_blocks_pass_every_case(block: Block, tmp_path: Path):
-    """A page's example kernel, as it stands there, against its own definition."""
+    """Check a page's example kernel, as printed, against its own definition."""
     interpreted.skip_without_histogram()
     file = tmp_path / "test_example.py"
     file.write_text(block.text, encoding="utf-8")
@@ -119,7 +119,7 @@ def test_interpreted_blocks_fail_with_a_wrong_kernel(block: Block, tmp_path: Pat
 
 
 def _run(command: str, cwd: Path) -> int:
-    """The command line in this process, where no shell is needed for it; all else by bash."""
+    """Run the command line in this process if it needs no shell, and all else by bash."""
     if command.startswith(OWN) and not set("|>&$`") & set(command):
         words = shlex.split(command)[1 if command.startswith(OWN[0]) else 3 :]
         return main([each for word in words for each in (sorted(glob(word)) or [word])])
@@ -127,7 +127,7 @@ def _run(command: str, cwd: Path) -> int:
 
 
 def _shell(command: str, cwd: Path) -> int:
-    """Run by bash, with this interpreter as `python` and the command line installed."""
+    """Run a command by bash, with this interpreter as `python` and the command line installed."""
     tools = cwd / ".bin"
     tools.mkdir(exist_ok=True)
     script = tools / "moe-patch"
@@ -185,7 +185,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_generated_parts_are_current():
-    """Written for the transformers that the page names; another release may know other families."""
+    """Generated parts are current for the transformers that the page names."""
     for name, parts in docs.PARTS.items():
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         release = re.search(r"^As of transformers ([\w.]+)\.$", text, re.MULTILINE)

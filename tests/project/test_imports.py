@@ -33,7 +33,7 @@ PUBLIC = {
 
 @pytest.fixture
 def bare_python(tmp_path):
-    """Runs Python in an empty folder, with a triton that cannot be imported and no GPU in sight."""
+    """Run Python in an empty folder, with an unimportable triton and no visible GPU."""
     blocked = tmp_path / "blocked"
     blocked.mkdir()
     (blocked / "triton.py").write_text("raise ImportError('triton is blocked in this test')\n")

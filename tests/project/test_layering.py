@@ -51,7 +51,7 @@ NAMES = {name_of(path) for path in FILES}
 
 
 def layer_of(name: str) -> tuple[int, str]:
-    """The layer of a module and the entry of LAYERS that places it."""
+    """Return the layer of a module and the entry of LAYERS that places it."""
     for rank, entries in enumerate(LAYERS):
         if name in entries:
             return rank, name
@@ -65,7 +65,7 @@ def layer_of(name: str) -> tuple[int, str]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Every dotted name an import statement reaches, with its line; from-imports in full."""
+    """Yield each imported dotted name (``module.name`` for from-imports) with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -75,7 +75,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def own_module(dotted: str) -> str | None:
-    """The file of ours that a dotted name lives in, or None for other libraries."""
+    """Return our file that holds a dotted name, or None for other libraries."""
     parts = dotted.split(".")
     if parts[0] != "moe_patch":
         return None
@@ -90,7 +90,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def run_at_import(tree: ast.Module) -> list[ast.stmt]:
-    """Statements that run when the module is imported, ``if TYPE_CHECKING`` left out."""
+    """Yield the statements that run on import, except ``if TYPE_CHECKING``."""
     statements: list[ast.stmt] = []
     todo = list(tree.body)
     while todo:

@@ -24,7 +24,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _limits(tree: ast.AST) -> list[str]:
-    """Limits written as numbers, and readings of a clock, each with its line."""
+    """Return limits written as numbers, and readings of a clock, each with its line."""
     found = []
     for node in ast.walk(tree):
         values: list[ast.expr] = []

@@ -30,7 +30,7 @@ Patch = Callable[..., nn.Module]
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[Patch]:
-    """The fault in place; what is yielded patches a model with it, without the self-check."""
+    """Plant the fault, and yield a function that patches a model without the self-check."""
     original = next(spec for spec in families() if mutant.model_type in spec.model_types)
     with pytest.MonkeyPatch.context() as replaced:
         if mutant.attribute is not None:
@@ -195,7 +195,7 @@ def test_every_check_passes_without_a_fault(model) -> None:
 @pytest.mark.routers
 @pytest.mark.families("deepseek_v3")
 def test_excluded_groups_pass_without_a_fault() -> None:
-    """The weights that one mutant needs are no fault by themselves."""
+    """Weights that a mutant needs fail no check without the mutant."""
     (mutant,) = [m for m in MUTANTS if m.prepare is not None]
     sound = dataclasses.replace(mutant, entry=None)
     with planted(sound) as patch:
@@ -203,7 +203,7 @@ def test_excluded_groups_pass_without_a_fault() -> None:
 
 
 def table() -> str:
-    """Mutants by check, and checks by test, as Markdown."""
+    """Return mutants by check, and checks by test, as Markdown."""
     head = f"| planted fault | family | {' | '.join(CHECKS)} |"
     lines = [head, "|---" * (len(CHECKS) + 2) + "|"]
     for mutant in MUTANTS:

@@ -21,7 +21,7 @@ ROOT = Path(moe_patch.__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from this checkout, without network."""
+    """Wheel built from this checkout, without network."""
     folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder],

@@ -16,7 +16,7 @@ from moe_patch.quant import memory, state
 from tests.support.numerics import assert_bits, rel_err
 
 CPU = torch.device("cpu")
-# What bitsandbytes 0.50.2 makes of golden_weight(): quantize_4bit(.., "nf4", compress_statistics).
+# Result of bitsandbytes 0.50.2 for golden_weight(): quantize_4bit(.., "nf4", compress_statistics).
 GOLDEN_PACKED = (
     "03ae16c039e16c039e16c039e15cf39e15cf28e15bf28e15bf28d15bf27d14bf27d04bf27d04ae27d04ae16d03ae16"
     "c039e16c039e16c039e15cf39e15cf28e15bf28e15bf28d14bf27d04bf27d04af27d04ae17d03ae16d03ae16c039e1"
@@ -31,7 +31,7 @@ GOLDEN_DEQUANTISED = "a3f2740ec94ea594f408ead9397ec54d96098dc096f2c0496ec252e345
 
 
 def golden_weight() -> torch.Tensor:
-    """[1, 4, 128] in bf16 from integers alone, with blocks of three sizes and one of zeros."""
+    """Return bf16 [1, 4, 128] made from integers: blocks of three magnitudes, one of zeros."""
     n = torch.arange(4 * 128)
     weight = ((n * 73 + 11) % 257 - 128).float() / 64 * ((n // 64) % 3 + 0.5)
     weight = weight.view(1, 4, 128)
@@ -57,7 +57,7 @@ def test_nf4_levels_do_not_depend_on_where_they_are_first_asked_for() -> None:
 
 
 def test_nothing_of_a_fake_mode_stays_behind() -> None:
-    """Nor of the memory of a CUDA graph: no tensor is kept beside the weights."""
+    """Keep no tensor beside the weights, neither of a fake mode nor of a CUDA graph."""
     weight = torch.randn(1, 2, 64)
     found = pack(weight, "nf4", CPU, "w")
     before = found.stored_experts(0, 1)

@@ -81,7 +81,7 @@ def test_bytes_and_scales_are_those_of_the_file(
 
 @loads_fp8
 def test_a_model_that_transformers_loaded_is_taken_over(checkpoint: Path, monkeypatch: Any) -> None:
-    """patch_model alone refuses it and says what takes it over."""
+    """Refuse the model in patch_model, and name quantize_experts, which takes it over."""
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with pytest.raises(UnsupportedModelError, match=r"quantize_experts\(model, 'fp8'\)"):

@@ -67,7 +67,7 @@ def _ordered(order: str) -> nn.Module:
 
 
 def _refuses(model: nn.Module, method: str, **options: object) -> None:
-    """The error names module, storage, adapter and remedy; nothing of the model has changed."""
+    """Raise an error naming module, storage, adapter and remedy; leave the model unchanged."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = snapshot(model)
     said = (
@@ -118,7 +118,7 @@ def test_dequantised_experts_are_merged(order: str) -> None:
 
 
 def test_adapters_on_other_parts_are_merged() -> None:
-    """Only what would be merged counts: the experts' adapter may be there, and inactive."""
+    """Merge adapters on other parts while the experts' adapter is inactive."""
     model = _ordered("adapters, quantise, patch")
     model.add_adapter("attention", lora_config([], ["q_proj"]))
     model.set_adapter("attention")

@@ -224,7 +224,7 @@ def test_compiled_as_one_graph() -> None:
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("whole", ["experts", "mlp"])
 def test_quantised_experts_are_not_trained_in_silence(storage: str, whole: str) -> None:
-    """PEFT calls a copy of them trainable, gives it no gradient and saves its bytes."""
+    """Raise an error: PEFT marks a copy as trainable, gives it no gradient and saves its bytes."""
     config = lora_config(modules=["q_proj"], modules_to_save=[whole])
     model = adapt(quantize_experts(build(), storage), config)
     with pytest.raises(UnsupportedModelError, match=rf"stored in {storage} are frozen and get no"):

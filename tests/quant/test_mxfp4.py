@@ -68,7 +68,7 @@ def ours(folder: Path, dtype: torch.dtype = BF16, device: str = "cpu") -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_are_those_of_transformers(dtype: torch.dtype) -> None:
-    """Every byte under every scale that leaves the dtype room, and the smallest one."""
+    """Decode every byte under every scale that fits the dtype, and under the smallest scale."""
     low, high = (112, 136) if dtype == torch.float16 else (2, 250)
     scales = torch.arange(low, high).to(torch.uint8).repeat_interleave(16).view(1, -1, 2)
     rows = scales.shape[1]
@@ -92,7 +92,7 @@ def test_a_checkpoint_is_taken_as_it_is(checkpoint: Path, dtype: torch.dtype) ->
             assert parameter.shape == plain.get_parameter(name).shape
             assert_bits(parameter.weight.packed.view(-1), stored[f"{name}_blocks"].view(-1), name)
             assert_bits(parameter.weight.scales[0], stored[f"{name}_scales"], name)
-    # Products round by how an operand lies in memory, and these lie differently.
+    # Rounding of products depends on memory layout, and these layouts differ.
     limit = FP32 if dtype == torch.float32 else 2e-2
     assert rel_err(logits(model), logits(plain)) < limit
     assert rel_err(logits(patch_model(model)), logits(patch_model(plain))) < limit

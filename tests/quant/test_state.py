@@ -96,7 +96,7 @@ def test_loading_a_checkpoint_packs_what_it_reads(
 
 
 def test_loading_reads_the_config_that_the_options_name(tmp_path: Any) -> None:
-    """An FP8 config in the folder's root, another in a subfolder, a third handed in."""
+    """Read the config that the options name: in the root (FP8), in a subfolder, or passed in."""
     model = build()
     model.save_pretrained(tmp_path / "sub")
     config = json.loads((tmp_path / "sub" / "config.json").read_text())

@@ -22,7 +22,7 @@ def _experts(model: nn.Module) -> list[nn.Module]:
 
 
 def _tied(how: str = "parameter", layers: int = 2) -> nn.Module:
-    """The last layer's experts are the first's: one parameter, or two over one memory."""
+    """Tie the last layer's experts to the first's: one parameter, or two that share memory."""
     model = build(num_hidden_layers=layers)
     first, *_, last = _experts(model)
     for name in NAMES:
@@ -32,7 +32,7 @@ def _tied(how: str = "parameter", layers: int = 2) -> nn.Module:
 
 
 def _bytes(weight: nn.Parameter) -> list[int]:
-    """The addresses of what holds a weight."""
+    """Return the addresses of the tensors that hold a weight."""
     if isinstance(weight, QuantTensor):
         return [part.data_ptr() for part in (weight.weight.packed, *weight.weight.scales)]
     return [weight.data_ptr()]
@@ -75,7 +75,7 @@ def test_a_tied_model_is_saved_loaded_and_left_out_of_ddp() -> None:
 
 
 def test_a_tie_that_would_be_cut_is_refused() -> None:
-    """To a block that is left out, or to a module that holds no experts."""
+    """Refuse to cut a tie to an excluded block, or to a module that holds no experts."""
     said = (
         r"model\.layers\.0\.mlp\.experts\.gate_up_proj: cannot be quantised: it is tied to "
         r"model\.layers\.1\.mlp\.experts\.gate_up_proj \(Qwen3MoeExperts\)"

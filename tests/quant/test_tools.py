@@ -42,7 +42,7 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_a_saved_adapter_loads_on_the_quantised_and_on_the_16_bit_model(tmp_path: Path) -> None:
-    """PEFT's own files; on the plain model the adapter adds what it adds to plain weights."""
+    """Load PEFT's files on both models; on the plain model the adapter acts as on plain weights."""
     model = patch_model(adapted(quantize_experts(build(), "nf4")))
     model.save_pretrained(tmp_path)
     again = patch_model(PeftModel.from_pretrained(quantize_experts(build(), "nf4"), tmp_path))
@@ -57,7 +57,10 @@ def test_a_saved_adapter_loads_on_the_quantised_and_on_the_16_bit_model(tmp_path
 def test_save_pretrained_is_refused_while_experts_are_packed(
     model_type: str, storage: str, tmp_path: Path
 ) -> None:
-    """transformers would cut the bytes up like merged weights: an error, or other weights."""
+    """Refuse to save: transformers would split the bytes like merged weights.
+
+    The result would be an error, or other weights.
+    """
     model = quantize_experts(build(model_type), storage)
     torch.save(model, tmp_path / "model.pt")
     read = torch.load(tmp_path / "model.pt", weights_only=False)
@@ -76,7 +79,7 @@ def test_save_pretrained_is_refused_while_experts_are_packed(
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("model_type", SIZES)
 def test_shadow_check_compares_with_the_dequantised_weights(model_type: str, storage: str) -> None:
-    """And leaves every bit of the step, with adapters and without."""
+    """Compare with dequantised weights and change no bit of the step, with and without adapters."""
     for lora in (True, False):
         models = [quantize_experts(build(model_type), storage) for _ in range(2)]
         models = [adapted(model) if lora else model for model in models]
@@ -136,7 +139,7 @@ def test_signals_of_a_model_are_those_of_the_dequantised_one() -> None:
 
 
 def count_alive(monkeypatch: Any, module: Any) -> list[int]:
-    """Per call of ``pack`` in a module: plain expert weights alive of those it was called with."""
+    """Count at each call of ``pack`` in a module how many of its plain weights are still alive."""
     seen: list[weakref.ref] = []
     alive: list[int] = []
     own = module.pack
@@ -152,7 +155,7 @@ def count_alive(monkeypatch: Any, module: Any) -> list[int]:
 
 
 def test_one_plain_projection_is_alive_at_a_time(monkeypatch: Any, tmp_path: Path) -> None:
-    """In place, where each is freed before the next, and while a checkpoint is read."""
+    """Hold one plain projection at a time, in place and while reading a checkpoint."""
     model = build(num_hidden_layers=3)
     model.save_pretrained(tmp_path)
     whole = [weakref.ref(p) for n, p in model.named_parameters() if "experts" in n]
@@ -205,7 +208,7 @@ def test_inspect_shows_the_bytes_that_quantising_leaves(
 
 
 def test_experts_beside_what_bitsandbytes_packs(tmp_path: Path) -> None:
-    """load_in_4bit takes the Linear modules, quantize_experts what it leaves; both in 4 bits."""
+    """Quantise by load_in_4bit the Linear modules, and by quantize_experts the experts."""
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes: optional")
     build().to(torch.bfloat16).save_pretrained(tmp_path)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Load measures, the bias update of every kind of family, two ranks, what a Trainer logs."""
+"""Load measures, the bias update of every kind of family, two ranks, logs of a Trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.numerics import FP32, assert_bits, assert_close
 from tests.support.signals_cases import correction_biases
 
 RATE = 0.01
-# Where the bias lives: on the router (flat, or as one row), or on the block that passes it.
+# Places of the bias: on the router (flat, or as one row), or on the block that passes it.
 FAMILIES = (
     "deepseek_v3", "ernie4_5_moe", "minimax_m2", "afmoe", "kolibri1",
     pytest.param(
@@ -143,7 +143,7 @@ def test_errors() -> None:
 
 
 class Reporter(TrainerCallback):
-    """Receives what the integrations that ``report_to`` names receive."""
+    """Record the logs that the integrations named by ``report_to`` receive."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, dict[str, float]]] = []
@@ -164,7 +164,7 @@ def trainer_of(model: Any, folder: Any, **options: Any) -> Any:
 
 
 def reported(trainer: Any) -> list[tuple[int, dict[str, float]]]:
-    """Step and values of every report that holds measures of the load."""
+    """Return step and values of every report with measures of the load."""
     (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
     return [(step, logs) for step, logs in reporter.seen if "moe/entropy" in logs]
 

@@ -50,7 +50,7 @@ FIELDS = (
     "ids", "weights", "logits", "router_weights", "router_input", "tokens_per_expert", "load",
     "act_norm", *GRADIENTS,
 )  # fmt: skip
-# What a family cannot give; every other field of every recipe is recorded.
+# Fields that a family cannot provide; every other field of every recipe is recorded.
 MISSING = {
     "dbrx": FIELDS,
     "doge": FIELDS,
@@ -93,7 +93,7 @@ def test_every_field_of_every_family_is_recorded_or_named_as_missing(model_type)
 def test_routers_with_a_forward_of_their_own_are_recorded_as_transformers_returns(
     model_type,
 ) -> None:
-    """Logits and weights; smk_loss says that it cannot compute such logits again."""
+    """Record logits and weights as returned; smk_loss refuses to recompute such logits."""
     reference = tiny_models.build(model_type).eval()
     model = patch_model(copy.deepcopy(reference), self_check=False)
     seen: list[Any] = []

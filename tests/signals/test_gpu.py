@@ -91,7 +91,7 @@ def test_recording_changes_no_bit_and_repeats_bit_for_bit() -> None:
 
 
 def cost(model: Any, batch: dict[str, Tensor]) -> tuple[list[str], dict[str, int]]:
-    """Names of the kernels of one step, and what the allocator handed out for it."""
+    """Return the names of the kernels of one step, and its allocations."""
     model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -94,7 +94,7 @@ def test_equal_values_have_no_z_score_and_two_experts_only_a_sign() -> None:
 
 @pytest.mark.parametrize("empty", [None, -1, E])
 def test_two_experts_ranked_alike_tie_exactly(empty: int | None) -> None:
-    """1 - 1 in both slots, whatever the norms round to: the lower id is the target."""
+    """Tie exactly at 1 - 1 in both slots, however the norms round; the lower id is the target."""
     generator = torch.Generator().manual_seed(0)
     act, surprise = torch.rand(2, 200, 2, generator=generator, dtype=torch.float32).sort(-1).values
     ids = torch.tensor([[5, 2]]).expand(200, 2)
@@ -106,7 +106,7 @@ def test_two_experts_ranked_alike_tie_exactly(empty: int | None) -> None:
     layer.signals = Signals(torch.empty(3, *act.shape), act)
     layer.signals.grads_3TK.copy_(surprise)
     assert (delta_sc(recorder)["layer"] == 0).all()
-    # The router's first choice is 5, and of equals the target is 2.
+    # The router's first choice is 5; among equals the target is 2.
     assert gate_accuracy(recorder)["layer"] == 0.0
 
 
@@ -134,7 +134,7 @@ def test_first_choice_is_the_target_and_ties_go_to_the_lower_id() -> None:
 
 
 def test_by_expert_every_token_of_the_same_experts_has_the_same_target() -> None:
-    """So a router that sends all tokens one way, in the right order, is right every time."""
+    """Score 1.0 for a router that sends all tokens to the same experts in the right order."""
     surprise = [[1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [0.1, 3.0, 4.0]]
     recorder = made_up([[1.0, 1.0, 1.0]] * 3, surprise)
     assert gate_accuracy(recorder, "surprise")["layer"] == pytest.approx(2 / 3)
@@ -207,7 +207,7 @@ def test_logits_are_computed_again_with_adapters_and_without_hooks(model_type, r
 
 
 def test_rows_without_surprise_are_left_out() -> None:
-    """Labels of -100 on one sequence: in the last layer its rows have no gradient at all."""
+    """Leave out rows of a sequence labelled -100: they have no gradient in the last layer."""
     model = patched()
     batch = tiny_models.inputs(model)
     batch["labels"][0] = -100
@@ -287,7 +287,7 @@ def test_the_update_filter_keeps_the_best_experts(by, keep) -> None:
 
 
 def test_the_update_filter_knows_how_adapters_are_packed() -> None:
-    """PEFT's own unpacking of the gradients, by expert."""
+    """Unpack gradients by expert as PEFT's own unpacking does."""
     model, recorder = recorded(patched(lora=EXPERTS))
 
     def unpacked(block: Any) -> dict[str, tuple[Tensor, Tensor, float]]:

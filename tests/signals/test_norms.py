@@ -34,7 +34,7 @@ from tests.support.signals_cases import (
 @pytest.mark.parametrize("lora", [(), EXPERTS, EXPERTS[1:]], ids=["plain", "both", "down"])
 @pytest.mark.parametrize("reentrant", CHECKPOINTS, ids=["kept", "checkpoint", "reentrant"])
 def test_norms_in_the_last_layer_equal_per_token_gradients(model_type, lora, reentrant) -> None:
-    """A sum-reduced loss behind the last block: what vmap(grad) returns per token and expert."""
+    """Norms equal vmap(grad) per token and expert for a sum-reduced loss of the last block."""
     model = patched(model_type, lora=lora)
     checkpointed(model, reentrant)
     batch = tiny_models.inputs(model if not lora else model.get_base_model())
@@ -75,7 +75,7 @@ def test_norms_of_an_inner_layer_equal_explicit_outer_products(model_type, own_g
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_norms_are_fp32_and_near_fp64(dtype) -> None:
-    """Against the same low-precision weights and inputs in fp64, on the same ids."""
+    """Norms are fp32 and close to fp64 with the same low-precision weights, inputs and ids."""
     low = patch_model(tiny_models.build("qwen3_moe", dtype=dtype), self_check=False)
     high = patch_model(tiny_models.cast(copy.deepcopy(low), torch.float64), self_check=False)
     block, exact = (last_layer(model).mlp for model in (low, high))

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn is what was recorded, from a recorder and from a file alike."""
+"""Plots show the recorded values, from a recorder and from a file alike."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def source(request, recorder, tmp_path) -> Any:
 
 
 def drawn(axes: Any) -> Tensor:
-    """The numbers of an image, NaN where nothing is."""
+    """Return the numbers of an image, NaN where empty."""
     return torch.tensor(axes.images[0].get_array().filled(float("nan")), dtype=torch.float64)
 
 

@@ -79,7 +79,7 @@ def _sharded_with_adapters() -> None:
 
 
 def _nan_under_fsdp(rank: int, folder: str) -> None:
-    """A file per rank; the step that wrote it goes on, and so does the next one."""
+    """Write one file per rank, and finish that step and the next."""
     for units in ("layers", "experts"):
         place = Path(folder, units)
         model = tiny_models.build("qwen3_moe")
@@ -116,7 +116,7 @@ def _one_layer_less(rank: int) -> None:
 
 
 def _sharded() -> None:
-    """FSDP2, each rank the same batch: equal to the whole model; sharded parameters are refused."""
+    """Match the whole model under FSDP2 with equal batches; refuse sharded parameters."""
     whole = patch_model(build("qwen3_moe", layers=2), self_check=False)
     sharded = patch_model(build("qwen3_moe", layers=2), self_check=False, shadow_check=1)
     for unit in (*sharded.model.layers, sharded):

@@ -1,4 +1,4 @@
-"""record(): what it keeps and when, and that it costs nothing when off."""
+"""record(): the values it keeps and when, and no cost when off."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_step_counts_every_forward_once(reentrant) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Every operator that runs, with the number of bytes it returns."""
+    """Record every operator that runs, with the bytes that it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def launches(model: Any, batch: dict[str, Tensor]) -> list[tuple[str, int]]:
 
 
 def test_off_costs_no_launch_and_no_byte() -> None:
-    """Before and after a recording the same operators return the same bytes."""
+    """Run the same operators, with the same bytes, before and after a recording."""
     model = patched("qwen3_moe", layers=2)
     batch = tiny_models.inputs(model)
     never = launches(model, batch)
@@ -126,7 +126,7 @@ def test_off_costs_no_launch_and_no_byte() -> None:
 
 
 def test_off_no_norm_and_no_count_is_computed(monkeypatch) -> None:
-    """Inside the experts operator too, where a dispatch mode does not look."""
+    """Compute no norm and no count when off, also inside the experts operator."""
 
     def fail(*args: Any) -> Tensor:
         raise AssertionError("computed")
@@ -178,7 +178,7 @@ def test_a_copy_of_a_recorded_model_is_not_recorded() -> None:
 
 
 def test_compiled_code_notices_the_recorder() -> None:
-    """Compiled before, during and after; recorded layers run outside the graph.
+    """Compile before, during and after a recording; recorded layers run outside the graph.
 
     Blocks are compiled, not the model: each break makes the compiler trace all callers again.
     """
@@ -217,7 +217,7 @@ def test_any_number_of_tokens(tokens) -> None:
 
 @pytest.mark.parametrize("empty", [-1, 8, 1000])
 def test_empty_slots_count_nowhere_and_have_no_norm(empty) -> None:
-    """The experts called with ids of nobody, as expert-parallel sentinels are."""
+    """Count no empty slot and give it no norm; expert-parallel sentinels make such slots."""
     model = patched("qwen3_moe")
     experts = experts_below(last_layer(model).mlp)
     ids = torch.tensor([[0, empty], [empty, empty], [3, 0]])

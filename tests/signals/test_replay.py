@@ -1,6 +1,6 @@
 """record_routing and replay_routing: the same experts, and the gate's own gradient.
 
-Masks, files, mismatches and what preference and RL steps do with a trace: test_trace.py.
+test_trace.py covers masks, files, mismatches, and preference and RL steps with a trace.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_a_models_own_routing_gives_the_same_bits(model_type, dtype) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 def test_prescribed_experts_run_and_the_gate_learns(model_type, reentrant) -> None:
-    """Against transformers' experts with the weights that its gate gives those experts."""
+    """Match transformers' experts with the weights that its gate gives the prescribed experts."""
     model = patched(model_type, dtype=torch.float64)
     batch = tiny_models.inputs(model)
     trace = other_experts(traced(model, batch))
@@ -85,7 +85,7 @@ def test_prescribed_experts_run_and_the_gate_learns(model_type, reentrant) -> No
 
 
 def as_in_transformers(model: Any, trace: RoutingTrace, values: bool) -> list[Tensor]:
-    """Loss and gradients of an unpatched model whose gates' returns hooks replace."""
+    """Return loss and gradients of an unpatched model; hooks replace the outputs of its gates."""
 
     def hook(index: int) -> Any:
         ids = trace.ids_TLK[:, index]
@@ -112,7 +112,7 @@ def as_in_transformers(model: Any, trace: RoutingTrace, values: bool) -> list[Te
 @pytest.mark.parametrize("values", [False, True], ids=["ids", "ids and weights"])
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 def test_every_gradient_is_that_of_a_gate_whose_choice_a_hook_replaces(reentrant, values) -> None:
-    """The gate's own among them: with the trace's values it is still that of the formula."""
+    """Match every gradient; the gate's follows the formula even with the trace's values."""
     reference = tiny_models.build("qwen3_moe", dtype=torch.float64, output_router_logits=False)
     model = patch_model(copy.deepcopy(reference), self_check=False)
     batch = tiny_models.inputs(model)
@@ -131,7 +131,7 @@ def test_every_gradient_is_that_of_a_gate_whose_choice_a_hook_replaces(reentrant
 
 
 def test_compiled_code_replays_too() -> None:
-    """Blocks that are compiled before, during and after."""
+    """Replay with blocks compiled before, during and after."""
     torch._dynamo.reset()
     model = patched(output_router_logits=False)
     batch = tiny_models.inputs(model)

@@ -146,17 +146,17 @@ def test_a_router_with_a_forward_of_its_own_is_named() -> None:
 
 
 def log_probs(model: Any, batch: dict[str, Tensor], mask: Tensor) -> Tensor:
-    """Summed log-probability of each sequence's completion."""
+    """Return the summed log-probability of each sequence's completion."""
     logits = model(**batch).logits[:, :-1].log_softmax(-1)
     picked = logits.gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
     return (picked * mask[:, 1:]).sum(-1)
 
 
 def test_dpo_shaped_step() -> None:
-    """Policy and reference on chosen and rejected as one batch; the policy replays the reference.
+    """Train a policy that replays its reference, on chosen and rejected as one batch.
 
-    With equal weights and the reference's experts the margins are exactly zero; from there the
-    policy trains, its gates included.
+    With equal weights and the reference's experts the margins are exactly zero at first. The
+    policy then trains, its gates included.
     """
     reference = patched(dtype=torch.float64)
     policy = copy.deepcopy(reference)
@@ -175,7 +175,7 @@ def test_dpo_shaped_step() -> None:
 
 
 def near_ties(engine: Any) -> Any:
-    """A fp32 policy with the bf16 engine's weights, whose gates make precision decide."""
+    """Return an fp32 policy with the bf16 engine's weights; its gates make precision matter."""
     policy = patched(output_router_logits=False)
     policy.load_state_dict(engine.state_dict())
     for _, block in tiny_models.blocks(policy):
@@ -186,11 +186,11 @@ def near_ties(engine: Any) -> Any:
 
 
 def test_grpo_shaped_update_on_an_engines_routing() -> None:
-    """An engine in bf16, one sequence after the other; the policy in fp32 on left-padded prompts.
+    """Replay the bf16 rollout of single sequences in an fp32 policy on left-padded prompts.
 
-    bf16 rounds other logits, so the two would choose other experts for some tokens: replayed, the
-    policy's log-probabilities come nearer to the rollout's. One prompt was cut after the rollout:
-    its first rows have no place in the batch and are left out.
+    Rounding to bf16 makes engine and policy choose different experts for some tokens. Replay
+    brings the policy's log-probabilities closer to the rollout's. One prompt was cut after the
+    rollout: its first rows have no place in the batch and are left out.
     """
     engine = patched(dtype=torch.bfloat16, output_router_logits=False)
     policy = near_ties(engine)

@@ -1,4 +1,4 @@
-"""smk_loss in a training file: the gradient that is added, what is logged, and what is refused."""
+"""smk_loss in a training file: the added gradient, the logs, and the refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def gradients(tmp_path: Path, smk: SmkConfig, **options: Any) -> tuple[dict[str,
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["one micro-batch", "two"])
 def test_the_routers_get_the_gradient_of_smk_loss_and_nobody_else(tmp_path, steps) -> None:
-    """Against a training without it, and against smk_loss after each micro-batch by hand."""
+    """Add exactly the gradient of smk_loss, computed by hand after each micro-batch."""
     smk = SmkConfig(target="surprise", weight=WEIGHT)
     options = {"gradient_accumulation_steps": steps, "per_device_train_batch_size": 2}
     found, trainer = gradients(tmp_path, smk, **options)
@@ -230,7 +230,7 @@ def test_by_output_the_target_is_the_routers_own_last_choice() -> None:
 
 
 def test_by_expert_the_target_follows_from_the_chosen_experts_alone() -> None:
-    """Root of the sum of squares over an expert's rows, so one order of experts for all tokens."""
+    """Rank experts by the root of the sum of squares over their rows, alike for all tokens."""
     overrides = tiny_models.with_experts("qwen3_moe", 8, K)
     model = patch_model(build_fp64("qwen3_moe", 2, **overrides), self_check=False)
     recorder = fp64_recorder(model)
@@ -250,7 +250,7 @@ def test_by_expert_the_target_follows_from_the_chosen_experts_alone() -> None:
 
 
 def test_the_table_in_the_docs_is_that_of_the_rows() -> None:
-    """docs/signals.md shows what smk_report.py makes of docs/data/smk_tiny.jsonl."""
+    """docs/signals.md shows the output of smk_report.py for docs/data/smk_tiny.jsonl."""
     spec = importlib.util.spec_from_file_location(
         "smk_report", ROOT / "benchmarks" / "studies" / "smk_report.py"
     )

@@ -31,7 +31,7 @@ OVERRIDES = {"output_router_logits": False}
 
 
 def tied_model(name, dtype=torch.bfloat16, **patch):
-    """Every expert's score occurs four times, exactly, in all rows of all layers."""
+    """Return a model with four exactly equal copies of each score, in all rows and layers."""
     over = {} if name == "deepseek_v3" else OVERRIDES
     model = tiny_models.build(name, dtype=dtype, **over)
     for _, block in tiny_models.blocks(model):
@@ -49,7 +49,7 @@ def routers(model):
 
 
 def train(model, batch, steps=STEPS):
-    """Per step the ids of every router call and the loss; the gradients of the last step."""
+    """Return per step the ids of every router call and the loss, and the last gradients."""
     seen, losses = [], []
     hooks = [
         router.register_forward_hook(lambda m, _a, out: seen.append((m, out[2].clone())))
@@ -81,7 +81,7 @@ def recomputed_ids(calls):
 
 
 def assert_ties(ids_TK):
-    """The four-fold ties decide: the two lowest of the experts with the best score."""
+    """Expect the two lowest of the four experts that tie for the best score."""
     assert (ids_TK.sort(-1).values % 2 == ids_TK.sort(-1).values[:, :1] % 2).all()
     assert ids_TK.max() < 4
 
@@ -117,7 +117,7 @@ class Saved:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_is_held_for_backward_does_not_grow(recompute, checkpointing):
-    """At step 20 as at step 5, and nothing after a backward."""
+    """Hold the same at step 20 as at step 5, and nothing after a backward."""
     model = tied_model("qwen2_moe", recompute=recompute)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -169,7 +169,7 @@ def test_a_raising_forward_leaves_no_state(reentrant):
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_recompute_that_stops_early_leaves_no_state(early_stop):
-    """The last saved tensor of a block is reached before its end; then recompute is cut off."""
+    """Leave no state if recompute stops at the last saved tensor, before the end of a block."""
     model = tied_model("qwen2_moe", dtype=torch.float32)
     block = tiny_models.blocks(model)[0][1]
     x = tiny_models.hidden(block, 2, 7)
@@ -191,7 +191,7 @@ KEPT = (torch.ops.aten.sort.stable, torch.ops.moe_patch.experts.default)
 
 
 def keeping(block, x, operators):
-    """The output of a block under a policy that keeps some operators, and which it met."""
+    """Return a block's output under a policy that keeps some operators, and the operators seen."""
     met = []
 
     def policy(_ctx, op, *_args, **_kwargs):
@@ -205,7 +205,7 @@ def keeping(block, x, operators):
 
 
 def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch):
-    """Both are operators to a policy: kept, each runs once; the rest is recomputed."""
+    """Run router and experts once if a policy keeps their operators; recompute the rest."""
     model = tied_model("qwen3_moe", dtype=torch.float32)
     block = tiny_models.blocks(model)[0][1]
     x = tiny_models.hidden(block, 2, 7)
@@ -219,7 +219,7 @@ def test_selective_checkpointing_keeps_routing_decisions_and_experts(monkeypatch
     )
     out, met = keeping(block, x, KEPT)
     found = torch.autograd.grad(out.square().sum(), parameters)
-    assert met[: len(KEPT)] == list(KEPT)  # some releases of torch call it again in recompute
+    assert met[: len(KEPT)] == list(KEPT)  # some releases of torch call the policy again
     assert len(ran) == 1, "the experts ran again in recompute"
     for mine, wanted in zip(found, expected, strict=True):
         assert_bits(mine, wanted)

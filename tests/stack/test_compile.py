@@ -34,7 +34,7 @@ def step(module, x, parameters):
 
 
 def assert_one_graph(block, backend, limit):
-    """Six numbers of tokens in one graph and at most two compilations, results as without.
+    """Run six numbers of tokens in one graph and at most two compilations, with equal results.
 
     Returns the compiled block, the last input and the parameters of the gradients.
     """
@@ -52,13 +52,13 @@ def assert_one_graph(block, backend, limit):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_block_is_one_graph_for_every_number_of_tokens(name):
-    """Forward and backward; at most two compilations, the second for the dynamic size."""
+    """Compile forward and backward at most twice, the second time for the dynamic size."""
     block = tiny_models.blocks(patch_model(tiny_models.build(name)))[0][1]
     assert_one_graph(block, "aot_eager", LIMIT)
 
 
 def assert_one_graph_of_a_model(model, order, backend, limit):
-    """Three numbers of tokens in one graph and at most two compilations, results as without."""
+    """Run three numbers of tokens in one graph and at most two compilations, with equal results."""
     if order == "patch first":
         patch_model(model)
     counter = CompileCounterWithBackend(backend)
@@ -88,7 +88,7 @@ def assert_one_graph_of_a_model(model, order, backend, limit):
     ],
 )
 def test_a_whole_model_is_one_graph(name, layers, order):
-    """Backward's graph is compiled block by block above: here the compiler stops at forward's."""
+    """Compile forward into one graph; the tests of blocks cover backward's graph."""
     over = {"output_router_logits": False, "num_hidden_layers": layers}
     if name == "gpt_oss":  # a sliding window is transformers' own reason to compile again
         over["layer_types"] = ["full_attention"]
@@ -148,7 +148,7 @@ def test_experts_where_shapes_are_dynamic_and_floats_symbols(grad):
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "qwen2_moe", "gpt_oss"])
 def test_a_patched_block_can_be_exported(model_type) -> None:
-    """Unpatched, eager experts cannot: their loop depends on the data."""
+    """Export a patched block; unpatched eager experts cannot, as their loop depends on data."""
     _, block = tiny_models.blocks(patch_model(tiny_models.build(model_type).eval()))[0]
     x = tiny_models.hidden(block, 2, 5)
     with torch.no_grad():

@@ -58,7 +58,7 @@ def no_waiting():
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
 def test_a_block_under_inductor(name, no_waiting):
-    """One graph, forward and backward; two compilations for six T; then no host sync."""
+    """Compile one graph, forward and backward, twice for six T; then never synchronise the host."""
     block = tiny_models.blocks(patch_model(build(name)))[0][1]
     compiled, x, parameters = assert_one_graph(block, "inductor", FP32)
     for each in (compiled, block):
@@ -71,7 +71,7 @@ def test_a_block_under_inductor(name, no_waiting):
     [("qwen3_moe", "patch first"), ("qwen3_moe", "compile first")],
 )
 def test_a_whole_model_under_inductor(name, order):
-    """Forward and backward; two compilations for three T."""
+    """Compile forward and backward twice for three T."""
     model = build(name, output_router_logits=False, num_hidden_layers=1)
     assert_one_graph_of_a_model(model, order, "inductor", FP32)
     assert_ours(model)
@@ -92,7 +92,7 @@ def generate(model, **options):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_equal_the_unpatched_models(name, way):
-    """fp32; every step of every layer runs our kernels, and the setting stays."""
+    """Generate equal tokens in fp32 with our kernels in every step and layer; keep the setting."""
     model = decoder(name)
     options = WAYS[way] | {"disable_compile": True}
     expected, setting = generate(model, **options), experts_setting(model)
@@ -109,7 +109,7 @@ def test_tokens_equal_the_unpatched_models(name, way):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_compiled_decoding(name):
-    """generate compiles its decode step into CUDA graphs; our kernels are inside."""
+    """Run our kernels inside the CUDA graphs into which generate compiles its decode step."""
     model = decoder(name)
     expected = generate(model, **WAYS["static cache"], disable_compile=True)
     setting = experts_setting(model)
@@ -142,7 +142,7 @@ else:
 
 
 def test_a_capture_without_a_warm_up_asks_for_one(tmp_path):
-    """In a process of its own: here every kernel may have run."""
+    """Raise an error that names warmup, in a new process: here every kernel may have run."""
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", "-c", COLD]
     done = subprocess.run(
@@ -157,7 +157,7 @@ def test_a_capture_without_a_warm_up_asks_for_one(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_a_captured_block_routes_anew(name, dtype, tokens):
-    """Parameters need gradients; every replay equals the eager call on its own input."""
+    """Replay equals the eager call on each input, although parameters require gradients."""
     model = patch_model(build(name, dtype))
     block = tiny_models.blocks(model)[0][1]
     assert all(p.requires_grad for p in block.parameters())

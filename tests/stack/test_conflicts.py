@@ -19,7 +19,7 @@ from tests.support.snapshots import assert_unchanged, logits, snapshot
 
 
 class LigerExperts(nn.Module):
-    """Stands for a replacement of the kind that Liger and the kernels library bind."""
+    """Stand-in for a replacement of the kind that Liger and the kernels library bind."""
 
     def forward(self, hidden_states, *args):
         return hidden_states * 0
@@ -51,7 +51,7 @@ def test_a_replaced_forward_is_refused_by_name(model_type, which):
 
 
 def test_replaced_experts_are_named_through_adapters():
-    """Liger replaces the module itself; PEFT's wrapper around it is not what stands in the way."""
+    """Name Liger's module, which replaces the experts, not PEFT's wrapper around it."""
     from peft import LoraConfig, get_peft_model
 
     model = tiny_models.build("qwen3_moe")
@@ -66,7 +66,7 @@ def test_replaced_experts_are_named_through_adapters():
 
 
 def dense_forward(self, hidden_states, *args):
-    """Stands for what densemixer and others assign to a class."""
+    """Stand-in for the forward that densemixer and others assign to a class."""
     return hidden_states * 0
 
 
@@ -84,7 +84,7 @@ def test_a_forward_replaced_on_the_class_is_refused_by_name(model_type, which, m
 
 @pytest.mark.parametrize(("which", "tier"), [("router", "full"), ("experts", "refused")])
 def test_a_class_forward_replaced_after_patching(which, tier, monkeypatch):
-    """Behind a forward that we bound it never runs; elsewhere the report says that it does."""
+    """Report a replaced class forward where it runs; behind our bound forward it never runs."""
     model = patch_model(tiny_models.build("qwen3_moe"))
     batch = tiny_models.inputs(model)
     out = logits(model, batch)
@@ -97,7 +97,7 @@ def test_a_class_forward_replaced_after_patching(which, tier, monkeypatch):
 
 
 def test_a_forward_replaced_after_patching_shows_in_the_report():
-    """Trainer applies Liger when training begins: ours no longer runs, and the report says so."""
+    """Report that our forward no longer runs, as when Trainer applies Liger at the start."""
     model = patch_model(tiny_models.build("qwen3_moe"))
     bind(target(model, "experts"))
     first, second = patch_report(model)
@@ -113,7 +113,7 @@ def test_a_forward_replaced_after_patching_shows_in_the_report():
 
 
 def test_experts_of_another_class_are_refused_by_name():
-    """Liger applied before the model was built leaves its class in place of transformers' own."""
+    """Name Liger's class, which replaces transformers' own if applied before the model is built."""
     model = tiny_models.build("qwen3_moe")
     tiny_models.blocks(model)[0][1].experts = LigerExperts()
     with pytest.raises(UnsupportedModelError, match=r"no Qwen3MoeExperts.*LigerExperts"):
@@ -129,7 +129,7 @@ def test_data_parallel_is_refused_with_what_to_use_instead():
 
 
 def test_hub_kernels_outside_of_moe_blocks_stay():
-    """use_kernels binds norms and rotary embeddings; that is no conflict."""
+    """Keep the norms and rotary embeddings that use_kernels binds; they are no conflict."""
     model = tiny_models.build("qwen3_moe")
     norm = model.model.norm
     norm.forward = MethodType(type(norm).forward, norm)

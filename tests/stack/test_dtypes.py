@@ -36,9 +36,9 @@ def correction_biases(model):
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "minimax_m2", "qwen3_moe"])
 def test_cast_after_patching_equals_the_twin(name, cast):
-    """Every tensor, the correction bias included, has the dtype that the unpatched twin's has.
+    """Every tensor, the correction bias included, has the same dtype as in the unpatched twin.
 
-    In low precision the output is that of a model patched after the cast (near ties are its own).
+    In low precision the output equals that of a model patched after the cast (near ties differ).
     """
     twin = tiny_models.build(name)
     ours = patch_model(copy.deepcopy(twin))
@@ -64,7 +64,7 @@ def test_cast_after_patching_equals_the_twin(name, cast):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_a_training_step_under_autocast(name):
-    """fp32 masters under bf16 autocast: gradients in fp32, the loss as the unpatched twin's."""
+    """Train fp32 masters under bf16 autocast with fp32 gradients and the unpatched twin's loss."""
     twin = tiny_models.build(name)
     ours = patch_model(copy.deepcopy(twin))
     batch = tiny_models.inputs(twin, 4, 16)

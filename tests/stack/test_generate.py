@@ -1,4 +1,4 @@
-"""generate on a patched model: the tokens of the unpatched one, and its settings afterwards.
+"""generate on a patched model: tokens of the unpatched model, and unchanged settings.
 
 Greedy decoding under each experts implementation is in tests/patching/test_wrappers.py.
 """
@@ -64,7 +64,7 @@ def test_tokens_equal_the_unpatched_models(name, way, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_compiled_decoding(name):
-    """generate compiles its decode step whole where the cache is static."""
+    """Compile the whole decode step if the cache is static."""
     torch._dynamo.reset()
     model = tiny_models.build(name, output_router_logits=False).eval()
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
@@ -81,7 +81,7 @@ def test_compiled_decoding(name):
 
 
 def test_generation_inside_training():
-    """Evaluation between steps leaves mode, gradients and the next step as they were."""
+    """Leave mode, gradients and the next step unchanged by evaluation between steps."""
     model = patch_model(tiny_models.build("qwen3_moe", output_router_logits=False))
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     batch = tiny_models.inputs(model)

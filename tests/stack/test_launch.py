@@ -22,7 +22,7 @@ LAUNCH = ROOT / "configs" / "accelerate"
 
 
 def launch(folder, launch_file, lora=True, compare=True, **options):
-    """Steps of the small node in processes of their own: what they printed, run.json, losses."""
+    """Run steps of the small node in new processes; return output, run.json and losses."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
     training = {**node()["training"], "max_steps": 2, **options}
@@ -50,16 +50,16 @@ def launch(folder, launch_file, lora=True, compare=True, **options):
 
 
 def train(folder, launcher, lora=True, **options):
-    """Two steps, also without the patch; what the run printed."""
+    """Train two steps, with and without the patch, and return the output."""
     shown, record, _ = launch(folder, launcher, lora, **options)
     assert shown.count("results: ") == shown.count("softmax_topk") == 1
-    # Equal losses, and the saved model, reloaded without a patch, gives the trained one's logits.
+    # Checks: equal losses, and equal logits of the saved model, reloaded without a patch.
     assert len(record["checks"]) == 3
     return shown
 
 
 def resume(folder, launcher, lora=True, **options):
-    """Two of three steps again, from the checkpoint after the first."""
+    """Repeat two of three steps, from the checkpoint after the first."""
     options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
     _, _, whole = launch(folder / "whole", launcher, lora, compare=False, **options)
     options["resume_from_checkpoint"] = str(folder / "whole" / "out/checkpoints/checkpoint-1")
@@ -104,7 +104,7 @@ def test_resumed_on_two(tmp_path, name, what):
 
 
 def zero3_of_a_cpu(folder):
-    """The same file but for the device: DeepSpeed's collectives then run on gloo."""
+    """Write the file with the CPU as device: DeepSpeed's collectives then run on gloo."""
     need_deepspeed("zero3")
     config = yaml.safe_load((LAUNCH / "zero3.yaml").read_text())
     (folder / "zero3.yaml").write_text(yaml.safe_dump(config | {"use_cpu": True}))

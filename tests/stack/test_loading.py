@@ -28,7 +28,7 @@ def trained(request):
 
 
 def on_meta(model):
-    """The same architecture without storage, as transformers builds it before weights load."""
+    """Return the same architecture without storage, as transformers builds it before loading."""
     with torch.device("meta"):
         empty = type(model)(copy.deepcopy(model.config))
     empty.set_experts_implementation("eager")
@@ -71,7 +71,7 @@ def test_patch_on_meta_then_to_empty(trained):
 
 @pytest.mark.parametrize("order", ["patch first", "dispatch first"])
 def test_layers_on_disk_and_cpu(trained, order, tmp_path):
-    """A device map whose second layer lives on disk and is loaded for each call."""
+    """Use a device map whose second layer is on disk and is loaded for each call."""
     batch = tiny_models.inputs(trained)
     expected = logits(patch_model(copy.deepcopy(trained)), batch)
     plain = logits(trained, batch)
@@ -92,7 +92,7 @@ def test_layers_on_disk_and_cpu(trained, order, tmp_path):
 
 
 def test_weights_of_no_size_are_not_read_when_patched(monkeypatch):
-    """ZeRO-3 leaves an empty tensor where a partitioned parameter was; it is not looked at."""
+    """Never read the empty tensor that ZeRO-3 leaves in place of a partitioned parameter."""
     model = tiny_models.build("qwen3_moe")
     held = {}
     for name, p in model.named_parameters():
@@ -117,7 +117,7 @@ def test_weights_of_no_size_are_not_read_when_patched(monkeypatch):
 @pytest.mark.parametrize("which", ["gate_up_proj", "down_proj", ""])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen2_moe", "longcat_flash"])
 def test_weights_of_no_size_are_not_read_whoever_partitioned_them(model_type, which):
-    """Without ZeRO-3's marks: all that is known is that they are not here now."""
+    """Never read empty weights without ZeRO-3's marks, whoever partitioned them."""
     model = tiny_models.build(model_type)
     held = {n: p.data for n, p in model.named_parameters() if "experts" in n and which in n}
     for name in held:

@@ -25,7 +25,7 @@ from tests.support.dist_helpers import device, run_ranks
 from tests.support.numerics import FP32, assert_close
 
 pytestmark = window.sharded_loading
-# Before ep_size, expert parallelism wrapped the router as well, which then stays its own.
+# Before ep_size, expert parallelism wrapped the router too, so that the router stays unpatched.
 WRAPS_ROUTER = "ep_size" not in {field.name for field in fields(DistributedConfig)}
 # Release 5.16 leaves the gradient of a routing weight on the rank of its expert and omits the sum
 # over ranks. Even unpatched, only gradients of modules behind the last router are right. The others
@@ -34,7 +34,7 @@ SUMS_ROUTER_GRADIENTS = Version(transformers.__version__) >= Version("5.17")
 
 
 def layouts(world):
-    """transformers' options for each way to spread a model over ``world`` ranks."""
+    """Return transformers' options for each way to distribute a model over ``world`` ranks."""
     found = {"tp": {"tp_size": world}, "fsdp": {"fsdp_size": world}}
     if WRAPS_ROUTER:
         found["ep"] = {"tp_size": world, "enable_expert_parallel": True}
@@ -46,7 +46,7 @@ def layouts(world):
 
 
 def step(model, batch):
-    """Loss, logits and every gradient, gathered."""
+    """Return loss, logits and every gradient, gathered."""
     model.zero_grad(set_to_none=True)
     out = model(**batch)
     out.loss.backward()
@@ -58,7 +58,7 @@ def step(model, batch):
 
 
 def whole(t):
-    """A tensor gathered from all ranks; torch 2.11 cannot do it for shards of a packed weight."""
+    """Gather a tensor from all ranks; torch 2.11 cannot do this for shards of a packed weight."""
     if not isinstance(t, DTensor):
         return t
     if t.device_mesh.ndim > 1 or type(t.placements[0]).__name__ != "_StridedShard":
@@ -147,7 +147,7 @@ def test_ranks_equal_one_process(tmp_path, name, layout, world):
 
 
 def refusal(rank, model_class, folder, options, lora):
-    """The message of our error, at patch time or at the first call."""
+    """Return the message of our error, at patch time or at the first call."""
     model = load(model_class, folder, options)
     batch = inputs(model)
     if lora:
@@ -165,9 +165,9 @@ if not WRAPS_ROUTER:
 
 @pytest.mark.parametrize(("name", "layout", "lora", "message"), REFUSED, ids=lambda v: str(v)[:11])
 def test_what_cannot_hold_is_refused_by_name(tmp_path, name, layout, lora, message):
-    """Experts that transformers does not decorate; adapters on experts that live elsewhere.
+    """Refuse undecorated experts, and adapters on experts of another rank.
 
-    PEFT alone fails on the latter with an error of torch's.
+    On the latter, PEFT alone fails with an error of torch.
     """
     model = tiny_models.build(name, vocab_size=100)
     model.save_pretrained(tmp_path)

@@ -30,13 +30,13 @@ ALSO = (
 
 
 def watched():
-    """The loaded modeling modules and what they and the adapters are built on, by name."""
+    """Return by name the loaded modeling modules and those that they and adapters build on."""
     modeling = [n for n in sys.modules if n.startswith("transformers.models.") and "modeling_" in n]
     return modeling + [name for name in sys.modules if name.startswith(ALSO)]
 
 
 def classes_of(names):
-    """The attributes of every class in some modules, base classes included."""
+    """Return the attributes of every class in some modules, base classes included."""
     values = [value for name in names for value in vars(sys.modules[name]).values()]
     own = {cls for value in values if isinstance(value, type) for cls in value.__mro__}
     return {cls: dict(vars(cls)) for cls in own if issubclass(cls, nn.Module)}

@@ -26,12 +26,12 @@ from tests.support.numerics import FP32, assert_bits, assert_close
 STEPS = 5
 LORA = lora_config(EXPERTS, attention("qwen3_moe"), lora_alpha=1)
 LIMIT = 1e-6
-# Of each rank's tokens: experts 0 and 1 for rank 0, experts 6 and 7 for rank 1.
+# Experts that each rank's tokens use: 0 and 1 on rank 0, 6 and 7 on rank 1.
 OWN = ((0, 1), (6, 7))
 
 
 def split_model(name="qwen3_moe", **overrides):
-    """A model whose router looks at one direction of the stream, which the token decides."""
+    """Return a model whose router reads one direction of the stream, set by the token."""
     model = tiny_models.build(name, output_router_logits=False, **overrides)
     with torch.no_grad():
         table = model.get_input_embeddings().weight
@@ -68,7 +68,7 @@ def optimizer_of(model, momentum=0.0):
 
 
 def train(model, batch, steps=STEPS, optimizer=None):
-    """Gradients of the first step and parameters after the last, gathered."""
+    """Return gradients of the first step and parameters after the last, gathered."""
     optimizer = optimizer or optimizer_of(model)
     first = {}
     for _ in range(steps):
@@ -148,7 +148,7 @@ def fsdp2(rank, units, order, lora):
 
 
 def check(results, expected):
-    """Each rank used its own experts only; all agree with each other and with one process."""
+    """Expect each rank to use only its own experts, and all to agree with one process."""
     for rank, (gradients, parameters, seen, *_) in enumerate(results):
         assert seen
         assert all(set(ids) <= set(OWN[rank]) for ids in seen), seen

@@ -43,7 +43,7 @@ ORDERS = ["patch first", "place first"]
 
 @pytest.fixture
 def deterministic():
-    """torch's own backward passes too must give the same bits twice."""
+    """Make torch's own backward passes deterministic too."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -58,7 +58,7 @@ def batch_for(model, *sizes, device=DEVICE):
 
 
 def assert_ours(model):
-    """Router and experts of every block are the Triton kernels."""
+    """Expect Triton kernels for router and experts of every block."""
     found = {(row.tier, row.router_backend, row.experts_backend) for row in patch_report(model)}
     assert found == {("full", "triton", "triton")}
 
@@ -80,7 +80,7 @@ def checkpointed(model, reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_fifty_checkpointed_steps_with_exact_ties(name, reentrant, deterministic):
-    """bf16: the recompute takes the same ids, and no bit of losses and gradients changes."""
+    """Recompute the same ids in bf16, and change no bit of losses and gradients."""
     plain = tied_model(name).to(DEVICE)
     ours = checkpointed(copy.deepcopy(plain), reentrant)
     assert_ours(ours)
@@ -114,7 +114,7 @@ def test_memory_at_step_fifty_is_that_at_step_five(reentrant):
 
 
 def test_selective_checkpointing_keeps_routing_decisions_and_experts():
-    """Router and experts each are one operator; kept by a policy, neither kernel runs again."""
+    """Run the kernels of router and experts once if a policy keeps their operators."""
     model = tied_model("qwen3_moe", dtype=torch.float32).to(DEVICE)
     block = tiny_models.blocks(model)[0][1]
     x = tiny_models.hidden(block, 2, 7)
@@ -147,7 +147,7 @@ def test_selective_checkpointing_keeps_routing_decisions_and_experts():
 @pytest.mark.parametrize("w_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 def test_mixed_dtypes_and_autocast(name, w_dtype, x_dtype, autocast):
-    """No dtype error, values within bf16's reach of fp64, every gradient in its leaf's dtype."""
+    """Raise no dtype error, stay within bf16's distance to fp64, keep each leaf's dtype."""
     experts = tiny_models.blocks(patch_model(build(name, w_dtype)))[0][1].experts
     wide = tiny_models.blocks(build(name, w_dtype))[0][1].experts.double()
     x = torch.randn(64, 32, device=DEVICE, dtype=x_dtype).requires_grad_()
@@ -170,7 +170,7 @@ def test_mixed_dtypes_and_autocast(name, w_dtype, x_dtype, autocast):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_under_autocast(name):
-    """fp32 masters: gradients in fp32, a loss as close to fp64's as the unpatched twin's."""
+    """Give fp32 masters fp32 gradients, and a loss as close to fp64 as the unpatched twin's."""
     twin = build(name)
     batch = batch_for(twin, 4, 16)
     ours, wide = patch_model(copy.deepcopy(twin)), copy.deepcopy(twin).double()
@@ -191,7 +191,7 @@ def test_training_under_autocast(name):
 @pytest.mark.parametrize("move", ["bf16", "fp16", "cpu and back"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_moved_and_cast_after_patching(name, move):
-    """The bits of a model patched afterwards."""
+    """Give the bits of a model patched after the move or cast."""
     moves = {
         "bf16": lambda m: m.bfloat16(),
         "fp16": lambda m: m.half(),
@@ -214,7 +214,7 @@ def test_moved_and_cast_after_patching(name, move):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_layers_offloaded_to_the_host(name, order):
-    """The second layer's weights stay in host memory and visit the card for each call."""
+    """Keep the second layer's weights in host memory and copy them to the card for each call."""
     model = build(name)
     batch = batch_for(model)
     plain = logits(model, batch)
@@ -236,7 +236,7 @@ def test_layers_offloaded_to_the_host(name, order):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_over_two_cards(name, order):
-    """Half of the layers on a card that is not the current one."""
+    """Place half of the layers on a card other than the current one."""
     model = build(name)
     batch = batch_for(model)
     expected = logits(patch_model(copy.deepcopy(model)), batch)

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3 with two processes whose tokens use different experts.
 
-Needs DeepSpeed, which is no dependency (its operators need not be built: DS_BUILD_OPS=0). On the
-CPU its collectives run on gloo.
+The tests need DeepSpeed, which is no dependency (DS_BUILD_OPS=0 suffices). On the CPU its
+collectives run on gloo.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def start(model):
 
 
 def steps(engine, batch, count):
-    """Gradients of the first step and parameters after the last, whole, as train() gives them."""
+    """Return whole gradients of the first step and parameters after the last, like train()."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
     trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
@@ -88,7 +88,7 @@ def test_five_steps_equal_one_process(lora, order):
 
 
 def leaves(rank):
-    """Blocks are gathered whole: the class that the user names is still that of the blocks."""
+    """Gather whole blocks: patching leaves the class of the blocks that the user names."""
     model, seen = patch_model(build(False, rank)), []
     record_choices(model, seen)
     blocks = [block for _, block in tiny_models.blocks(model)]
@@ -105,7 +105,7 @@ def test_leaf_modules_are_found_and_train_the_same():
 
 
 def loaded(rank, model_class, folder, lora):
-    """Partitioned before any weight exists whole in this process, then patched."""
+    """Patch a model that was partitioned before any whole weight existed in this process."""
     kept_alive = HfDeepSpeedConfig(CONFIG)
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     assert kept_alive.is_zero3()

@@ -71,7 +71,7 @@ def router_parameter(model_type: str) -> str:
 def recipe(model_type: str) -> list[str]:
     """Both expert projections and the router, as target parameters.
 
-    Without the router where the block chooses: it reads the router's bias past PEFT's wrapper.
+    The router is omitted if the block chooses, reading the router's bias past PEFT's wrapper.
     """
     if model_type in tiny_models.block_chosen():
         return list(EXPERTS)
@@ -81,7 +81,7 @@ def recipe(model_type: str) -> list[str]:
 def lora_config(
     parameters: Sequence[str] = (), modules: Sequence[str] = (), **options: Any
 ) -> LoraConfig:
-    """A LoraConfig with random factors (a fresh adapter would be an exact no-op)."""
+    """Return a LoraConfig with random factors (a fresh adapter would be an exact no-op)."""
     defaults = {"r": 3, "lora_alpha": 6, "init_lora_weights": False}
     return LoraConfig(
         target_parameters=list(parameters) or None,
@@ -91,7 +91,7 @@ def lora_config(
 
 
 def adapt(model: nn.Module, config: LoraConfig, seed: int = 5) -> PeftModel:
-    """get_peft_model with reproducible factors, without PEFT's advice on configs."""
+    """Call get_peft_model with reproducible factors, without PEFT's advice on configs."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
@@ -133,9 +133,9 @@ def adapted_pair(
 
 
 def as_in_peft_018(model: nn.Module, seed: int = 5) -> None:
-    """Remake the experts' factors as PEFT 0.18 has them: in and out as stored, never swapped.
+    """Lay out the experts' factors as in PEFT 0.18: in and out as stored, never swapped.
 
-    Later releases run such wrappers too, as those of transposed experts.
+    Later releases run such wrappers too, for transposed experts.
     """
     torch.manual_seed(seed)
     for wrapper in filter(is_param_wrapper, model.modules()):
@@ -148,7 +148,7 @@ def as_in_peft_018(model: nn.Module, seed: int = 5) -> None:
 
 
 def adapter_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients of every trainable parameter; each has to exist."""
+    """Return the gradient of every trainable parameter; each has to exist."""
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     missing = [name for name, p in trainable.items() if p.grad is None]
     assert trainable, "nothing is trainable"
@@ -157,7 +157,7 @@ def adapter_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Forward and backward from cleared gradients; the logits."""
+    """Run forward and backward from cleared gradients, and return the logits."""
     model.zero_grad(set_to_none=True)
     out = model(**batch)
     out.loss.backward()
@@ -170,7 +170,7 @@ def limit_on(batch: dict[str, Tensor]) -> float:
 
 
 def assert_same_step(pair: Pair, limit: float | None = None) -> None:
-    """Logits and every adapter gradient of the two models agree; no gradient is zero."""
+    """Expect equal logits and adapter gradients of both models, and no zero gradient."""
     limit = limit_on(pair.batch) if limit is None else limit
     expected, found = step(pair.reference, pair.batch), step(pair.ours, pair.batch)
     assert_close(found, expected, limit, "logits")
@@ -182,7 +182,7 @@ def assert_same_step(pair: Pair, limit: float | None = None) -> None:
 
 
 def assert_adapters_act(model: PeftModel, batch: dict[str, Tensor], least: float = 1e-2) -> None:
-    """The adapters change the logits by more than any tolerance here."""
+    """Expect adapters to change the logits by more than any tolerance here."""
     with torch.no_grad():
         adapted = model(**batch).logits
         with model.disable_adapter():

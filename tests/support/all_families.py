@@ -62,7 +62,7 @@ def check(
     prepare: Callable[[nn.Module], Any] | None = None,
     **overrides: Any,
 ) -> Result:
-    """The parity run of one recipe; never raises on a difference, it reports it.
+    """Run the parity check of one recipe; report a difference instead of raising.
 
     Args:
         name: a recipe of tests/support/tiny_recipes.py.
@@ -123,9 +123,9 @@ def _check_model(
 
 
 def _experts_of_transformers(model: nn.Module) -> set[CodeType]:
-    """Forwards of the experts classes, and of blocks that hold router and experts in themselves.
+    """Return the forwards of experts classes, and of blocks that contain router and experts.
 
-    By the blocks that a patch finds, registered or not.
+    Covers the blocks that a patch finds, registered or not.
     """
     found = discover(model)
     modules = [experts for block in found for _, experts in block.experts]
@@ -134,7 +134,7 @@ def _experts_of_transformers(model: nn.Module) -> set[CodeType]:
 
 
 def _check_refused(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Refused by name; with ``strict=False`` left exactly as it is."""
+    """Expect a refusal by name, and an unchanged model with ``strict=False``."""
     model.eval()
     with torch.no_grad():
         expected = tiny_models.loss(model(**batch))

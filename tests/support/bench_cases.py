@@ -18,13 +18,13 @@ NEEDS_GROUPED_MM = pytest.mark.skipif(
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TINY = Point("tiny", 16, "fwd+bwd", "fp32")
 TINY_LORA = dataclasses.replace(TINY, R=4)
-# The contract for everyone who reads the files, spelled out once more on purpose.
+# The contract for readers of the files, repeated here on purpose.
 FIELDS = {
     "run", "date", "commit", "card", "torch", "triton", "transformers", "op", "impl", "shape", "D",
     "F", "E", "K", "T", "R", "dtype", "pass", "median_ms", "host_us", "tflops", "ceiling_tflops",
     "floor_ms", "saved_bytes", "peak_bytes", "rel_err", "bitwise",
 }  # fmt: skip
-# What rows log since the benchmark repeats itself; older rows have none of it.
+# Fields logged since the benchmark repeats itself; older rows lack them.
 LOGGED = {
     "machine", "plain_ms", "sm_mhz", "sm_mhz_min", "mem_mhz", "power_w", "temperature_c",
     "throttle",
@@ -34,13 +34,13 @@ BLOCK_FIELDS = {"kernel_ms"}
 
 
 def dry_run(op: str, out: Path | None, *more: str) -> int:
-    """The exit status of a dry run of one op."""
+    """Return the exit status of a dry run of one op."""
     where = [] if out is None else ["--out", str(out)]
     return bench.main([op, "--dry-run", "--commit", COMMIT, *where, *more])
 
 
 def logged_row(**changes) -> dict:
-    """A row of now that passes, with changes."""
+    """Return a valid row of the current format, with changes."""
     log = {
         "machine": "0a1b2c3d-4e5f6071", "plain_ms": 2.1, "sm_mhz": 1980, "sm_mhz_min": 1755,
         "mem_mhz": 3201, "power_w": 690.5, "temperature_c": 61, "throttle": "power_cap",
@@ -49,7 +49,7 @@ def logged_row(**changes) -> dict:
 
 
 def good_row(**changes) -> dict:
-    """A row that passes, with changes."""
+    """Return a valid row, with changes."""
     row = {
         "run": "r1", "date": "2026-11-27T23:00:00Z", "commit": COMMIT, "card": "card",
         "torch": "2.13.0", "triton": None, "transformers": "5.24.0", "op": "experts",

@@ -10,7 +10,7 @@ from tests.support import tiny_models
 
 
 def only_config(folder: Path, model_type: str, **overrides) -> str:
-    """The folder, with a tiny model's config in it and nothing else."""
+    """Save only a tiny model's config to the folder, and return the folder."""
     tiny_models.config(model_type, **overrides).save_pretrained(folder)
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     return str(folder)
@@ -24,7 +24,7 @@ def answer(capsys, *argv: str, status: int = 0):
 
 
 def error_of(capsys, *argv: str) -> str:
-    """The one line of a command that cannot be done."""
+    """Run a command that cannot succeed, and return its one line of error."""
     assert main([*argv]) == UNUSABLE
     out, err = capsys.readouterr()
     assert out == ""

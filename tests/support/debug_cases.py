@@ -11,7 +11,7 @@ from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.numerics import assert_bits
 
-# The rule; a shared expert; experts with biases; blocks and experts with forwards of their own.
+# The common case, a shared expert, expert biases, and blocks and experts with own forwards.
 FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "longcat_flash", "doge", "dbrx")
 
 
@@ -26,7 +26,7 @@ def batch_of(model: Any, seed: int = 0) -> dict[str, Tensor]:
 
 
 def step(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
-    """Loss and every gradient."""
+    """Run a step and return loss and every gradient."""
     model.zero_grad(set_to_none=True)
     loss = tiny_models.loss(model(**batch))
     loss.backward()

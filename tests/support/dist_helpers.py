@@ -1,4 +1,4 @@
-"""Several processes on one machine, which end where one of them fails or hangs.
+"""Several processes on one machine, which all end if one of them fails or hangs.
 
     results = run_ranks(worker, payload, world=2)     worker(rank, payload) -> data
 
@@ -156,7 +156,7 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
     try:
         if own.type == "cuda":
             torch.cuda.set_device(own)
-        else:  # what looks for a device by itself must not find one that ranks would share
+        else:  # hide devices that ranks would share from code that searches for a device
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=HANG_S))

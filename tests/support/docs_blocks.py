@@ -34,7 +34,7 @@ class Block:
         line: of the opening fence.
         language: the word after the fence.
         marks: the words of the comment above it.
-        text: what is between the fences.
+        text: the text between the fences.
     """
 
     page: str
@@ -49,7 +49,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Every fenced block of a page; one without a language has the language ""."""
+    """Return every fenced block of a page; a block without a language has the language ""."""
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
@@ -63,7 +63,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands(text: str) -> list[str]:
-    """The commands of a shell block: comments and empty lines dropped, continued lines joined."""
+    """Return the commands of a shell block, with comments dropped and continued lines joined."""
     joined = text.replace("\\\n", " ")
     lines = (line.split("  #")[0].strip() for line in joined.splitlines())
     return [line for line in lines if line and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""Inputs of the experts operator in every combination that decides its path, and how to run it."""
+"""Inputs and calls of the experts operator in every combination that decides its path."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case:
 
 
 def drawn(seed: int) -> Case:
-    """A random case; swiglu_oai has a gate by definition, and only a gate interleaves."""
+    """Return a random case; swiglu_oai always has a gate, and only gates can interleave."""
     pick = random.Random(seed).choice
     kind = pick(Glu.KINDS)
     gated = kind == "swiglu_oai" or pick((True, True, False))
@@ -73,7 +73,7 @@ CASES = [
 
 
 def make_ids(case: Case, generator: torch.Generator) -> Tensor:
-    """Distinct ids that leave expert 1 empty; or empty slots of both kinds; or all the same."""
+    """Return distinct ids without expert 1, or with empty slots of both kinds, or all equal."""
     order = torch.rand(case.T, E, generator=generator)
     order[:, 1] = 2.0
     ids = order.argsort(-1)[:, :K]
@@ -86,7 +86,7 @@ def make_ids(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> dict[str, Tensor]:
-    """Leaf tensors by name, in storage layout, requiring grad; ids without."""
+    """Return leaf tensors by name, in storage layout; all but ids require gradients."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:

@@ -145,7 +145,7 @@ def one_expert_more(self, hidden_states):
     return logits, *logits.softmax(-1).topk(self.top_k + 1)
 
 
-# What another release may be like, and what the reason says of it.
+# Changes that another release may make, and the reason given for each.
 CHANGES: dict[str, tuple[dict[tuple[type, str], Any], str]] = {
     "two values": (
         {(Router, "forward"): router_of_two_values, (Block, "forward"): block_of_two_values},

@@ -5,8 +5,8 @@
         out = kernel(x)                what it allocates lies between bands too, itself poisoned
     guards.check()                     every band is as it was
 
-A band is NaN for floating tensors. For integers it is 1, an expert and a row that exist: what is
-read there counts where it should not, and shows in the result.
+A band is NaN for floating tensors. For integers it is 1, an expert and a row that exist, so that a
+stray read counts wrongly and shows in the result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def poison_of(dtype: torch.dtype) -> float:
 
 
 class Guards(TorchDispatchMode):
-    """Puts bands around operands on request, and around everything that is allocated inside.
+    """Put bands around operands on request, and around everything that is allocated inside.
 
     Args:
         shift: elements by which operands are moved off the alignment of an allocation.
@@ -51,7 +51,7 @@ class Guards(TorchDispatchMode):
         return made
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A copy of ``tensor`` with its strides, between bands; between its rows too."""
+        """Return a copy of ``tensor`` with its strides, between bands, also between its rows."""
         made = self._banded(tensor, self.shift)
         if 0 in tensor.stride():  # expanded: torch does not copy into overlapping memory
             narrow = [slice(0, 1) if s == 0 else slice(None) for s in tensor.stride()]
@@ -61,7 +61,7 @@ class Guards(TorchDispatchMode):
         return made
 
     def _banded(self, like: Tensor, shift: int) -> Tensor:
-        """Memory of ``like``'s shape and strides, poisoned, between bands."""
+        """Return poisoned memory between bands, with ``like``'s shape and strides."""
         size = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         size = size if like.numel() else 0
         whole = torch.full(
@@ -71,7 +71,7 @@ class Guards(TorchDispatchMode):
         return whole.as_strided(like.shape, like.stride(), BAND + shift)
 
     def check(self) -> int:
-        """Every band still holds its poison; returns how many tensors were guarded."""
+        """Expect every band to hold its poison, and return the number of guarded tensors."""
         for whole, start, end in self.whole:
             for band in (whole[:start], whole[end:]):
                 clean = (

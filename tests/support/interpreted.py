@@ -38,7 +38,7 @@ def run(file: str) -> dict[str, str]:
 
 
 def skip_without_histogram() -> None:
-    """Skip what builds a plan where the interpreter cannot: before 3.6 its histogram is int64."""
+    """Skip tests of plans before Triton 3.6, whose interpreter has an int64 histogram."""
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
@@ -67,7 +67,7 @@ def _quicken(checked: bool) -> None:
     replace = interpreter._patch_lang
     modules = (interpreter.tl, interpreter.tl.core)
     replaced: set[frozenset[int]] = set()
-    # The globals themselves are kept, so that no other dict gets the id of one.
+    # Keep the globals alive, so that no other dict can get the id of one.
     known: dict[int, dict[str, Any]] = {}
 
     def replace_once(fn: Any) -> Any:
@@ -84,7 +84,7 @@ def _quicken(checked: bool) -> None:
 
 
 def _remembered(np_dtype_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function of a Triton dtype, called once for each name of a scalar."""
+    """Cache a function of a Triton dtype by the name of its scalar."""
     found: dict[str, Any] = {}
 
     def remembered(tt_dtype: Any) -> Any:

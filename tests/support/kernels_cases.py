@@ -28,7 +28,7 @@ class Case:
         ids: "distinct" with a few empty slots of both kinds, "one" expert taking all, "empty" slots
             only, "sparse": two experts of many.
         bias, rank, transposed, norms: optional parts of the call.
-        save_h, save_u: what forward keeps for backward.
+        save_h, save_u: tensors that forward keeps for backward.
         strides: "plain"; "odd": hidden states and gradients as slices of wider tensors; "peft":
             factors B with the experts innermost.
     """
@@ -124,7 +124,7 @@ def make_ids(case: Case, device: str) -> Tensor:
 
 
 def make_inputs(case: Case, dtype: torch.dtype, device: str) -> Inputs:
-    """Values of size about one at every stage, so that relative errors mean something."""
+    """Return inputs whose values are about one at every stage, for meaningful relative errors."""
     T, K, E, D, F, R = case.T, case.K, case.E, case.D, case.F, case.rank
     H = 2 * F if case.glu.gated else F
 
@@ -173,7 +173,7 @@ def run_kernels(
     batch_invariant: bool = False,
     overwrite_h: bool = False,
 ) -> tuple[dict[str, Tensor], ExpertsBackward]:
-    """Our output and gradients by name; h as forward kept it, as long as it may be read."""
+    """Return our output and gradients by name, and h as forward kept it, if still readable."""
     case, tensors = inputs.case, inputs.tensors
     w, lora13, lora2 = inputs.call(tensors)
     needs = needs or ExpertsNeeds(**{name: name in tensors for name in NAMES}, norms=case.norms)
@@ -198,7 +198,7 @@ def run_kernels(
 
 
 def run_reference(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The reference under autograd, evaluated in ``dtype``."""
+    """Return results of the reference under autograd, evaluated in ``dtype``."""
     leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.tensors.items()}
     w, lora13, lora2 = inputs.call(leaves)
     out_TD = reference.experts(

@@ -44,7 +44,7 @@ from tests.support.numerics import FP32, assert_bits, assert_close, bf16_rule  #
 
 
 def check(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Output and gradients within the limits, finite, in the dtype and strides of their inputs."""
+    """Output and gradients are within limits, finite, and keep their inputs' dtype and strides."""
     inputs = make_inputs(case, dtype, device)
     found, backward = run_kernels(inputs)
     exact = run_reference(inputs, torch.float64)
@@ -70,7 +70,7 @@ def check(case: Case, dtype: torch.dtype, device: str) -> None:
 def check_norms(
     inputs: Inputs, act_norm_TK: Tensor, backward: ExpertsBackward, limit: float
 ) -> None:
-    """Row norms against autograd: each row alone, as a call of one token with one expert."""
+    """Row norms agree with autograd on each row alone: one token with one expert."""
     T, K = inputs.ids_TK.shape
     zeros = torch.zeros(T, K, device=inputs.ids_TK.device, dtype=torch.float64)
     expected = {name: zeros.clone() for name in ("act", "out", "params", "lora")}
@@ -138,9 +138,9 @@ def check_kept(device: str) -> None:
 
 
 def check_over_h(device: str) -> None:
-    """The gradient of h in the place of h, every activation's: the same bits of all that is left.
+    """Overwriting h with its gradient leaves all other bits equal, for every activation.
 
-    A row tile that is not full reads rows of the expert after it, which may be gradients already.
+    A partial row tile reads rows of the next expert, which may already be gradients.
     """
     for name in ("silu", "lora", "gpt_oss", "ungated", "recompute"):
         inputs = make_inputs(replace(SMALL[name], E=3), torch.float32, device)
@@ -150,7 +150,7 @@ def check_over_h(device: str) -> None:
 
 
 def check_nan_rows(device: str) -> None:
-    """A NaN row stays NaN and touches no other row; an empty slot of it gives no gradient."""
+    """A NaN row stays NaN and affects no other row; its empty slots have no gradient."""
     inputs = make_inputs(replace(SMALL["silu"], K=1), torch.float32, device)
     inputs.ids_TK[:] = torch.arange(13, device=device)[:, None] % 5
     clean, _ = run_kernels(inputs)
@@ -168,7 +168,7 @@ def check_nan_rows(device: str) -> None:
 
 
 def check_descriptors(device: str) -> None:
-    """Operands through tensor descriptors, for every storage, give what pointers give."""
+    """Operands through tensor descriptors give the results of pointers, for every storage."""
     ungated = Glu("relu", gated=False)
     for glu, transposed in itertools.product((SILU, GPT_OSS, ungated), (False, True)):
         check_described(Case(21, 2, 3, 40, 24, glu, transposed=transposed), device)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def copy_four(source_ptr, out_ptr, source_shift, out_shift):
-    """Copy four elements, each side from its shift on."""
+    """Copy four elements, from a shift on each side."""
     offsets = tl.arange(0, 4)
     tl.store(out_ptr + out_shift + offsets, tl.load(source_ptr + source_shift + offsets))
 

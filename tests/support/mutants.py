@@ -1,7 +1,7 @@
 """Faults to plant, as data: each runs without error and must be caught by a test.
 
-The first ten are faults that public bug reports describe; the others guard parts of the formula
-that those leave out. ``caught_by`` names exactly the checks of tests/project/test_mutants.py that
+The first ten are faults that public bug reports describe. The others guard the remaining parts of
+the formula. ``caught_by`` names exactly the checks of tests/project/test_mutants.py that
 catch the fault.
 """
 
@@ -36,7 +36,7 @@ class Mutant:
         caught_by: names of the checks that fail.
         entry: values of the family entry that are replaced.
         attribute: (object, name, replacement) of a function of the library that is replaced.
-        prepare: what the model's weights must look like for the fault to matter.
+        prepare: changes the model's weights so that the fault matters.
         bound: False leaves the model unpatched and says nothing.
     """
 
@@ -54,7 +54,7 @@ class Mutant:
 
 
 def routing(function: Callable[..., Routing]) -> Callable[[FamilySpec], dict[str, Any]]:
-    """An entry change: the family's routing function replaced by one of the same signature."""
+    """Return an entry change that replaces the routing function by one of the same signature."""
 
     def change(spec: FamilySpec) -> dict[str, Any]:
         @wraps(spec.routing)
@@ -146,7 +146,7 @@ def gate_and_up_swapped(h: Tensor, glu: Any) -> tuple[Tensor, Tensor]:
 
 
 def without(name: str, backward: Callable[..., Any] = torch_backend.experts_backward):
-    """The backward with one gradient all zero."""
+    """Return the backward with one gradient set to zero."""
 
     def run(*args: Any, **options: Any) -> Any:
         grads = backward(*args, **options)

@@ -21,7 +21,7 @@ FP32_INSIDE = 1e-6
 
 
 def rel_err(a: Tensor, b: Tensor) -> float:
-    """norm(a - b) / norm(b) in fp64; 0 for equal zeros, inf for anything else over a zero b."""
+    """Return norm(a - b) / norm(b) in fp64; 0 for equal zeros, inf for other a over a zero b."""
     a64, b64 = a.detach().double(), b.detach().double()
     distance, size = (
         torch.linalg.vector_norm(a64 - b64).item(),
@@ -33,14 +33,14 @@ def rel_err(a: Tensor, b: Tensor) -> float:
 
 
 def assert_close(a: Tensor, b: Tensor, limit: float, what: str = "") -> None:
-    """Fails when shapes differ, the relative error is above ``limit``, or either holds NaN."""
+    """Fail if shapes differ, the relative error exceeds ``limit``, or either tensor holds NaN."""
     assert a.shape == b.shape, f"{what}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
     error = rel_err(a, b)
     assert error <= limit, f"{what}: relative error {error:.2e}, limit {limit:.0e}"
 
 
 def assert_bits(a: Tensor, b: Tensor, what: str = "") -> None:
-    """Fails unless dtype, shape and every bit agree."""
+    """Fail unless dtype, shape and every bit agree."""
     assert a.dtype == b.dtype, f"{what}: dtype {a.dtype}, expected {b.dtype}"
     assert a.shape == b.shape, f"{what}: shape {tuple(a.shape)}, expected {tuple(b.shape)}"
     as_bytes = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
@@ -51,7 +51,7 @@ def assert_bits(a: Tensor, b: Tensor, what: str = "") -> None:
 def bf16_rule(
     ours: Tensor, eager: Tensor, ref: Tensor, what: str = "", factor: float = 1.5
 ) -> None:
-    """Low precision: our relative distance to an fp64 evaluation, at most ``factor`` times eager's.
+    """Fail if our relative distance to an fp64 evaluation exceeds ``factor`` times eager's.
 
     FP32_INSIDE is added for results that never leave fp32, where eager's distance may be zero.
 
@@ -72,7 +72,7 @@ def bf16_rule(
 
 
 def dense_weights(ids_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
-    """Weights by expert, [T, E] fp64, so that two routings compare whatever their slot order."""
+    """Return weights by expert, [T, E] fp64, to compare routings whatever their slot order."""
     dense = torch.zeros(ids_TK.shape[0], num_experts, dtype=torch.float64, device=ids_TK.device)
     return dense.scatter(1, ids_TK, weights_TK.detach().double())
 

@@ -53,18 +53,18 @@ KNOWN, AS_TUPLE = tested().direct, tested().as_tuple
 # The metadata for hooks, and the hooks.
 HOOKS = slice(6, 9) if not KNOWN else slice(8, 11) if AS_TUPLE else slice(10, 13)
 launched: list[Launch] = []
-compared: dict[str, list[int]] = {}  # the arguments of each launch, by kernel
+compared: dict[str, list[int]] = {}  # arguments of each launch, by kernel
 
 
 class Annotation(NamedTuple):
-    """In place of what the extension in C has for one argument, since 3.7."""
+    """Stand-in for the type of one argument in the C extension, since 3.7."""
 
     nested_tuple: list | None
     type: str
 
 
 class Recorder:
-    """Stands for one compiled kernel."""
+    """Stand-in for one compiled kernel."""
 
     def __init__(self, _src: object, metadata: Any) -> None:
         self.name = metadata.name
@@ -76,7 +76,7 @@ class Recorder:
 
 
 def recording(src: object, metadata: Any) -> object:
-    """Triton's launcher over a recorder, or the recorder itself."""
+    """Return Triton's launcher over a recorder, or the recorder itself."""
     recorder = Recorder(src, metadata)
     if not KNOWN:
         return recorder
@@ -96,12 +96,12 @@ def recording(src: object, metadata: Any) -> object:
 
 
 def encoded(*args: Any) -> tuple:
-    """In place of a descriptor that the driver encodes."""
+    """Stand-in for a descriptor that the driver encodes."""
     return ("encoded", *args)
 
 
 def signed(signature: list[str]) -> tuple:
-    """In place of the bytes by which the function in C reads its arguments."""
+    """Stand-in for the bytes by which the function in C reads its arguments."""
     return ("signature", *signature)
 
 
@@ -117,7 +117,7 @@ def trained(*shape: int) -> torch.Tensor:
 
 
 def step(T: int, misaligned: bool, lora: bool, stored: str = "", norms: bool = False) -> None:
-    """One forward and backward of the experts, the weights stored in bf16 or packed."""
+    """Run one forward and backward of the experts, with weights stored in bf16 or packed."""
     torch.manual_seed(T)
     x_TD = torch.zeros(T * D + 1, dtype=torch.bfloat16)[int(misaligned) :][: T * D].view(T, D)
     x_TD.requires_grad_()
@@ -139,7 +139,7 @@ def step(T: int, misaligned: bool, lora: bool, stored: str = "", norms: bool = F
 
 
 def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
-    """One forward and backward of the router."""
+    """Run one forward and backward of the router."""
     spec = RouteSpec(K, score="sigmoid" if bias else "softmax", renormalize=True, eps=1e-20)
     logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
     made = route.route_forward(logits_TE, spec, bias_E)
@@ -194,7 +194,7 @@ def described(args: tuple) -> list:
 
 @contextlib.contextmanager
 def launching_twice(pairs: list[tuple]) -> Iterator[None]:
-    """Every kernel is launched again by Triton, over the same tensors: (ours, Triton's)."""
+    """Launch every kernel again by Triton, on the same tensors, and keep (ours, Triton's)."""
     direct_call = Launcher.__call__
 
     def call(launcher: Launcher, *args: Any, **constants: Any) -> None:
@@ -260,7 +260,7 @@ def main() -> None:
         mock.patch("moe_patch.ops.backend.why_not_triton", return_value=None),
         mock.patch.object(CompileOnly, "launcher_cls", staticmethod(recording)),
         mock.patch.multiple(CompileOnly.utils, create=True, **IN_C),
-        # By a plan that no kernel has written.
+        # The plan is not written by a kernel here.
         mock.patch.object(Call, "_gathered", lambda call, t: t.new_zeros(call.tiles.count, D)),
         compiling_for((9, 0), 227 * 1024),
     ):

@@ -21,7 +21,7 @@ def pair(name: str, **over: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def blocks(name: str, **over: Any) -> tuple[nn.Module, nn.Module]:
-    """The first MoE block of each of such a pair."""
+    """The first MoE block of each model of such a pair."""
     return tuple(tiny_models.blocks(model)[0][1] for model in pair(name, **over))
 
 

@@ -21,12 +21,12 @@ Run = dict[str, Tensor | None]
 
 
 def run_model(model: nn.Module, batch: dict[str, Tensor], **kwargs: Any) -> Run:
-    """Outputs, router logits, auxiliary loss, and the gradients of a functional of all of them.
+    """Return outputs, router logits, auxiliary loss, and gradients of a functional of them all.
 
-    Labels are left out: a shifted cross-entropy has no value at one token.
+    Labels are omitted: a shifted cross-entropy has no value at one token.
     """
     model.zero_grad()
-    torch.manual_seed(0)  # training noise must be the same draw
+    torch.manual_seed(0)  # draw equal training noise
     out = model(**{k: v for k, v in batch.items() if k != "labels"}, **kwargs)
     result = out.logits if "logits" in out else hidden_output(out)
     objective = probe(result) / result.numel() ** 0.5
@@ -43,9 +43,9 @@ def run_model(model: nn.Module, batch: dict[str, Tensor], **kwargs: Any) -> Run:
 
 
 def run_block(block: nn.Module, x: Tensor, *args: Tensor) -> Run:
-    """Forward and backward of one module called as a module; further outputs are kept too.
+    """Run forward and backward of one module, called as a module; keep further outputs too.
 
-    The gradient that is fed in is the same fixed random tensor for equal shapes.
+    The incoming gradient is the same fixed random tensor for equal shapes.
     """
     block.zero_grad()
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def run_block(block: nn.Module, x: Tensor, *args: Tensor) -> Run:
 
 
 def run_router(call: Callable[..., tuple], router: nn.Module, x: Tensor, *args: Tensor) -> Run:
-    """logits, ids, weights and the gradients of a functional of the weights, by expert.
+    """Return logits, ids, weights and the gradients of a functional of the weights, by expert.
 
     Args:
         call: (router, x, *args) -> (logits, weights, ids); ``theirs`` or ``ours`` below.
@@ -78,14 +78,14 @@ def run_router(call: Callable[..., tuple], router: nn.Module, x: Tensor, *args: 
 
 
 def theirs(router: nn.Module, x: Tensor, *args: Tensor) -> tuple:
-    """transformers' own forward of the router's class."""
+    """Call transformers' own forward of the router's class."""
     return type(router).forward(router, x, *args)
 
 
 def ours(
     router: nn.Module, x: Tensor, *args: Tensor, ties: str = "lower", impl: RouteImpl = route
 ) -> tuple:
-    """The registry's routing function for the router's class, whatever is bound on the instance."""
+    """Call the registry's routing function for the router's class, whatever the instance binds."""
     spec, role = lookup(router)
     assert role == "router"
     routing = spec.route(router, x, args, ties=ties, impl=impl)
@@ -93,7 +93,7 @@ def ours(
 
 
 def assert_parity(mine: Run, reference: Run, limit: float, skip: tuple[str, ...] = ()) -> None:
-    """Two runs hold the same names, the same Nones, and tensors within ``limit``.
+    """Expect equal names and Nones in both runs, and tensors within ``limit``.
 
     A gradient that is zero in exact arithmetic is rounding noise with no size of its own. Every
     gradient's tolerance therefore includes NOISE times the largest gradient of the run.
@@ -120,7 +120,7 @@ def _is_grad(name: str, value: Tensor | None) -> bool:
 
 
 def assert_bf16_parity(mine: Run, eager: Run, fp64: Run, skip: tuple[str, ...] = ()) -> None:
-    """The low-precision rule for every tensor of a run."""
+    """Apply the low-precision rule to every tensor of a run."""
     assert mine.keys() == eager.keys() == fp64.keys()
     for name, ref in fp64.items():
         if ref is not None and name not in skip:
@@ -135,7 +135,7 @@ def assert_router_parity(
     limit: float,
     choice: Callable[..., Tensor] | None = None,
 ) -> None:
-    """``call`` decides like transformers' forward of the router's class, gradients included.
+    """Expect ``call`` to route like transformers' forward of the class, gradients included.
 
     Compares logits, ids as sets and weights by id on all rows. A row may differ only if ``choice``
     ties at the k-th place, and then in no score. Compares gradients on the rows that agree.

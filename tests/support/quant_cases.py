@@ -1,6 +1,6 @@
-"""Cases of the Triton experts on packed weights: the bits of the same kernels on plain ones.
+"""Cases of the Triton experts on packed weights, with the bits of the kernels on plain weights.
 
-Natively on a GPU (``-m gpu``), and on a CPU under Triton's interpreter (interpreted.py).
+Runs natively on a GPU (``-m gpu``), and on a CPU under Triton's interpreter (interpreted.py).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LARGE = {
 
 
 def packed_like(stored: torch.Tensor, storage: str) -> PackedWeight:
-    """A weight [E, rows, columns] packed; in mxfp4, which is only read, a random one so large."""
+    """Return a packed weight [E, rows, columns]; in read-only mxfp4, a random one of that shape."""
     if storage != "mxfp4":
         return pack(stored, storage, stored.device, "w")
     E, rows, columns = stored.shape
@@ -72,7 +72,7 @@ def packed_like(stored: torch.Tensor, storage: str) -> PackedWeight:
 
 
 def pack_inputs(inputs: Inputs, storage: str) -> Inputs:
-    """The same call with both projections packed."""
+    """Return the same call with both projections packed."""
     packed: dict[str, Any] = {}
     for name in ("w13", "w2"):
         weight = inputs.tensors[name]
@@ -83,7 +83,7 @@ def pack_inputs(inputs: Inputs, storage: str) -> Inputs:
 
 
 def plain_inputs(inputs: Inputs) -> Inputs:
-    """A packed call with the weights that it stands for."""
+    """Return a packed call with the plain weights that it represents."""
     plain = {}
     for name in ("w13", "w2"):
         packed: Any = inputs.tensors[name]
@@ -121,7 +121,7 @@ def check_close(case: Case, storage: str, dtype: torch.dtype, device: str) -> No
 
 
 def check(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
-    """Through the buffer: output and every gradient but the weights', bit for bit."""
+    """Output and gradients, except those of weights, agree bit for bit through the buffer."""
     packed = pack_inputs(make_inputs(case, dtype, device), storage)
     wanted, needs = wanted_gradients(packed)
     found, gradients = run_kernels(packed, needs)
@@ -137,7 +137,7 @@ def check(case: Case, storage: str, dtype: torch.dtype, device: str) -> None:
 
 
 def check_dequantised(device: str) -> None:
-    """The kernel's weights are torch's, and experts without rows are neither read nor written."""
+    """The kernel's weights equal torch's, and experts without rows are neither read nor written."""
     shapes = [
         ("nf4", (5, 24, 192)),
         ("nf4", (4, 3, 64)),
@@ -162,7 +162,7 @@ def check_dequantised(device: str) -> None:
 
 
 def check_every_byte(device: str) -> None:
-    """All 256 values of e4m3, as Triton's own type or from their bytes: by the capability."""
+    """Decode all 256 values of e4m3, by Triton's type or from bytes, depending on capability."""
     values = torch.arange(256, device=device).to(torch.uint8).repeat(2, 128, 1)
     scales = torch.rand(2, 1, 2, device=device)
     w = PackedWeight("fp8", values.view(torch.float8_e4m3fn), (scales,), torch.float32)
@@ -175,7 +175,7 @@ def check_every_byte(device: str) -> None:
 
 
 def check_every_byte_in_front_of_a_product(device: str) -> None:
-    """All values of e4m3 as a kernel decodes them for its product: the rows of a unit matrix."""
+    """Decode all values of e4m3 for a product, by the rows of a unit matrix."""
     numbers = torch.arange(256, device=device).to(torch.uint8)
     numbers[numbers & 0x7F == 0x7F] = 0  # NaN times zero would be in every sum
     expected = numbers.view(torch.float8_e4m3fn).to(torch.float16)
@@ -206,7 +206,7 @@ def check_every_mxfp4(device: str) -> None:
 
 
 def check_packed_linear(device: str) -> None:
-    """Decoding in front of the product: against the product with the dequantised weights."""
+    """Decoding in front of the product agrees with the product of dequantised weights."""
     for storage, turned, rank in itertools.product(("nf4", "fp8"), (False, True), (0, 3)):
         E, O, I, T, K = 3, 192, 128, 25, 2
         stored = (
@@ -236,7 +236,7 @@ def check_packed_linear(device: str) -> None:
 
 
 def check_untouched(device: str) -> None:
-    """Packed experts without rows may hold anything: NaN in their scales reaches no result."""
+    """NaN in the scales of experts without rows reaches no result."""
     inputs = pack_inputs(make_inputs(SMALL["sparse"], torch.float32, device), "fp8")
     expected, _ = run_kernels(inputs, ExpertsNeeds(x=True, weights=True))
     for name in ("w13", "w2"):
@@ -248,7 +248,7 @@ def check_untouched(device: str) -> None:
 
 
 def check_buffer(device: str) -> None:
-    """Half of the experts (rounded up to four) at a time, a quarter of large ones."""
+    """Decode half of the experts at a time (rounded up to four), a quarter of large ones."""
     inputs = pack_inputs(make_inputs(Case(3, 1, 33, 64, 64), torch.float32, device), "nf4")
     sizes: list[int] = []
     whole = PackedParts.parts
@@ -274,7 +274,7 @@ def check_buffer(device: str) -> None:
 
 
 def check_decoding(case: Case, storage: str, device: str) -> None:
-    """The whole call with every product decoding its own weight, as on a Hopper card."""
+    """Run the whole call with every product decoding its weight, as on a Hopper card."""
     tile = Tile(32, 128, 64, 4, 1)
     with mock.patch.object(call, "decoding_tile", return_value=tile):
         check_close(case, storage, torch.float16, device)

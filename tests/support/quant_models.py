@@ -1,4 +1,4 @@
-"""Tiny models whose experts can be quantised, and what their tests do with them."""
+"""Tiny models whose experts can be quantised, and helpers of their tests."""
 
 from __future__ import annotations
 

@@ -31,5 +31,5 @@ def step(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
 
 
 def other_experts(trace: RoutingTrace, by: int = 1) -> RoutingTrace:
-    """Every id moved on by one: experts that the routers did not choose."""
+    """Increment every id, to prescribe experts that the routers did not choose."""
     return dataclasses.replace(trace, ids_TLK=(trace.ids_TLK + by) % trace.experts)

@@ -9,7 +9,7 @@ from moe_patch.types import RouteSpec
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 INF = float("inf")
-# What an error says of logits that are none (a pattern), and such logits.
+# Invalid logits, by the pattern of the error for them.
 WRONG_LOGITS = {
     r"torch\.int64 of shape \(2, 4\)": torch.ones(2, 4, dtype=torch.int64),
     r"torch\.bool of shape \(2, 4\)": torch.ones(2, 4, dtype=torch.bool),
@@ -84,7 +84,7 @@ def in_fp64(spec: RouteSpec) -> RouteSpec:
 
 
 def strided(logits_TE: Tensor) -> dict[str, Tensor]:
-    """Views of every layout that torch has, over memory that is Inf where no logit lies."""
+    """Return views of every layout of torch, over memory that is Inf outside of the logits."""
     T, E = logits_TE.shape
     wide = torch.full((3 * T, 2 * E + 3), INF, device=logits_TE.device, dtype=logits_TE.dtype)
     wide[::3, 1 : 2 * E + 1 : 2] = logits_TE

@@ -26,7 +26,7 @@ def _trained_and_not(
 
 
 def check_without_dispatcher(device: str) -> None:
-    """The same bits by the operators and without them, which is how plain eager work runs."""
+    """Bits agree between operators and direct calls, by which plain eager code runs."""
     for name in ("deepseek_v3", "qwen3"):
         logits_TE, spec, bias_E = inputs(name, 5, F32, device)
         step = partial(_trained_and_not, logits_TE.requires_grad_(), spec, bias_E)
@@ -41,7 +41,7 @@ def check_without_dispatcher(device: str) -> None:
 
 
 def check_not_as_stored(device: str) -> None:
-    """Logits and gradients that are stored negated, and several gradients at once."""
+    """Accept logits and gradients stored negated, and several gradients at once."""
     logits_TE, spec, _ = inputs("qwen3", 5, F32, device)
     logits_TE.requires_grad_()
     weights_TK = triton_route(logits_TE, spec).weights_TK

@@ -25,7 +25,7 @@ CHECKPOINTS = (None, False, True)
 
 
 def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy of every token with a label of its own, summed: no token weighs on another."""
+    """Return the summed cross-entropy of tokens with separate labels: no token affects another."""
     logits = model(input_ids=batch["input_ids"]).logits
     return nn.functional.cross_entropy(
         logits.flatten(0, 1), batch["input_ids"].flatten(), reduction="sum"
@@ -33,7 +33,7 @@ def sum_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def build(model_type: str, layers: int = 1, **overrides: Any) -> nn.Module:
-    """An fp64 model of a few layers, each with a MoE block."""
+    """Return an fp64 model of a few layers, each with a MoE block."""
     return tiny_models.build(model_type, dtype=torch.float64, num_hidden_layers=layers, **overrides)
 
 
@@ -58,7 +58,7 @@ def experts_below(block: nn.Module) -> Any:
 
 
 def with_batched_products(experts: nn.Module) -> nn.Module:
-    """A copy of an experts module on transformers' batched_mm, which has static shapes."""
+    """Return a copy of an experts module on transformers' batched_mm, which has static shapes."""
     twin = copy.deepcopy(experts)
     twin.__dict__.pop("_moe_patch", None)
     twin.config = copy.copy(twin.config)
@@ -97,7 +97,7 @@ def residual_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def per_token_norms(model: Any, batch: dict[str, Tensor], layer: Any) -> dict[str, Tensor]:
-    """[T, K] norms of each token's own gradient, expert by expert, by ``torch.func.vmap(grad)``.
+    """Return [T, K] norms of each token's gradient by expert, by ``torch.func.vmap(grad)``.
 
     Args:
         layer: the recorded layer, for the block's input, ids and weights.
@@ -131,12 +131,12 @@ def per_token_norms(model: Any, batch: dict[str, Tensor], layer: Any) -> dict[st
 
 
 def _by_expert(grads: list[Tensor]) -> Tensor:
-    """[T, E] root of the sum of squares over everything behind the expert axis."""
+    """Return [T, E], the root of the sum of squares over all axes behind the expert axis."""
     return sum(g.flatten(2).square().sum(-1) for g in grads).sqrt()
 
 
 def watch_output(experts: nn.Module) -> dict[str, Tensor]:
-    """Fills "x" and "dout" of an experts module by hooks, when the model runs."""
+    """Fill "x" and "dout" of an experts module by hooks, when the model runs."""
     seen: dict[str, Tensor] = {}
 
     def after(module: nn.Module, args: tuple, out: Tensor) -> None:
@@ -148,7 +148,7 @@ def watch_output(experts: nn.Module) -> dict[str, Tensor]:
 
 
 def explicit_norms(experts: Any, seen: dict[str, Tensor], layer: Any) -> dict[str, Tensor]:
-    """[T, K] norms of each row alone, through transformers' own eager experts."""
+    """Return [T, K] norms of each row alone, through transformers' own eager experts."""
     params = [p for n, p in experts.named_parameters() if n in PROJECTIONS]
     names = ("act", "output", "params")
     norms = {name: torch.zeros(layer.ids.shape, dtype=torch.float64) for name in names}
@@ -170,7 +170,7 @@ def explicit_norms(experts: Any, seen: dict[str, Tensor], layer: Any) -> dict[st
 
 
 def patched(model_type: str, layers: int = 1, lora: tuple[str, ...] = (), **patch: Any) -> Any:
-    """A patched model of a few layers, with adapters on what ``lora`` names."""
+    """Return a patched model of a few layers, with adapters on the targets in ``lora``."""
     model = build(model_type, layers)
     if lora:
         model = adapt(model, lora_config(lora))
@@ -178,14 +178,14 @@ def patched(model_type: str, layers: int = 1, lora: tuple[str, ...] = (), **patc
 
 
 def recorded(model: Any, batch: dict[str, Tensor]) -> Any:
-    """The record of one forward and backward."""
+    """Return the record of one forward and backward."""
     with record(model, router_input=True) as recorder:
         sum_loss(model, batch).backward()
     return recorder
 
 
 def checkpointed(model: Any, reentrant: bool | None) -> None:
-    """Gradient checkpointing of either kind; None: none."""
+    """Enable gradient checkpointing of either kind, or none for None."""
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()

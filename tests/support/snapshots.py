@@ -46,7 +46,7 @@ def _state(module: nn.Module) -> ModuleState:
 
 
 def assert_unchanged(before: dict[str, ModuleState], after: dict[str, ModuleState]) -> None:
-    """Fails on the first module, entry or config value that differs."""
+    """Fail on the first module, entry or config value that differs."""
     assert list(before) == list(after), "module paths changed"
     for path, old in before.items():
         new = after[path]
@@ -67,13 +67,13 @@ def _same(a: Any, b: Any) -> bool:
         return isinstance(b, dict) and list(a) == list(b) and all(a[k] is b[k] for k in a)
     if isinstance(
         a, MethodType
-    ):  # accelerate keeps bound methods; a new one of the same parts is the same
+    ):  # accelerate keeps bound methods; a new one with equal parts counts as equal
         return isinstance(b, MethodType) and a.__func__ is b.__func__ and a.__self__ is b.__self__
     return a is b
 
 
 def tensors(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, int, int]]:
-    """state_dict as (key, shape, dtype, address, version): equal means not moved, not written."""
+    """Return state_dict as (key, shape, dtype, address, version), equal if not moved or written."""
     return [
         (k, tuple(t.shape), t.dtype, t.data_ptr(), t._version)
         for k, t in model.state_dict().items()
@@ -81,7 +81,7 @@ def tensors(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, i
 
 
 def class_attributes(model: nn.Module) -> dict[type, dict[str, Any]]:
-    """The attributes of every class a model's modules have, base classes included."""
+    """Return the attributes of every class of a model's modules, base classes included."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__}
     return {cls: dict(vars(cls)) for cls in classes if cls is not object}
 
@@ -94,7 +94,7 @@ def module_globals(*names: str) -> dict[str, dict[str, Any]]:
 def assert_same_attributes(
     before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]
 ) -> None:
-    """Fails on the first class or Python module whose attributes are other objects than before."""
+    """Fail on the first class or Python module whose attributes are other objects than before."""
     for owner, old in before.items():
         assert old.keys() == after[owner].keys(), f"{owner}: {old.keys() ^ after[owner].keys()}"
         for key, value in old.items():
@@ -111,9 +111,9 @@ def experts_setting(model: Any) -> list[str | None]:
 
 
 def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """A model's logits, or hidden states without a head, in eval mode; training flags stay.
+    """Return a model's logits (hidden states without a head) in eval mode; keep training flags.
 
-    The first forward of a transformers model installs hooks that stay (and cannot be pickled), so
+    The first forward of a transformers model installs permanent hooks that cannot be pickled, so
     snapshots are taken after it and pickles before it.
     """
     flags = {module: module.training for module in model.modules()}
@@ -128,7 +128,7 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def assert_patched_stretch_unseen(model, batch) -> None:
-    """A patched stretch inside an otherwise unpatched training is invisible in the losses."""
+    """Expect equal losses of a training with and without a patched stretch."""
     twin, curves = copy.deepcopy(model), []
     for each, patched_steps in ((model, range(3, 6)), (twin, ())):
         ema = torch.optim.swa_utils.AveragedModel(each)

@@ -22,11 +22,11 @@ def pair(name: str, **over: Any) -> tuple[nn.Module, nn.Module]:
 
 
 def seeded(model: nn.Module, seq: int = 7) -> Run:
-    """One training step, which seeds the generator; the state it leaves is part of the run."""
+    """Seed the generator and run one training step; its final state is part of the run."""
     run = run_model(model, tiny_models.inputs(model, 2, seq))
     return run | {"rng": torch.get_rng_state().double()}
 
 
 def only(model: nn.Module, name: str) -> nn.Module:
-    """The first module of a class."""
+    """Return the first module of a class."""
     return next(m for m in model.modules() if type(m).__name__ == name)

@@ -32,7 +32,7 @@ from tests.support.tiny_recipes import FAMILIES, SIZES, Tiny
 
 @functools.cache
 def runnable() -> tuple[str, ...]:
-    """The recipes whose models the installed transformers has and can run, by their names."""
+    """Return the names of recipes whose models the installed transformers has and can run."""
     listed = _auto("configuration_auto", "CONFIG_MAPPING_NAMES")
 
     def exists(where: str | None, model_type: str) -> bool:
@@ -51,14 +51,14 @@ def runnable() -> tuple[str, ...]:
 
 @functools.cache
 def patchable() -> tuple[str, ...]:
-    """The runnable recipes that the registry does not refuse in the installed transformers."""
+    """Return the runnable recipes that the registry does not refuse in this transformers."""
     tiers = supported_model_types()
     return tuple(name for name in runnable() if tiers[config(name).model_type] != "refused")
 
 
 @functools.cache
 def absent() -> frozenset[str]:
-    """Recipes that cannot be tested here: not runnable, or with classes of a later release only."""
+    """Return recipes that cannot be tested here: not runnable, or only in a later release."""
     later = {name for spec in later_families() for name in spec.model_types}
     tiers = supported_model_types()
     refused_here = {
@@ -87,7 +87,7 @@ def absent_parts() -> frozenset[str]:
 
 @functools.cache
 def block_chosen() -> frozenset[str]:
-    """Recipes whose routers only make logits here: the block chooses (transformers before 5.13)."""
+    """Return recipes whose router returns only logits and whose block chooses (before 5.13)."""
     types = {name for spec in families() if spec.chooses_in_block for name in spec.model_types}
     return frozenset(name for name in runnable() if config(name).model_type in types)
 
@@ -105,7 +105,7 @@ def needs(model_type: str, over: Iterable[str] = (), entry: bool = False) -> tup
 
 
 def config(model_type: str, **overrides: Any) -> Any:
-    """The family's config with our sizes; an override that it does not declare is an error."""
+    """Return the family's config with our sizes; raise for an override that it does not declare."""
     tiny = FAMILIES[model_type]
     if tiny.config:
         cls = _load(tiny.config)
@@ -122,13 +122,13 @@ def config(model_type: str, **overrides: Any) -> Any:
 
 
 def folder(model_type: str) -> str:
-    """The transformers folder that defines the classes of a recipe's model."""
+    """Return the transformers folder that defines the classes of a recipe's model."""
     tiny = FAMILIES[model_type]
     return tiny.model.split(":")[0] if tiny.model else model_type
 
 
 def with_experts(model_type: str, num_experts: int, top_k: int) -> dict[str, int]:
-    """Overrides for the number of experts and the top-k, by the names that the config declares."""
+    """Return overrides for number of experts and top-k, by the names that the config declares."""
     declared = {f.name for f in fields(type(config(model_type)))}
     names = [n for n in ("n_routed_experts", "num_experts", "num_local_experts") if n in declared]
     return {names[0]: num_experts, "num_experts_per_tok": top_k}
@@ -137,7 +137,7 @@ def with_experts(model_type: str, num_experts: int, top_k: int) -> dict[str, int
 def build(
     model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> nn.Module:
-    """A tiny random model on CPU, in train mode, experts on transformers' eager path.
+    """Build a tiny random model on CPU, in train mode, experts on transformers' eager path.
 
     Args:
         model_type: a key of FAMILIES.
@@ -150,16 +150,16 @@ def build(
         model = _model_class(model_type)(config(model_type, **overrides))
     randomise(model, seed)
     cast(model, dtype)
-    for module in model.modules():  # some experts hold a config of their own
+    for module in model.modules():  # some experts hold a separate config
         if "config" in module.__dict__:
             module.config._experts_implementation_internal = "eager"
     return model.train()
 
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """To ``dtype`` in place as from_pretrained would: what the family keeps in fp32 stays fp32.
+    """Cast to ``dtype`` in place like from_pretrained: modules kept in fp32 stay in fp32.
 
-    fp64 is for references and takes everything along.
+    fp64 is for references and casts every tensor.
     """
     kept = {name: t.data for name, t in _tensors(model) if _kept_in_fp32(model, name, dtype)}
     model.to(dtype)
@@ -170,7 +170,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Values that make faults visible, in place; see the head of this file."""
+    """Set values that make faults visible, in place; see the head of this file."""
     generator = torch.Generator().manual_seed(seed + 1)
 
     def normal(t: Tensor, std: float) -> None:
@@ -199,7 +199,7 @@ CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", "balancing_biases
 
 
 def mixed_bias(size: int, generator: torch.Generator) -> Tensor:
-    """Non-zero values of both signs, shuffled: -0.3 .. 0.3 without 0."""
+    """Return non-zero values of both signs, shuffled: -0.3 .. 0.3 without 0."""
     half = torch.linspace(0.05, 0.3, (size + 1) // 2)
     return torch.cat([half, -half])[:size][torch.randperm(size, generator=generator)]
 

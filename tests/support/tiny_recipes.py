@@ -52,7 +52,7 @@ class Tiny:
         config, model: "folder:ClassName" where the auto classes of transformers do not lead there.
         block_alone: the block's forward takes hidden states alone and can be called by itself.
         extra: values that the config takes without declaring them.
-        feed: what the model takes: "ids", "embeds", "pixels", "patches", "seq2seq" or "modalities"
+        feed: input of the model: "ids", "embeds", "pixels", "patches", "seq2seq" or "modalities"
             (ids of text and images).
         since: the first transformers release whose own model runs with this recipe, where its
             folder is older than that.
@@ -73,13 +73,13 @@ class Tiny:
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 MHA = {"num_key_value_heads": 4}
 SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
-# On by default in some families, where releases before 5.18 fail on it as soon as there are labels.
+# On by default in some families; releases before 5.18 then fail if there are labels.
 NO_AUX = {"output_router_logits": False}
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 
 
 def tower(folder: str, name: str, model: str = "Model", since: str = "", **over: Any) -> Tiny:
-    """A text tower of a larger model: classes ``{name}Config`` and ``{name}{model}``."""
+    """Return a text tower of a larger model: classes ``{name}Config`` and ``{name}{model}``."""
     base = name.removesuffix("Text") if model == "ForCausalLM" else name
     return Tiny(over, f"{folder}:{name}Config", f"{folder}:{base}{model}", since=since)
 

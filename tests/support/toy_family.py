@@ -1,4 +1,4 @@
-"""A user's own MoE family: decorated experts, a router and a block, in no transformers folder."""
+"""A user's MoE family outside of transformers: decorated experts, a router and a block."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ToyBlock(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """Two blocks and a residual; its forward takes what tests.support.adapters hands a model."""
+    """Two blocks and a residual; forward takes the batch of tests.support.adapters."""
 
     def __init__(self) -> None:
         super().__init__()

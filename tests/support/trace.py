@@ -22,7 +22,7 @@ from moe_patch.runtime import forward
 
 
 def executed(function: Callable[[], Any]) -> set[CodeType]:
-    """Code objects of every Python function that ``function()`` runs in this thread.
+    """Return code objects of every Python function that ``function()`` runs in this thread.
 
     On CPU autograd's backward runs in the calling thread, so a backward inside ``function`` counts.
     """
@@ -51,7 +51,7 @@ def transformers_routers(model: nn.Module) -> set[CodeType]:
 
 
 def transformers_experts(model: nn.Module) -> set[CodeType]:
-    """The eager forwards of the model's experts classes, and every other implementation."""
+    """Return the eager forwards of the model's experts classes, and all other implementations."""
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -65,7 +65,7 @@ def transformers_experts(model: nn.Module) -> set[CodeType]:
 
 
 def assert_tier(tier: str, model: nn.Module, ran: set[CodeType]) -> None:
-    """``ran`` proves the tier: "full", "experts", or "refused" (transformers alone).
+    """Expect ``ran`` to prove the tier: "full", "experts", or "refused" (transformers alone).
 
     Args:
         tier: of every block of the model.
@@ -93,7 +93,7 @@ def our_experts() -> set[CodeType]:
 
 
 def our_routing(model: nn.Module) -> set[CodeType]:
-    """The routing functions, or the code of all rules, that routers or blocks must have run."""
+    """Return the routing functions, or code of all rules, that routers or blocks must have run."""
     holders = [m for m in _of_role(model, "block") if lookup(m)[0].chooses_in_block]
     found = [lookup(m)[0].routing for m in [*_of_role(model, "router"), *holders]]
     rules = [RouteRule.spec if isinstance(r, RouteRule) else r for r in found if r is not None]

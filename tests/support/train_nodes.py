@@ -31,6 +31,6 @@ def node(**changes):
 
 
 def small(tmp_path, text_file, **changes) -> TrainConfig:
-    """The small node on a text file, with its output in ``tmp_path``."""
+    """Return the small node on a text file, with its output in ``tmp_path``."""
     source = {"source": str(text_file), "block_size": 16}
     return make_config(node(data=source, output_dir=str(tmp_path / "out"), **changes))

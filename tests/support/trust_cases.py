@@ -1,4 +1,4 @@
-"""A Triton that no table has, and what is decided about it: for the tests of trust."""
+"""A Triton that no table lists, and decisions about it, for the tests of trust."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HAZARD = ("line 5: mov.b32 %r5, 0; writes %r5",)
 
 @pytest.fixture(autouse=True)
 def unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A Triton that the table does not have, an empty cache folder, and nothing decided yet."""
+    """Pretend a Triton that the table lacks, with an empty cache folder and nothing decided yet."""
     monkeypatch.setattr(versions, "_GATES", {})
     monkeypatch.setattr(triton, "__version__", "9.9.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -53,7 +53,7 @@ def pretend_card(
     in_front: Callable[[], float] = lambda: 0.5,
     unseen: str = "",
 ) -> None:
-    """A Hopper card on which the kernels are this right, and their code holds this."""
+    """Pretend a Hopper card, results of its kernels and findings in their code."""
     code: dict[str, list[str]] = {name: [] for name in SEARCHED - {unseen}}
     code |= {name: list(lines) for name, lines in (hazards or {}).items()}
     groups = [[("experts", hopper)], [(f"nf4 {trust_checks.IN_FRONT}", in_front)]]

@@ -36,7 +36,7 @@ from tests.support.debug_cases import (
 
 @pytest.mark.parametrize(("model_type", "lora"), [*((f, False) for f in FAMILIES), ("olmoe", True)])
 def test_reference_is_the_model_that_was_never_patched(model_type, lora) -> None:
-    """Bit for bit, gradients and adapters included; outside it is patched as before."""
+    """Equal the unpatched model bit for bit inside the context, and stay patched outside."""
     never = build(model_type, lora)
     model = patch_model(copy.deepcopy(never), self_check=False)
     batch = batch_of(model)
@@ -116,7 +116,7 @@ def test_every_kind_of_block_is_compared_and_the_step_stays_as_it_was(model_type
 
 @pytest.mark.parametrize("model_type", ["llama4", "jetmoe"])
 def test_adapters_inside_a_block_that_is_compared_as_a_whole(model_type) -> None:
-    """On transformers' path PEFT's wrappers write to the weights, not to the step's own."""
+    """Leave the step's weights alone: PEFT's wrappers write to weights on transformers' path."""
     targets = lora_targets(tiny_models.build(model_type))["target_parameters"]
     batch = tiny_models.inputs(tiny_models.build(model_type))
 
@@ -138,7 +138,7 @@ def test_adapters_inside_a_block_that_is_compared_as_a_whole(model_type) -> None
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 @pytest.mark.parametrize("order", ["peft first", "patch first"])
 def test_adapters_checkpoints_and_recorders(reentrant, order) -> None:
-    """One comparison a step, not one more for the recompute; nothing of it is recorded."""
+    """Compare once a step, not again in recompute, and record nothing of the comparison."""
     if order == "peft first":
         model = patch_model(build("qwen3_moe", lora=True), self_check=False, shadow_check=1)
     else:  # read through PEFT's parametrization
@@ -189,7 +189,7 @@ def test_one_block_in_every_window_of_steps_in_training_only() -> None:
     for _ in range(15):
         with torch.no_grad():
             model(**batch)
-    with torch.inference_mode():  # nor there, where autograd would refuse the tensors
+    with torch.inference_mode():  # also not here, where autograd would refuse the tensors
         for _ in range(3):
             model(**batch)
     steps = [r.step for r in shadow_results(model) if r.role == "experts"]

@@ -27,7 +27,7 @@ from tests.support.signals_cases import experts_below
 
 
 def plant(model: Any, layer: int = 0, expert: int | None = None) -> int:
-    """A NaN in the down projection of an expert that the batch uses (most, if not given)."""
+    """Put a NaN into the down projection of an expert (by default the most used one)."""
     _, block = tiny_models.blocks(model)[layer]
     experts_below(block).down_proj.data[expert, 1, 1] = float("nan")
     return layer
@@ -44,7 +44,7 @@ def most_used(model: Any, layer: int) -> int:
 def test_the_first_block_with_a_nan_is_written_and_replayed(
     model_type, lora, tmp_path, caplog
 ) -> None:
-    """The last layer holds the NaN; replayed, both paths lose the same tokens and no other."""
+    """Write the last layer, which holds the NaN; its replay loses equal tokens on both paths."""
     options = {"self_check": False, "debug_nan": True, "debug_dir": str(tmp_path / "nan")}
     model = patch_model(build(model_type, lora), **options)
     inner = model.get_base_model() if lora else model
@@ -88,7 +88,7 @@ def test_a_block_with_a_forward_of_its_own_is_replayed_whole(tmp_path) -> None:
 
 
 def test_the_config_is_that_of_the_model_around_the_block(tmp_path, caplog) -> None:
-    """Also inside a wrapper that has no config; a block that stands alone has none to write."""
+    """Write the config of the model, also inside a wrapper; skip a block without a model."""
     model = build("llama4")
     wrapper = nn.Sequential(model)
     patch_model(wrapper, self_check=False, debug_nan=True, debug_dir=str(tmp_path))

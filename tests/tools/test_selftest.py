@@ -82,6 +82,6 @@ def test_gpu_passes() -> None:
     result = selftest("cuda", progress=False)
     assert result.passed, [check for check in result.checks if not check.passed]
     assert result.backend == "triton"
-    # On a Triton that was not tested the portable kernels of a Hopper card were, and that is said.
+    # On an untested Triton the portable kernels are tested on a Hopper card, which the report says.
     assert result.note in ("", gates().reason)
     assert result.checks[0].name == "plan"

@@ -1,4 +1,4 @@
-"""The test that opens the Hopper kernels: what is searched and compared, and what that decides."""
+"""The test that enables the Hopper kernels: search, comparisons and the decision."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CPU, BF16 = torch.device("cpu"), torch.bfloat16
 def test_a_search_reads_what_triton_compiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And passes on to who listened before."""
+    """Search the code that Triton compiles, and call the previous listener too."""
     sound, bad = tmp_path / "sound.ptx", tmp_path / "bad.ptx"
     sound.write_text(kernel(FROM_REGISTERS, wait(0), WRITE))
     bad.write_text(kernel(FROM_REGISTERS, WRITE, wait(0)))
@@ -133,7 +133,7 @@ def test_what_holds_is_opened(card: Callable[..., None]) -> None:
 def test_a_hazard_in_the_decoding_product_is_recorded(
     in_front: Callable, card: Callable[..., None]
 ) -> None:
-    """Right or wrong in the comparison, which may pass by chance: it stays off."""
+    """Keep the product off after a hazard, even if the comparison passes by chance."""
     card({DECODING: HAZARD}, in_front=in_front)
     result = trust(progress=False)
     assert (result.passed, result.in_front) == (True, False)
@@ -160,7 +160,7 @@ def test_a_hazard_in_the_decoding_product_is_recorded(
 def test_what_does_not_hold_is_refused(
     pretended: dict, said: str, card: Callable[..., None]
 ) -> None:
-    """And an earlier marker, of before a driver was changed, goes."""
+    """Refuse, and remove an earlier marker, such as one from before a change of driver."""
     earlier = trusted.write(Marker(True, ()))
     card(**pretended)
     result = trust(progress=False)
@@ -239,7 +239,7 @@ def test_warmup_with_trust(
     hopper: Callable, status: int, card: Callable[..., None], capsys: pytest.CaptureFixture,
     tmp_path: Path,
 ) -> None:  # fmt: skip
-    """The kernels are tested first; blocks are warmed up either way."""
+    """Test the kernels first, and warm up the blocks whatever the result."""
     card(hopper=hopper)
     (tmp_path / "model").mkdir()
     model = only_config(tmp_path / "model", "qwen3_moe")
@@ -264,7 +264,7 @@ INSTALLED = triton.__version__
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:moe_patch. ")
 def test_gpu_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed Triton, as if the table did not have it; then a call runs what was opened."""
+    """Trust the installed Triton as if the table lacked it, then run the enabled kernels."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper kernels run on capability 9.0")
     monkeypatch.setattr(triton, "__version__", INSTALLED)

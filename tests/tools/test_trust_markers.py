@@ -58,7 +58,7 @@ def test_a_marker_opens_exactly_its_combination(monkeypatch: pytest.MonkeyPatch)
     ],
 )  # fmt: skip
 def test_a_marker_of_another_combination_is_ignored(field: str, value: object) -> None:
-    """Also under the name of this one: copied, or of a build with the same name."""
+    """Ignore a marker of another combination under this name: copied, or of a like-named build."""
     place = trusted.write(Marker(True, ()))
     place.write_text(json.dumps(json.loads(place.read_text()) | {field: value}))
     found = decided_anew()

@@ -1,4 +1,4 @@
-"""The configuration of the training command: what is accepted, and how a mistake is named."""
+"""The configuration of the training command: accepted values, and the errors for mistakes."""
 
 from pathlib import Path
 
@@ -66,7 +66,7 @@ def test_wrong_config_is_named(tmp_path, monkeypatch, change, message):
 
 
 def test_valid_node_passes(tmp_path):
-    """The negative cases above start from a node that is accepted."""
+    """Accept the node from which the negative cases above start."""
     check(node(), tmp_path)
 
 
@@ -84,7 +84,7 @@ def test_load_config_reads_exponents_and_overrides(tmp_path):
 
 
 def test_an_option_over_a_flag_that_is_on(tmp_path):
-    """`true` stands for all of its options at their defaults."""
+    """Set an option over `true`, which means all options at their defaults."""
     path = tmp_path / "c.yaml"
     path.write_text("model: a/b\ndata: x.txt\noutput_dir: o\nmoe_patch: true\n")
     assert load_config(path, {"moe_patch.recompute": True}).moe_patch == {"recompute": True}

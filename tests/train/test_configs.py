@@ -19,7 +19,7 @@ SIZED = [path for path in CONFIGS if "tiny_values:" in path.read_text(encoding="
 
 
 def family(path: Path) -> str:
-    """The recipe of a configuration's family."""
+    """Return the recipe of a configuration's family."""
     return yaml.safe_load(path.read_text(encoding="utf-8"))["tiny_values"]["model"]["model_type"]
 
 
@@ -88,7 +88,7 @@ def test_tiny_replaces_keys_and_merges_training():
 
 
 def test_what_is_set_on_the_command_line_is_put_over_the_tiny_values(tmp_path):
-    """``--output-dir`` and ``--set`` stand in place of the file's, whichever size it gives."""
+    """Override the file's values by ``--output-dir`` and ``--set``, at either size."""
     path = next(path for path in SIZED if path.stem == "qwen3_moe_lora")
     own = yaml.safe_load(path.read_text(encoding="utf-8"))["tiny_values"]
     given = {

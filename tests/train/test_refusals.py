@@ -1,4 +1,4 @@
-"""Training runs that end early: refused by name, and what is left on the disk."""
+"""Training runs that end early: refused by name, and the files left on disk."""
 
 import dataclasses
 import importlib.util
@@ -16,7 +16,7 @@ from tests.support.train_nodes import node, small
 
 
 def test_every_target_of_a_list_has_to_be_somewhere(tmp_path, text_file):
-    """PEFT is content with one of them."""
+    """Require every target of a list to exist; PEFT accepts a list if one exists."""
     lora = node()["lora"]
     for changed, said in (
         ({"target_modules": ["q_proj", "qq_proj"]}, "target_modules: 'qq_proj' is nowhere; did"),
@@ -76,7 +76,7 @@ def test_old_names_of_experts_are_targets_as_peft_reads_them():
 
 
 def test_refused_model_leaves_nothing(tmp_path, text_file):
-    """A dense model: nothing to patch is an error before the first step."""
+    """Raise an error before the first step for a dense model: nothing to patch."""
     dense = {
         "model_type": "qwen3", "hidden_size": 32, "intermediate_size": 32, "head_dim": 8,
         "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

@@ -14,7 +14,7 @@ from moe_patch.train.sharded import gather, size
 
 
 def trainer(kind, state):
-    """A Trainer as far as gather looks: ``state`` is returned, or raised."""
+    """Return the parts of a Trainer that gather reads; ``state`` is returned, or raised."""
 
     def get_state_dict(model):
         assert model == "wrapped"
@@ -34,7 +34,7 @@ def test_whole_models_are_left_alone(kind):
 @pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
 @pytest.mark.parametrize("state", [{"w": torch.ones(2)}, {}, None], ids=["first", "other", "none"])
 def test_parts_come_back_as_one_state(kind, state):
-    """Processes but the first get nothing, which is not None."""
+    """Return one state from its parts; an empty dict, not None, on other processes."""
     assert gather(trainer(kind, state)) == (state or {})
 
 

@@ -25,7 +25,7 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def test_quickstart_scaled_down(tmp_path, capsys):
-    """The shipped configuration, all its targets included, on a fraction of its size."""
+    """Train the shipped configuration, all its targets included, at a fraction of its size."""
     config = load_config(
         QUICKSTART,
         {
@@ -61,7 +61,7 @@ def test_quickstart_scaled_down(tmp_path, capsys):
 
 
 def test_saved_adapter_is_portable(tmp_path, text_file):
-    """Loaded as another program would, it differs from its base and equals itself patched."""
+    """Load the adapter like another program: unlike its base, and equal when patched."""
     config = small(tmp_path, text_file)
     result = run.run(config)
     assert [check.name for check in result.checks] == ["logits, reloaded and unpatched"]
@@ -86,7 +86,7 @@ def test_full_fine_tuning(tmp_path, text_file):
 
 
 def test_router_losses_of_the_yaml_are_transformers_own(tmp_path, text_file):
-    """Patched, from the YAML key, against the auxiliary loss of an unpatched transformers model."""
+    """Match the auxiliary loss of an unpatched transformers model by the key of the YAML file."""
     routers = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
     theirs = {"model": {**node()["model"], **routers}, "moe_patch": False}
     losses = {}
@@ -110,7 +110,7 @@ def test_router_losses_of_the_yaml_are_transformers_own(tmp_path, text_file):
 
 
 def test_local_model_path(tmp_path, text_file):
-    """The code path of a real checkpoint: weights and tokenizer from a folder."""
+    """Train on weights and tokenizer from a folder, as with a real checkpoint."""
     tokenizer = data.train_tokenizer([TEXT], 300)
     base = build_base(make_config(node()).model, tokenizer, seed=7)
     base.save_pretrained(tmp_path / "checkpoint")
@@ -123,7 +123,7 @@ def test_local_model_path(tmp_path, text_file):
 
 
 def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
-    """Two of three steps: a schedule of its own would give another learning rate at step 1."""
+    """Compare two of three steps; a shorter schedule would change the learning rate at step 1."""
     config = small(tmp_path, text_file, compare_unpatched=2)
     result = run.run(config)
     assert result.failed == []
@@ -133,7 +133,7 @@ def test_comparison_over_a_prefix_keeps_the_schedule(tmp_path, text_file):
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_mixed_precision_over_fp32_weights_passes_its_checks(tmp_path, text_file, lora):
-    """A trained model stays under autocast, so that its logits are rounded to bf16."""
+    """Use bf16 limits: a trained model stays under autocast, which rounds its logits."""
     options = {**node()["training"], "bf16": True}
     changes = {} if lora else {"lora": None}
     config = small(tmp_path, text_file, training=options, compare_unpatched=True, **changes)
@@ -144,7 +144,7 @@ def test_mixed_precision_over_fp32_weights_passes_its_checks(tmp_path, text_file
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file, lora):
-    """Without adapters the experts come back as well, which the Trainer alone leaves as built."""
+    """Resume at the checkpoint and restore experts too; Trainer alone leaves them as built."""
     options = {**node()["training"], "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     changes = {} if lora else {"lora": None}
     whole = run.run(small(tmp_path, text_file, training=options, **changes))
@@ -166,7 +166,7 @@ def test_a_run_in_which_nothing_is_patched_does_not_say_so(tmp_path, text_file, 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path, text_file):
-    """Data parallel on the CPU: one of the processes prints and writes, once."""
+    """Print and write in one process only, with data parallelism on the CPU."""
     options = {**node()["training"], "ddp_backend": "gloo", "max_steps": 2}
     source = {"source": str(text_file), "block_size": 16}
     out = tmp_path / "out"
@@ -196,7 +196,7 @@ def test_patch_off(tmp_path, text_file, monkeypatch, capsys):
 
 
 def test_checks_catch_a_wrong_patch(tmp_path, text_file, monkeypatch):
-    """Negative control: a patch that scales the experts' output by 1% fails the comparison."""
+    """Fail the comparison for a patch that scales the experts' output by 1% (negative control)."""
 
     def wrong(model, config):
         moe_patch.patch_model(model, config)
