@@ -225,7 +225,7 @@ def test_own_library(library, code, named):
         pytest.skip(f"{library} is not installed")
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", f"from tests import tiny_models\n{code}{REFUSED}"],
+        [sys.executable, "-c", f"from tests.support import tiny_models\n{code}{REFUSED}"],
         cwd=root, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
