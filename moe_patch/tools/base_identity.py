@@ -10,9 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.tools.model_files import ADAPTER
@@ -33,6 +36,13 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     end: int
+
+
+class Base(NamedTuple):
+    """A checkpoint by the name of its folder and by its hash."""
+
+    name: str
+    sha256: str
 
 
 def base_hash(folder: str | Path) -> str | None:
@@ -136,22 +146,41 @@ def find_base(name: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def note_base(adapter: str | Path, base: str | Path | None) -> bool:
-    """Write the identity of a base into an adapter's folder; where it has none, write nothing.
+def known_base(folder: str | Path | None) -> Base | None:
+    """A base and its hash; None without a folder, or with one that has no safetensors files.
+
+    Raises:
+        UnsupportedOptionError: see :func:`base_hash`.
+    """
+    found = None if folder is None else base_hash(folder)
+    return None if found is None else Base(str(folder), found)
+
+
+def base_of(model: nn.Module) -> Base | None:
+    """The base under the adapters of a PEFT model, if its checkpoint is on this machine.
+
+    Raises:
+        UnsupportedOptionError: see :func:`base_hash`.
+    """
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    if peft is None or transformers is None or not isinstance(model, peft.PeftModel):
+        return None
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            revision = next(iter(model.peft_config.values())).revision
+            return known_base(find_base(module.config.name_or_path, revision))
+    return None
+
+
+def note_base(adapter: str | Path, base: Base) -> None:
+    """Write the identity of a base into the folder of an adapter.
 
     Args:
         adapter: folder with an adapter_config.json.
-        base: folder of the checkpoint; None where there is none.
-
-    Returns:
-        True where it was written.
+        base: from :func:`known_base` or :func:`base_of`.
     """
-    found = None if base is None else base_hash(base)
-    if found is None:
-        return False
-    text = json.dumps({"base": str(base), "sha256": found}, indent=2)
+    text = json.dumps({"base": base.name, "sha256": base.sha256}, indent=2)
     (Path(adapter) / RECORD).write_text(text + "\n", encoding="utf-8")
-    return True
 
 
 def check_base(adapter: str | Path, base: str | Path) -> None:
@@ -172,16 +201,16 @@ def check_base(adapter: str | Path, base: str | Path) -> None:
     if noted is None:
         return
     found = base_hash(base)
-    if found not in (None, noted["sha256"]):
+    if found not in (None, noted.sha256):
         raise UnsupportedModelError(
-            f"{adapter}: this adapter was trained on another base ({noted['base']}) than {base}, "
+            f"{adapter}: this adapter was trained on another base ({noted.name}) than {base}, "
             "by the hash over tensors' names, shapes and some values; accepted: that base, or, "
             f"where both are known to hold the same model, {adapter} without its {RECORD}"
         )
 
 
-def read_record(adapter: Path) -> dict[str, str] | None:
-    """What :func:`note_base` wrote: "base" and "sha256"; None where it wrote nothing.
+def read_record(adapter: Path) -> Base | None:
+    """The base that :func:`note_base` wrote; None where it wrote nothing.
 
     Raises:
         UnsupportedOptionError: the folder holds no adapter, or its record is broken.
@@ -194,7 +223,7 @@ def read_record(adapter: Path) -> dict[str, str] | None:
         return None
     try:
         noted = json.loads((adapter / RECORD).read_bytes())
-        return {"base": str(noted["base"]), "sha256": str(noted["sha256"])}
+        return Base(str(noted["base"]), str(noted["sha256"]))
     except (ValueError, LookupError, TypeError) as error:
         raise UnsupportedOptionError(
             f"{adapter / RECORD}: not what moe_patch writes there ({type(error).__name__}: "
