@@ -7,21 +7,18 @@ Full fine-tunings resume, and load their best model, with all weights of the che
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.tools.base_identity import Base, base_of, note_base
+from moe_patch.tools.base_identity import Base, base_of, note_checkpoint
 from moe_patch.tools.checkpoint_loading import (
     check_loaded,
     conversion_groups,
     watch_loading,
     watching,
 )
-from moe_patch.tools.model_files import ADAPTER
 
 
 class CheckpointCallback(TrainerCallback):
@@ -55,10 +52,7 @@ class CheckpointCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         """Note the base of adapters in the checkpoint that was just written."""
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        base = self.bases.get(id(model))
-        if base is not None and args.should_save and (folder / ADAPTER).is_file():
-            note_base(folder, base)
+        note_checkpoint(args, state, self.bases.get(id(model)))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any

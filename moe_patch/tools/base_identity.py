@@ -183,6 +183,18 @@ def note_base(adapter: str | Path, base: Base) -> None:
     (Path(adapter) / RECORD).write_text(text + "\n", encoding="utf-8")
 
 
+def note_checkpoint(args: Any, state: Any, base: Base | None) -> None:
+    """Write the identity of a base into the adapters that a Trainer has just saved, if it did.
+
+    Args:
+        args, state: of the Trainer.
+        base: from :func:`base_of`; None writes nothing.
+    """
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    if base is not None and args.should_save and (folder / ADAPTER).is_file():
+        note_base(folder, base)
+
+
 def check_base(adapter: str | Path, base: str | Path) -> None:
     """Refuse a base other than the one that an adapter was trained on.
 

@@ -20,6 +20,7 @@ from transformers import (
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.signals.recorder import Recorder
+from moe_patch.tools.base_identity import Base, base_of, note_checkpoint
 from moe_patch.tools.checkpoint_loading import check_loaded, watch_loading
 from moe_patch.train.build import one_line
 from moe_patch.train.data import TokenBlocks
@@ -61,12 +62,14 @@ class _Recorder(TrainerCallback):
         self.losses: dict[int, float] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         self.bar: Any = None
+        self.base: Base | None = None
         self.steps, self.settled = 0, 0.0
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         check_loaded(model)
+        self.base = base_of(model)
         total = min(state.max_steps, self.last_step or state.max_steps)
         hidden = not (self.show and state.is_world_process_zero)
         self.bar = tqdm(
@@ -87,6 +90,9 @@ class _Recorder(TrainerCallback):
             if found := {key: value for key, value in logs.items() if "/" in key}:
                 self.metrics[state.global_step] = found
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        note_checkpoint(args, state, self.base)
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
