@@ -140,7 +140,7 @@ def expect(model: nn.Module, names: list[str], tensors: dict[str, Tensor]) -> li
             stored = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
             module.register_parameter(f"{part}_{name}", stored)
         # transformers would otherwise look for the parameter to give it random values.
-        module._is_hf_initialized = True  # type: ignore[assignment]
+        module._is_hf_initialized = True
         waiting.append(Stored(module, name, own.dtype, where))
     return waiting
 

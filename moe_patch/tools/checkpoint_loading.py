@@ -107,8 +107,9 @@ def watch_loading(model: nn.Module) -> None:
 def watching(model: nn.Module) -> CheckpointHook | None:
     """The hook of a model, if it has one."""
     for wrapped in model._load_state_dict_pre_hooks.values():
-        if isinstance(found := wrapped.hook, CheckpointHook):
-            return found
+        found: Any = wrapped
+        if isinstance(found.hook, CheckpointHook):
+            return found.hook
     return None
 
 
