@@ -63,6 +63,8 @@ def test_nf4_comes_back_bit_for_bit(model_type: str, size: str, tmp_path: Path) 
     lower = load_quantized(str(tmp_path / "again"), "nf4", dtype=torch.bfloat16)
     assert {p.dtype for p in quantised(lower)} == {torch.bfloat16}
     assert lower.lm_head.weight.dtype == torch.bfloat16
+    lower.save_pretrained(tmp_path / "lower")
+    assert_same(load_quantized(str(tmp_path / "lower"), "nf4"), lower)
     assert list(tmp_path.glob(".*")) == []
 
 
@@ -176,6 +178,11 @@ def test_bad_places_and_models_are_one_sentence(tmp_path: Path, monkeypatch: Any
     quantize_experts(mixed, "fp8", exclude=("*layers.1.*",))
     with pytest.raises(UnsupportedModelError, match="stored in fp8 and nf4"):
         mixed.save_pretrained(tmp_path / "new")
+    tied = build()
+    first, second = (block.experts for _, block in tiny_models.blocks(tied))
+    second.down_proj = first.down_proj
+    with pytest.raises(UnsupportedModelError, match="layers.0.*layers.1.* are one packed"):
+        quantize_experts(tied, "nf4").save_pretrained(tmp_path / "new")
     with monkeypatch.context() as patched:
         patched.setattr(shards.shutil, "disk_usage", full)
         with pytest.raises(UnsupportedOptionError, match="bytes are to be written and 0 are free"):

@@ -114,6 +114,7 @@ def study_adapter(folder: Path) -> dict[str, Any]:
         found[work.__name__] = {
             "before": before, "peak": highest, "ratio": round((highest - before) / nbytes, 3)
         }  # fmt: skip
+        print(json.dumps(found), flush=True)
     return found
 
 

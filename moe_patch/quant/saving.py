@@ -78,6 +78,7 @@ def _save_pretrained(
             "is_main_process, max_shard_size"
         )
     _refuse_other_packing(model)
+    _refuse_tied(model, packed)
     (storage,) = _storages(packed)
     plain = _plain(model, packed)
     config = copy.deepcopy(model.config)
@@ -141,12 +142,29 @@ def _refuse_other_packing(model: Any) -> None:
             )
 
 
+def _refuse_tied(model: Any, packed: dict[str, QuantTensor]) -> None:
+    """Refuse experts that several modules share, of which files would hold copies.
+
+    Raises:
+        UnsupportedModelError: names the first.
+    """
+    seen = {p.packed.data_ptr(): name for name, p in packed.items()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if isinstance(p, QuantTensor) and (first := seen[p.packed.data_ptr()]) != name:
+            raise UnsupportedModelError(
+                f"save_pretrained: {first} and {name} are one packed parameter; accepted: experts "
+                "that are not tied, or model.state_dict()"
+            )
+
+
 def _plain(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
     """All other entries under their names in checkpoints, a tied one once."""
     entries = model.state_dict()
     for name, value in packed.items():
         for own in state.to_tensors(value.weight, name):
             del entries[own]
+    for name in model._keys_to_ignore_on_save or ():
+        entries.pop(name, None)
     for name, source in model.all_tied_weights_keys.items():
         both = name in entries and source in entries
         if both and entries[name].data_ptr() == entries[source].data_ptr():

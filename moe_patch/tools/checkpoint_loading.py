@@ -125,11 +125,9 @@ def conversion_groups(model: Any) -> Iterator[Group]:
     By layer where no conversion reaches over several, so that no more than a layer is kept.
     """
     # Files hold a tied weight once.
-    own = {
-        name: _meta(value)
-        for name, value in model.state_dict().items()
-        if name not in model.all_tied_weights_keys
-    }
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    state_dict = model.state_dict()
+    own = {name: _meta(value) for name, value in state_dict.items() if name not in left_out}
     layers: dict[str, dict[str, Tensor]] = {}
     for name, value in own.items():
         found = _LAYER.match(name)
