@@ -9,7 +9,7 @@ by a high rank. A process of its own saves, another loads; this one reads their 
 belongs to no file) while they do, and prints the peak above what was resident before, in bytes of
 the adapter.
 
-``packed``: one model with its experts in nf4, saved by save_pretrained and read by load_quantized,
+``packed``: one layer with its experts in nf4, saved by save_pretrained and read by load_quantized,
 beside a plain read of the same files by ``safetensors``; both end with a sum over every byte, since
 either may map files without reading them. Both have the files in the page cache.
 
@@ -40,12 +40,12 @@ LAYERS, RANK = 2, 384
 POLL_S = 0.002
 
 
-def base() -> Any:
+def base(layers: int = LAYERS) -> Any:
     """Layers of the shape whose weights are never written, so that they take no memory."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(num_hidden_layers=LAYERS, **SHAPE))
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(num_hidden_layers=layers, **SHAPE))
     return model.to(torch.bfloat16).to_empty(device="cpu")
 
 
@@ -136,10 +136,10 @@ def study_packed(folder: Path, repeats: int = 5) -> dict[str, Any]:
 
     from moe_patch import load_quantized, quantize_experts
 
-    model = base()
+    model = base(1)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
-    quantize_experts(model, "nf4").save_pretrained(folder, max_shard_size="500MB")
+    quantize_experts(model, "nf4").save_pretrained(folder, max_shard_size="100MB")
     del model
 
     def plain() -> int:
