@@ -107,7 +107,7 @@ def _load_packed(
     if own is None or not issubclass(own, transformers.PreTrainedModel):
         own = getattr(transformers, about["architectures"][0])
     method = _config(storage)
-    method.packed = about["experts"], tensors
+    method.packed = packed_checkpoint.shapes(about["experts"], tensors)
     model, info = own.from_pretrained(
         None, config=config, state_dict=tensors, quantization_config=method,
         device_map=device, output_loading_info=True, **options,
@@ -194,7 +194,7 @@ def _config_class() -> type:
 
         def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
             self.storage, self.quant_method = storage, quant_method
-            # Names of packed parameters and the tensors of the checkpoint that holds them.
+            # Packed parameters of a checkpoint that holds them: shapes and dtypes of their parts.
             self.packed: Any = None
 
     return ExpertsQuantConfig
@@ -233,7 +233,7 @@ def _quantizer_class(operation: type) -> type:
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.packed is not None:
-                self.waiting = packed_checkpoint.expect(model, *self.quantization_config.packed)
+                self.waiting = packed_checkpoint.expect(model, self.quantization_config.packed)
                 return model
             if self.quantization_config.storage == "mxfp4":
                 self.expected = mxfp4_checkpoint.expect(model)

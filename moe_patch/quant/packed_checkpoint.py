@@ -29,6 +29,9 @@ PARTS = ("packed", *nf4.Nf4Scales._fields)
 FORMAT = 1
 
 
+Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
 class Stored(NamedTuple):
     """Parts of one parameter that wait for their values: module, name, dtype."""
 
@@ -116,19 +119,30 @@ def read_tensors(path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def expect(model: nn.Module, names: list[str], tensors: dict[str, Tensor]) -> list[Stored]:
-    """Put parts, on the meta device, in the place of the named parameters.
+def shapes(names: list[str], tensors: dict[str, Tensor]) -> Shapes:
+    """Shape and dtype of every part of the named parameters.
+
+    transformers copies a quantisation config several times, tensors in it with all their values.
+    """
+    found = {}
+    for where in names:
+        parts = {part: tensors[_stored_name(where, part)] for part in PARTS}
+        found[where] = {part: (tuple(one.shape), one.dtype) for part, one in parts.items()}
+    return found
+
+
+def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
+    """Put parts, on the meta device, in the place of the stored parameters.
 
     Raises:
         UnsupportedModelError: the model has no such parameter, or one of another size.
     """
     waiting = []
-    for where in names:
+    for where, parts in stored.items():
         path, _, name = where.rpartition(".")
-        parts = {part: tensors[_stored_name(where, part)] for part in PARTS}
         module = dict(model.named_modules()).get(path)
         own = None if module is None else module._parameters.get(name)
-        E, rows, half = parts["packed"].shape
+        E, rows, half = parts["packed"][0]
         if module is None or own is None or own.shape != (E, rows, 2 * half):
             found = None if own is None else tuple(own.shape)
             raise UnsupportedModelError(
@@ -136,9 +150,9 @@ def expect(model: nn.Module, names: list[str], tensors: dict[str, Tensor]) -> li
                 "; accepted: files and config.json of one save"
             )
         del module._parameters[name]
-        for part, value in parts.items():
-            stored = nn.Parameter(torch.empty_like(value, device="meta"), requires_grad=False)
-            module.register_parameter(f"{part}_{name}", stored)
+        for part, (shape, dtype) in parts.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            module.register_parameter(f"{part}_{name}", nn.Parameter(empty, requires_grad=False))
         # transformers would otherwise look for the parameter to give it random values.
         module._is_hf_initialized = True
         waiting.append(Stored(module, name, own.dtype, where))
