@@ -22,6 +22,7 @@ import moe_patch.integrations.transformers  # noqa: F401
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.integrations.announce import announce
+from moe_patch.integrations.checkpoints import CheckpointCallback
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import patch_report
 
@@ -77,6 +78,10 @@ class MoePatchPlugin(BasePlugin):
         if PatchConfig.parse(cfg.moe_patch) is not None:
             announce(model, before, logger)
 
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """Return the callback that loads full checkpoints; none if nothing is patched."""
+        return [] if PatchConfig.parse(cfg.moe_patch) is None else [CheckpointCallback()]
+
 
 class MoePatchByKey(MoePatchPlugin):
     """The plugin of the entry point, for axolotl files with only the key ``moe_patch:``."""
@@ -92,6 +97,10 @@ class MoePatchByKey(MoePatchPlugin):
         """Run the base class's patch if the key is set."""
         if cfg.moe_patch is not None:
             super().post_model_load(cfg, model)
+
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        """Run the base class's hook if the key is present."""
+        return [] if cfg.moe_patch is None else super().add_callbacks_pre_trainer(cfg, model)
 
 
 def _refuse_conflicts(cfg: Any) -> None:

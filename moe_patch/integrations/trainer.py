@@ -6,6 +6,8 @@ The model is patched when the Trainer is built, before it is wrapped for data pa
 checked again when training begins: ``model_init`` may have made a new model, adapters may have been
 added, or another library may have replaced a forward. One line in the log (logger ``moe_patch``,
 level INFO, first rank) says what was patched.
+
+Checkpoints lose nothing: see :mod:`moe_patch.integrations.checkpoints`.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from transformers import TrainerCallback
-
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.integrations.announce import LOGGER, announce
+from moe_patch.integrations.checkpoints import CheckpointCallback
 from moe_patch.patching.patch import patch_model
 
 
-class MoePatchCallback(TrainerCallback):
+class MoePatchCallback(CheckpointCallback):
     """Patches the Trainer's model; the model stays patched afterwards.
 
     Args:
@@ -31,13 +32,15 @@ class MoePatchCallback(TrainerCallback):
 
     Raises:
         UnsupportedOptionError: at construction, an option is unknown or wrong; when the Trainer is
-            built, an argument of the Trainer would replace the patch.
+            built, an argument of the Trainer would replace the patch. Later errors: see
+            :class:`~moe_patch.integrations.checkpoints.CheckpointCallback`.
         UnsupportedModelError: when the Trainer is built, see :func:`moe_patch.patch_model`.
     """
 
     def __init__(
         self, config: Any = None, *, logger: logging.Logger = LOGGER, **options: Any
     ) -> None:
+        super().__init__()
         self.config = PatchConfig.parse(config, **options)
         self.logger = logger
         self.said = ""
@@ -49,6 +52,7 @@ class MoePatchCallback(TrainerCallback):
         if self.config is not None:
             _refuse_conflicts(args)
             self._patch(model)
+            super().on_init_end(args, state, control, model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
@@ -56,6 +60,7 @@ class MoePatchCallback(TrainerCallback):
         """Patch what is new, and refuse to train modules that no longer run our forward."""
         if self.config is not None:
             self._patch(model)
+            super().on_train_begin(args, state, control, model)
 
     def _patch(self, model: Any) -> None:
         patch_model(model, self.config)

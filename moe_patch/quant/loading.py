@@ -12,7 +12,7 @@ from torch import Tensor
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE, check_packable, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
-from moe_patch.quant import memory, mxfp4_checkpoint, state
+from moe_patch.quant import memory, mxfp4_checkpoint, packed_checkpoint, saving, state
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.schema import check_choice
@@ -47,8 +47,9 @@ def load_quantized(
     next one, so no device ever holds more than one layer's experts in 16 bits.
 
     A checkpoint with experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is used as
-    it is. If no device supports FP8, transformers dequantises such a checkpoint. The experts are
-    then quantised again, with a warning.
+    it is. The same holds for NF4 experts that ``save_pretrained`` wrote. If no device supports FP8,
+    transformers dequantises such a checkpoint. The experts are then quantised again, with a
+    warning.
 
     Args:
         path: a local folder or hub id.
@@ -62,13 +63,16 @@ def load_quantized(
         UnsupportedModelError: as :func:`quantize_experts`; or the checkpoint is quantised in
             another way, or in a way that the installed transformers does not support.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     _check_options(storage, options)
     load = (model_class or AutoModelForCausalLM).from_pretrained
     config = options.get("config")
+    hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
     if config is None:
-        hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
+        about, _ = PreTrainedConfig.get_config_dict(path, **hub)
+        if packed_checkpoint.is_packed_checkpoint(about):
+            return _load_packed(path, about, storage, model_class, str(device), options)
         config = AutoConfig.from_pretrained(path, **hub)
     refuse_unknown(config, path)
     stored = stored_method(config)
@@ -82,7 +86,39 @@ def load_quantized(
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
     model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
-    state.guard_saving(model)
+    saving.guard_saving(model)
+    return model
+
+
+def _load_packed(
+    path: str, about: dict[str, Any], storage: str, model_class: Any, device: str, options: Any
+) -> Any:
+    """A model whose packed experts ``save_pretrained`` wrote, bit for bit.
+
+    Raises:
+        UnsupportedModelError: the files are of another model than the config.
+        UnsupportedOptionError: one of them is missing or broken.
+    """
+    import transformers
+
+    config = packed_checkpoint.read_config(path, about, storage)
+    hub = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
+    tensors = packed_checkpoint.read_tensors(path, hub)
+    own = model_class
+    if own is None or not issubclass(own, transformers.PreTrainedModel):
+        own = getattr(transformers, about["architectures"][0])
+    method = _config(storage)
+    method.packed = packed_checkpoint.shapes(about["experts"], tensors)
+    model, info = own.from_pretrained(
+        None, config=config, state_dict=tensors, quantization_config=method,
+        device_map=device, output_loading_info=True, **options,
+    )  # fmt: skip
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedModelError(
+            f"{path}: {missing[0]} and {len(missing) - 1} more weights are not in its files; "
+            "accepted: a whole checkpoint"
+        )
+    saving.guard_saving(model)
     return model
 
 
@@ -159,6 +195,8 @@ def _config_class() -> type:
 
         def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
             self.storage, self.quant_method = storage, quant_method
+            # Packed parameters of a checkpoint that holds them: shapes and dtypes of their parts.
+            self.packed: Any = None
 
     return ExpertsQuantConfig
 
@@ -192,8 +230,12 @@ def _quantizer_class(operation: type) -> type:
 
         shapes: dict[str, tuple[int, ...]] = {}
         expected: Any = ()
+        waiting: Any = ()
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            if self.quantization_config.packed is not None:
+                self.waiting = packed_checkpoint.expect(model, self.quantization_config.packed)
+                return model
             if self.quantization_config.storage == "mxfp4":
                 self.expected = mxfp4_checkpoint.expect(model)
                 return model
@@ -207,6 +249,7 @@ def _quantizer_class(operation: type) -> type:
             # To other libraries, the model is a normal one with frozen experts.
             self.remove_quantization_config(model)
             mxfp4_checkpoint.collect(self.expected)
+            packed_checkpoint.collect(self.waiting)
             for name, shape in self.shapes.items():
                 _check_loaded(name, model.get_parameter(name), shape)
             return model

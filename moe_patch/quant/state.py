@@ -6,14 +6,10 @@ Keys of a parameter ``P``, by storage:
   ``P.nested_quant_map``, ``P.quant_map`` and ``P.quant_state.bitsandbytes__nf4`` (JSON as bytes).
 - fp8, as in FP8 checkpoints: ``P`` (e4m3) and ``P_scale_inv``.
 - mxfp4, as in gpt-oss: ``P_blocks`` and ``P_scales``.
-
-transformers' ``save_pretrained`` would split such bytes like merged weights, and write a file with
-wrong weights or none. So it is refused on models with quantised experts.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from typing import Any
@@ -21,13 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats import mxfp4, nf4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor
 
 _WATCHED = "_moe_patch_quant_state"
-_SAVING = "save_pretrained"
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
@@ -41,34 +35,6 @@ def watch(module: nn.Module) -> None:
         module.__dict__[_WATCHED] = True
         module.register_state_dict_post_hook(_save)
         module.register_load_state_dict_pre_hook(_load)
-
-
-def guard_saving(model: nn.Module) -> None:
-    """Make ``save_pretrained`` of every transformers model in ``model`` refuse packed experts."""
-    from transformers import PreTrainedModel
-
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.__dict__.setdefault(_SAVING, functools.partial(_save_pretrained, module))
-
-
-def free_saving(model: nn.Module) -> None:
-    """Undo :func:`guard_saving`."""
-    for module in model.modules():
-        if getattr(module.__dict__.get(_SAVING), "func", None) is _save_pretrained:
-            del module.__dict__[_SAVING]
-
-
-def _save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
-    for name, value in model.named_parameters():
-        if isinstance(value, QuantTensor):
-            raise UnsupportedModelError(
-                f"save_pretrained: {name} is stored in {value.stored_in}, which transformers' "
-                "files do not support; save the adapters (save_pretrained of the PEFT model), or "
-                "model.state_dict(), which loads into experts quantised in the same way, or call "
-                "dequantize_experts first"
-            )
-    return type(model).save_pretrained(model, *args, **kwargs)
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:

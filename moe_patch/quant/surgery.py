@@ -16,7 +16,7 @@ from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.formats.weights import foreign_class
 from moe_patch.patching import merging
 from moe_patch.patching.discover import FoundBlock, discover, selected, unmatched
-from moe_patch.quant import state
+from moe_patch.quant import saving, state
 from moe_patch.quant.fp8_checkpoint import adopt
 from moe_patch.quant.ties import refuse_outside, tied
 from moe_patch.runtime.adapters import is_param_wrapper
@@ -99,7 +99,7 @@ def quantize_experts(
         first = group[0][0]
         target = first.stored.device if device is None else torch.device(device)
         _put(group, pack(first.stored, storage, target, first.where))
-    state.guard_saving(model)
+    saving.guard_saving(model)
     merging.guard_merging(model, merging.QUANTIZE)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
@@ -156,7 +156,7 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
             made = nn.Parameter(value, requires_grad=False)
             for one in same:
                 setattr(one.module, one.name, made)
-    state.free_saving(model)
+    saving.free_saving(model)
     merging.free_merging(model)
     return model
 

@@ -28,7 +28,8 @@ from moe_patch.quant.stored import refuse_unknown
 from moe_patch.quant.surgery import quantize_experts
 from moe_patch.schema import check_known, check_mapping, nearest
 from moe_patch.signals.losses import GRADIENTS, TARGETS
-from moe_patch.tools.model_files import refuse_other_kind
+from moe_patch.tools.base_identity import check_base, find_base
+from moe_patch.tools.model_files import ADAPTER, refuse_other_kind
 from moe_patch.train import liger
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
@@ -111,7 +112,12 @@ def check_options(config: TrainConfig) -> None:
 
 
 def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> TrainingArguments:
-    """Make TrainingArguments that write below ``folder``. Raises UnsupportedOptionError."""
+    """Make TrainingArguments that write below ``folder``.
+
+    Raises:
+        UnsupportedOptionError: the Trainer or this library refuses a value.
+        UnsupportedModelError: see :func:`_check_checkpoint`.
+    """
     values = {**TRAINING_DEFAULTS, **config.training, **overrides}
     values |= liger.ARGUMENTS if config.liger else {}
     try:
@@ -124,17 +130,8 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
     seed = args.data_seed
     if seed is not None and not 0 <= seed < 2**63:  # the sampler adds the epoch, in 64 bits
         raise UnsupportedOptionError(f"training.data_seed is {seed}; accepted: 0 to {2**63 - 1}")
-    checkpoint = args.resume_from_checkpoint
-    if checkpoint is not None:
-        if not Path(checkpoint).is_dir():
-            raise UnsupportedOptionError(
-                f"training.resume_from_checkpoint is {checkpoint!r}; no such folder"
-            )
-        if not (Path(checkpoint) / TRAINER_STATE_NAME).is_file():
-            raise UnsupportedOptionError(
-                f"training.resume_from_checkpoint: {checkpoint} has no {TRAINER_STATE_NAME}; "
-                "accepted: a checkpoint-N folder of an earlier run (training.save_strategy)"
-            )
+    if args.resume_from_checkpoint is not None:
+        _check_checkpoint(Path(args.resume_from_checkpoint), config)
     if args.n_gpu > 1:
         # The Trainer would use nn.DataParallel, whose replicas share bound methods.
         raise UnsupportedOptionError(
@@ -142,6 +139,27 @@ def training_arguments(config: TrainConfig, folder: Path, **overrides: Any) -> T
             f"--nproc-per-node {args.n_gpu} -m moe_patch train ...), or set CUDA_VISIBLE_DEVICES"
         )
     return args
+
+
+def _check_checkpoint(checkpoint: Path, config: TrainConfig) -> None:
+    """Refuse what is no checkpoint, or one of adapters on another base.
+
+    Raises:
+        UnsupportedOptionError: it is no checkpoint.
+        UnsupportedModelError: its adapters are of another base than the file's model.
+    """
+    if not checkpoint.is_dir():
+        raise UnsupportedOptionError(
+            f"training.resume_from_checkpoint is {str(checkpoint)!r}; no such folder"
+        )
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
+        raise UnsupportedOptionError(
+            f"training.resume_from_checkpoint: {checkpoint} has no {TRAINER_STATE_NAME}; "
+            "accepted: a checkpoint-N folder of an earlier run (training.save_strategy)"
+        )
+    base = None if config.model.path is None else find_base(config.model.path)
+    if base is not None and (checkpoint / ADAPTER).is_file():
+        check_base(checkpoint, base)
 
 
 def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:

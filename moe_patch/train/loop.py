@@ -20,8 +20,9 @@ from transformers import (
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.signals.recorder import Recorder
+from moe_patch.tools.base_identity import Base, base_of, note_checkpoint
+from moe_patch.tools.checkpoint_loading import check_loaded, watch_loading
 from moe_patch.train.build import one_line
-from moe_patch.train.checkpoints import restore
 from moe_patch.train.data import TokenBlocks
 from moe_patch.train.router_losses import RouterLossConfig, RouterLossTrainer
 from moe_patch.train.sharded import gather
@@ -61,9 +62,14 @@ class _Recorder(TrainerCallback):
         self.losses: dict[int, float] = {}
         self.metrics: dict[int, dict[str, float]] = {}
         self.bar: Any = None
+        self.base: Base | None = None
         self.steps, self.settled = 0, 0.0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        check_loaded(model)
+        self.base = base_of(model)
         total = min(state.max_steps, self.last_step or state.max_steps)
         hidden = not (self.show and state.is_world_process_zero)
         self.bar = tqdm(
@@ -85,8 +91,14 @@ class _Recorder(TrainerCallback):
                 self.metrics[state.global_step] = found
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}", refresh=False)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        note_checkpoint(args, state, self.base)
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         self.bar.close()
+        check_loaded(model)
 
 
 def train_once(
@@ -111,7 +123,8 @@ def train_once(
         smk: the options of smk_loss; None records nothing. Needs a patched model.
 
     Raises:
-        UnsupportedOptionError: the Trainer refuses its arguments, or there is no step to train.
+        UnsupportedOptionError: the Trainer refuses its arguments, there is no step to train, or a
+            checkpoint that it loads lacks weights.
     """
     kept = _Recorder(name, last_step, show=not args.disable_tqdm)
     with recorded_for(model, smk) as recorder:
@@ -129,8 +142,7 @@ def train_once(
         # Our callback replaces both, because a line per logged step would break up the bar.
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)
-        if args.resume_from_checkpoint is not None:
-            restore(trainer, args.resume_from_checkpoint)
+        watch_loading(model)
         if args.dataloader_drop_last and len(blocks) < args.train_batch_size * args.world_size:
             raise _no_step(blocks, args)  # some releases of transformers fail in this case
         start = time.perf_counter()

@@ -17,6 +17,7 @@ from transformers import TrainingArguments
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import BlockReport, patch_report
 from moe_patch.quant.surgery import dequantize_experts, ignore_in_ddp
+from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
@@ -217,7 +218,16 @@ def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool)
     options = {} if config.lora is None else {"save_embedding_layers": False}
     model.save_pretrained(target, **options)
     inputs.tokenizer.save_pretrained(target)
+    if config.lora is not None:
+        _note_base(target, folder, final, config.model.path)
     return checks.probe_logits(model, inputs.blocks)
+
+
+def _note_base(adapter: Path, folder: Path, final: Path, path: str | None) -> None:
+    """Write into the adapter's folder which base it is of."""
+    base = known_base(folder / "base" if path is None else find_base(path))
+    if base is not None:
+        note_base(adapter, base if path is not None else base._replace(name=str(final / "base")))
 
 
 def _compare(inputs: _Inputs, trained: dict[str, Trained], dtype: torch.dtype) -> list[Check]:

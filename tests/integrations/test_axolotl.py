@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 from moe_patch import UnsupportedModelError, UnsupportedOptionError, patch_report
+from moe_patch.tools.checkpoint_loading import watching
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 
@@ -48,6 +49,9 @@ class BasePlugin:
 
     def post_model_load(self, cfg, model):
         pass
+
+    def add_callbacks_pre_trainer(self, cfg, model):
+        return []
 
 
 class Config(dict):
@@ -137,6 +141,18 @@ def test_the_entry_point_acts_on_the_key_alone(plugin, caplog):
     args = [getattr(importlib.import_module(module_name), name) for name in names]
     merged = type("Merged", (*args,), {})  # as axolotl merges the keys of all plugins
     assert merged(moe_patch={"ties": "torch"}).moe_patch == {"ties": "torch"}
+
+
+def test_a_full_fine_tuning_gets_its_checkpoints_back(plugin):
+    """By a callback that axolotl's builder of a Trainer takes."""
+    model = load(plugin, Config())
+    (callback,) = plugin.add_callbacks_pre_trainer(Config(), model)
+    callback.on_init_end(None, None, None, model=model)
+    assert watching(model) is not None
+    assert plugin.add_callbacks_pre_trainer(Config(moe_patch=False), model) == []
+    by_key = type(plugin).__subclasses__()[-1]()
+    assert by_key.add_callbacks_pre_trainer(Config(), model) == []
+    assert len(by_key.add_callbacks_pre_trainer(Config(moe_patch=True), model)) == 1
 
 
 def test_the_import_registers_the_experts_implementation(plugin):

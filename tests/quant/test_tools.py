@@ -14,7 +14,6 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from moe_patch import (
-    UnsupportedModelError,
     UnsupportedOptionError,
     dequantize_experts,
     load_quantized,
@@ -50,30 +49,6 @@ def test_a_saved_adapter_loads_on_the_quantised_and_on_the_16_bit_model(tmp_path
     plain = patch_model(PeftModel.from_pretrained(build(), tmp_path))
     assert_bits(logits(plain), logits(patch_model(adapted(build()))))
     assert (logits(plain) - logits(build())).norm() > 0.1 * logits(plain).norm()
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("model_type", SIZES)
-def test_save_pretrained_is_refused_while_experts_are_packed(
-    model_type: str, storage: str, tmp_path: Path
-) -> None:
-    """Refuse to save: transformers would split the bytes like merged weights.
-
-    The result would be an error, or other weights.
-    """
-    model = quantize_experts(build(model_type), storage)
-    torch.save(model, tmp_path / "model.pt")
-    read = torch.load(tmp_path / "model.pt", weights_only=False)
-    for one in (model, copy.deepcopy(model), read, model.base_model):
-        with pytest.raises(UnsupportedModelError, match=rf"gate_up_proj is stored in {storage}"):
-            one.save_pretrained(tmp_path / "packed")
-    assert not (tmp_path / "packed").exists()
-    dequantize_experts(model)
-    assert "save_pretrained" not in model.__dict__
-    model.save_pretrained(tmp_path / "plain")
-    loaded = load_quantized(str(tmp_path / "plain"), storage, dtype=torch.float32)
-    with pytest.raises(UnsupportedModelError, match=rf"gate_up_proj is stored in {storage}"):
-        loaded.save_pretrained(tmp_path / "packed")
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
 
 import moe_patch
+from moe_patch import UnsupportedModelError
+from moe_patch.tools.base_identity import known_base, read_record
 from moe_patch.train import checks, data, run
 from moe_patch.train.build import build_base
 from moe_patch.train.config import load_config, make_config
@@ -155,6 +159,37 @@ def test_resume_goes_on_where_the_checkpoint_was(tmp_path, text_file, lora):
     assert list(rest.trained["patched"].losses) == [3, 4]
     for step, loss in rest.trained["patched"].losses.items():
         assert loss == pytest.approx(whole.trained["patched"].losses[step], rel=1e-6)
+
+
+def test_adapters_note_their_base_and_do_not_resume_on_another(tmp_path, text_file):
+    """A base that was drawn at random and saved beside the adapter, and one from a folder."""
+    options = {**node()["training"], "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    first = run.run(small(tmp_path, text_file))
+    assert read_record(first.folder / "adapter") == known_base(first.folder / "base")
+    base, other = tmp_path / "base", tmp_path / "other"
+    (first.folder / "base").rename(base)
+    model = {"path": str(base)}
+    tokenizer = {"source": str(base)}
+    second = run.run(
+        small(tmp_path, text_file, model=model, tokenizer=tokenizer, training=options),
+        overwrite=True,
+    )
+    noted = read_record(second.folder / "adapter")
+    assert noted == known_base(base)
+    checkpoint = tmp_path / "checkpoint-2"
+    (second.folder / "checkpoints" / "checkpoint-2").rename(checkpoint)
+    assert read_record(checkpoint) == noted
+    shutil.copytree(base, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] *= 2
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    config = small(
+        tmp_path, text_file, model={"path": str(other)}, tokenizer=tokenizer,
+        training=options | {"resume_from_checkpoint": str(checkpoint)},
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=r"another base \(.*base\) than .*other"):
+        run.run(config, overwrite=True)
+    assert read_record(second.folder / "adapter") == noted
 
 
 def test_a_run_in_which_nothing_is_patched_does_not_say_so(tmp_path, text_file, capsys):

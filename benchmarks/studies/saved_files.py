@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Measure saving and loading: memory of an adapter on experts, time of packed experts.
+
+    python benchmarks/studies/saved_files.py adapter --folder /tmp/study
+    python benchmarks/studies/saved_files.py packed --folder /tmp/study
+
+``adapter``: layers of Qwen3-30B's shape without values, adapters of 0.64 billion parameters in fp32
+by a high rank. One process saves and another one loads. Meanwhile this one reads their RssAnon (memory that
+belongs to no file). It prints the peak above the resident memory before, in bytes of the adapter.
+
+``packed``: one layer with its experts in nf4 is saved by save_pretrained and read by
+load_quantized. A plain read of the same files by ``safetensors`` is timed beside it. Both end with a
+sum over every byte, because either may map files without reading them. The files are in the page
+cache.
+
+The folder is made and deleted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SHAPE = {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 1024,
+    "intermediate_size": 768,
+}  # fmt: skip
+LAYERS, RANK = 2, 384
+POLL_S = 0.002
+
+
+def base(layers: int = LAYERS) -> Any:
+    """Layers of the shape whose weights are never written, so that they take no memory."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(num_hidden_layers=layers, **SHAPE))
+    return model.to(torch.bfloat16).to_empty(device="cpu")
+
+
+def adapted() -> Any:
+    """The base with adapters, every value written."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    model = get_peft_model(base(), LoraConfig(r=RANK, target_parameters=targets))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.fill_(0.5)
+    return model
+
+
+def save(folder: Path, tell: Connection) -> None:
+    """Save an adapter; tells when it begins and ends."""
+    model = adapted()
+    tell.send(["begin"])
+    model.save_pretrained(folder)
+    tell.send(["end"])
+
+
+def load(folder: Path, tell: Connection) -> None:
+    """Load it on a base of its own."""
+    from peft import PeftModel
+
+    model = base()
+    tell.send(["begin"])
+    loaded = PeftModel.from_pretrained(model, folder)
+    tell.send(["end"])
+    assert all((p == 0.5).all() for name, p in loaded.named_parameters() if "lora_" in name)
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of RssAnon of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"process {pid}: no RssAnon in /proc/{pid}/status")
+
+
+def peak(work: Callable[[Path, Connection], None], folder: Path) -> tuple[int, int]:
+    """Bytes resident before a work in a process of its own, and at its peak."""
+    context = multiprocessing.get_context("spawn")
+    hear, tell = context.Pipe()
+    process = context.Process(target=work, args=(folder, tell))
+    process.start()
+    tell.close()
+    hear.recv()
+    before = highest = anonymous(process.pid or 0)
+    while not hear.poll(POLL_S):
+        highest = max(highest, anonymous(process.pid or 0))
+    hear.recv()
+    process.join()
+    return before, highest
+
+
+def study_adapter(folder: Path) -> dict[str, Any]:
+    """Peaks in bytes of the adapter's file."""
+    found: dict[str, Any] = {}
+    for work in (save, load):
+        before, highest = peak(work, folder)
+        nbytes = (folder / "adapter_model.safetensors").stat().st_size
+        found["bytes"] = nbytes
+        found[work.__name__] = {
+            "before": before, "peak": highest, "ratio": round((highest - before) / nbytes, 3)
+        }  # fmt: skip
+        print(json.dumps(found), flush=True)
+    return found
+
+
+def touched(tensors: Any) -> int:
+    """Read every byte."""
+    return sum(int(t.contiguous().view(-1).view(torch.uint8).sum()) for t in tensors)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def study_packed(folder: Path, repeats: int = 5) -> dict[str, Any]:
+    """Seconds of a plain read and of load_quantized, in turn, and their ratio."""
+    from safetensors.torch import load_file
+
+    from moe_patch import load_quantized, quantize_experts
+
+    model = base(1)
+    for parameter in model.parameters():
+        parameter.data.fill_(0.01)
+    quantize_experts(model, "nf4").save_pretrained(folder, max_shard_size="100MB")
+    del model
+
+    def plain() -> int:
+        return touched(
+            t for f in sorted(folder.glob("*.safetensors")) for t in load_file(f).values()
+        )
+
+    def ours() -> int:
+        return touched(load_quantized(str(folder), "nf4").state_dict().values())
+
+    times = [(timed(plain), timed(ours)) for _ in range(repeats + 1)][1:]
+    read, loaded = (statistics.median(column) for column in zip(*times, strict=True))
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return {"bytes": size, "plain_s": read, "loaded_s": loaded, "speed": round(read / loaded, 3)}
+
+
+def main() -> None:
+    """Run one study and delete its files."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("study", choices=("adapter", "packed"))
+    parser.add_argument("--folder", type=Path, required=True, help="to make; deleted at the end")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
+    try:
+        study = study_adapter if args.study == "adapter" else study_packed
+        print(json.dumps(study(args.folder)))
+    finally:
+        shutil.rmtree(args.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Checkpoints of NF4 experts: this library's own files, read bit for bit, refused by transformers.
+
+config.json has a model_type that is unknown to transformers, and contains the model's own config.
+Weights are in ``moe_patch*.safetensors``, which no class of transformers opens. For a parameter
+``P`` the files hold ``<part>_P`` for every part of the storage. Other weights have the names of an
+ordinary checkpoint of the model.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats import nf4
+from moe_patch.formats.packed import PackedWeight
+from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.quant import state
+from moe_patch.quant.shards import Shards
+
+MODEL_TYPE = "moe_patch_nf4"
+STEM = "moe_patch"
+INDEX = f"{STEM}.index.json"
+PARTS = ("packed", *nf4.Nf4Scales._fields)
+FORMAT = 1
+
+
+Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+class Stored(NamedTuple):
+    """Parts of one parameter that wait for their values: module, name, dtype."""
+
+    module: nn.Module
+    name: str
+    dtype: torch.dtype
+    where: str
+
+
+def entries(packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
+    """Return the tensors of NF4 parameters by their names in the files."""
+    found: dict[str, Tensor] = {}
+    for name, value in packed.items():
+        for part, tensor in zip(PARTS, (value.weight.packed, *value.weight.scales), strict=True):
+            found[_stored_name(name, part)] = tensor
+    return found
+
+
+def write_config(folder: Path, config: Any, packed: dict[str, QuantTensor], shards: Shards) -> None:
+    """Write config.json and the index."""
+    about = {
+        "model_type": MODEL_TYPE,
+        "format": FORMAT,
+        "storage": "nf4",
+        "experts": sorted(packed),
+        "architectures": config.architectures,
+        "config": config.to_dict(),
+    }
+    for name, content in (("config.json", about), (INDEX, shards.index())):
+        text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def is_packed_checkpoint(about: dict[str, Any]) -> bool:
+    """Return whether the content of a config.json describes such a checkpoint."""
+    return about.get("model_type") == MODEL_TYPE
+
+
+def read_config(path: str, about: dict[str, Any], storage: str) -> Any:
+    """Return the model's own config.
+
+    Raises:
+        UnsupportedModelError: the checkpoint has another storage than requested, or an unknown format or model.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if storage != about["storage"]:
+        raise UnsupportedModelError(
+            f"{path}: the checkpoint has its experts in {about['storage']}, asked for {storage}; "
+            f"accepted: {about['storage']!r}"
+        )
+    model_type = about["config"].get("model_type")
+    if about["format"] != FORMAT or model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"{path}: format {about['format']} of {model_type!r}; accepted: format {FORMAT} of a "
+            "model that the installed transformers has"
+        )
+    return CONFIG_MAPPING[model_type].from_dict(about["config"])
+
+
+def read_tensors(path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
+    """All tensors of the files, not yet read where the file system can map them.
+
+    Raises:
+        UnsupportedOptionError: a file is missing, cut off or broken.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        index = json.loads(Path(_file(path, INDEX, hub)).read_bytes())
+        found: dict[str, Tensor] = {}
+        for name in sorted(set(index["weight_map"].values())):
+            with safe_open(_file(path, name, hub), framework="pt") as opened:
+                found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
+        raise UnsupportedOptionError(
+            f"{path}: a file of this checkpoint is missing or broken: {error}"
+        ) from error
+    if missing := sorted(index["weight_map"].keys() - found.keys()):
+        raise UnsupportedOptionError(
+            f"{path}: {missing[0]} and {len(missing) - 1} more tensors of {INDEX} are not in its "
+            "files; accepted: a whole checkpoint"
+        )
+    return found
+
+
+def shapes(names: list[str], tensors: dict[str, Tensor]) -> Shapes:
+    """Shape and dtype of every part of the named parameters.
+
+    transformers copies a quantisation config several times, tensors in it with all their values.
+    """
+    found = {}
+    for where in names:
+        parts = {part: tensors[_stored_name(where, part)] for part in PARTS}
+        found[where] = {part: (tuple(one.shape), one.dtype) for part, one in parts.items()}
+    return found
+
+
+def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
+    """Put parts, on the meta device, in the place of the stored parameters.
+
+    Raises:
+        UnsupportedModelError: the model has no such parameter, or one of another size.
+    """
+    waiting = []
+    for where, parts in stored.items():
+        path, _, name = where.rpartition(".")
+        module = dict(model.named_modules()).get(path)
+        own = None if module is None else module._parameters.get(name)
+        E, rows, half = parts["packed"][0]
+        if module is None or own is None or own.shape != (E, rows, 2 * half):
+            found = None if own is None else tuple(own.shape)
+            raise UnsupportedModelError(
+                f"{where}: the checkpoint gives {(E, rows, 2 * half)}, the config asks for {found}"
+                "; accepted: files and config.json of one save"
+            )
+        del module._parameters[name]
+        for part, (shape, dtype) in parts.items():
+            empty = torch.empty(shape, dtype=dtype, device="meta")
+            module.register_parameter(f"{part}_{name}", nn.Parameter(empty, requires_grad=False))
+        # transformers would otherwise look for the parameter to give it random values.
+        module._is_hf_initialized = True
+        waiting.append(Stored(module, name, own.dtype, where))
+    return waiting
+
+
+def collect(waiting: list[Stored]) -> None:
+    """Make one packed parameter of the parts that were loaded."""
+    for module, name, dtype, _ in waiting:
+        packed, *scales = (module._parameters.pop(f"{part}_{name}").data for part in PARTS)  # type: ignore[union-attr]
+        weight = PackedWeight("nf4", packed, tuple(scales), dtype)
+        module.register_parameter(name, parameter(QuantTensor(weight)))
+        state.watch(module)
+
+
+def _stored_name(where: str, part: str) -> str:
+    path, _, name = where.rpartition(".")
+    return f"{path}.{part}_{name}"
+
+
+def _file(path: str, name: str, hub: dict[str, Any]) -> str:
+    if Path(path).is_dir():
+        return str(Path(path) / hub.get("subfolder", "") / name)
+    from transformers.utils import cached_file
+
+    return str(cached_file(path, name, **hub))

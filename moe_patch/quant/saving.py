@@ -1,0 +1,232 @@
+"""save_pretrained of a model with packed experts: FP8 and MXFP4 as published, NF4 as our own files.
+
+FP8 is written as DeepSeek and Qwen publish it: each tensor that the checkpoint's own layout has in
+e4m3, ``weight_scale_inv`` beside it. MXFP4 is written as gpt-oss is: ``P_blocks`` and ``P_scales``.
+transformers reads both. It has no layout for NF4 experts. An unknown quant_method only makes it
+warn and leave experts at random values. So NF4 files have a model_type and names that it refuses
+(see :mod:`moe_patch.quant.packed_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats import fp8
+from moe_patch.formats.tensor import QuantTensor
+from moe_patch.quant import packed_checkpoint, state
+from moe_patch.quant.shards import INDEX, Shards, new_folder
+
+_SAVING = "save_pretrained"
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
+}
+
+
+def guard_saving(model: nn.Module) -> None:
+    """Make ``save_pretrained`` of every transformers model in ``model`` write packed experts."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.__dict__.setdefault(_SAVING, functools.partial(_save_pretrained, module))
+
+
+def free_saving(model: nn.Module) -> None:
+    """Undo :func:`guard_saving`."""
+    for module in model.modules():
+        if getattr(module.__dict__.get(_SAVING), "func", None) is _save_pretrained:
+            del module.__dict__[_SAVING]
+
+
+def _save_pretrained(
+    model: Any,
+    save_directory: str | Path,
+    is_main_process: bool = True,
+    max_shard_size: int | str = "5GB",
+    **others: Any,
+) -> None:
+    """Write a model with packed experts, whole or not at all; any other as transformers does.
+
+    Args:
+        model: a transformers model without adapters.
+        save_directory: a folder that holds no model yet.
+        is_main_process: False writes nothing.
+        max_shard_size: bytes of a file, or as "5GB".
+        others: of transformers' method; none is accepted where experts are packed.
+
+    Raises:
+        UnsupportedModelError: it holds adapters, or experts that no such file can hold, by name.
+        UnsupportedOptionError: the folder holds a model, the disk is full or an option is not ours.
+    """
+    packed = {name: p for name, p in model.named_parameters() if isinstance(p, QuantTensor)}
+    if not packed:
+        others |= {"is_main_process": is_main_process, "max_shard_size": max_shard_size}
+        return type(model).save_pretrained(model, save_directory, **others)
+    if given := [name for name, value in others.items() if value not in (None, False)]:
+        raise UnsupportedOptionError(
+            f"save_pretrained: {given[0]} is not accepted while experts are packed; accepted: "
+            "is_main_process, max_shard_size"
+        )
+    _refuse_other_packing(model)
+    _refuse_tied(model, packed)
+    (storage,) = _storages(packed)
+    plain = _plain(model, packed)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    if storage == "nf4":
+        tensors = plain | packed_checkpoint.entries(packed)
+        shards = Shards(tensors, packed_checkpoint.STEM, max_shard_size)
+    else:
+        entries = _fp8_entries if storage == "fp8" else _mxfp4_entries
+        tensors = plain | entries(model, packed)
+        config.quantization_config = _quantisation(model, storage, packed)
+        shards = Shards(tensors, "model", max_shard_size)
+    if not is_main_process:
+        return
+    with new_folder(save_directory, shards.nbytes) as folder:
+        if storage == "nf4":
+            packed_checkpoint.write_config(folder, config, packed, shards)
+        else:
+            config.save_pretrained(folder)
+            if len(shards) > 1:
+                shards.write_index(folder / INDEX)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        shards.write(folder)
+
+
+def _storages(packed: dict[str, QuantTensor]) -> set[str]:
+    """The one storage of all packed experts.
+
+    Raises:
+        UnsupportedModelError: there are several.
+    """
+    found = {value.stored_in for value in packed.values()}
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"save_pretrained: experts are stored in {' and '.join(sorted(found))}, and a "
+            "checkpoint has one quantisation; accepted: one storage, or model.state_dict()"
+        )
+    return found
+
+
+def _refuse_other_packing(model: Any) -> None:
+    """Refuse adapters, and other modules that another library packs.
+
+    Raises:
+        UnsupportedModelError: names the first.
+    """
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    for path, module in model.named_modules():
+        if peft is not None and isinstance(module, peft.BaseTunerLayer):
+            raise UnsupportedModelError(
+                f"save_pretrained: {path} holds adapters, which a checkpoint of the model does "
+                "not; accepted: save_pretrained of the PEFT model, or unload() before this"
+            )
+        if type(module).__module__.startswith(("bitsandbytes.", "transformers.integrations.")):
+            raise UnsupportedModelError(
+                f"save_pretrained: {path} is a {type(module).__name__}, whose storage is not this "
+                "library's to write; accepted: packed experts in a model that is plain otherwise, "
+                "or model.state_dict()"
+            )
+
+
+def _refuse_tied(model: Any, packed: dict[str, QuantTensor]) -> None:
+    """Refuse experts that several modules share, of which files would hold copies.
+
+    Raises:
+        UnsupportedModelError: names the first.
+    """
+    seen = {p.packed.data_ptr(): name for name, p in packed.items()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if isinstance(p, QuantTensor) and (first := seen[p.packed.data_ptr()]) != name:
+            raise UnsupportedModelError(
+                f"save_pretrained: {first} and {name} are one packed parameter; accepted: experts "
+                "that are not tied, or model.state_dict()"
+            )
+
+
+def _plain(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
+    """All other entries under their names in checkpoints, a tied one once."""
+    entries = model.state_dict()
+    for name, value in packed.items():
+        for own in state.to_tensors(value.weight, name):
+            del entries[own]
+    for name in model._keys_to_ignore_on_save or ():
+        entries.pop(name, None)
+    for name, source in model.all_tied_weights_keys.items():
+        both = name in entries and source in entries
+        if both and entries[name].data_ptr() == entries[source].data_ptr():
+            del entries[name]
+    return _stored(model, entries)
+
+
+def _stored(model: Any, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries as transformers' own ``save_pretrained`` names and cuts them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(entries)))
+
+
+def _fp8_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
+    """Values and scales, cut by the same conversions.
+
+    Raises:
+        UnsupportedModelError: see :func:`_check_cut`.
+    """
+    entries: dict[str, Tensor] = {}
+    for name, one in packed.items():
+        weight = one.weight
+        values = _stored(model, {name: weight.packed})
+        _check_cut(model.config.model_type, values, weight.shape[0])
+        scales = _stored(model, {name: weight.scales[0]})
+        entries |= values | {f"{key}_scale_inv": scale for key, scale in scales.items()}
+    return entries
+
+
+def _check_cut(model_type: str, values: dict[str, Tensor], experts: int) -> None:
+    """Refuse stored tensors of one projection whose scales are not theirs alone."""
+    name, value = next(iter(values.items()))
+    if value.dim() != 2:
+        raise UnsupportedModelError(
+            f"save_pretrained: checkpoints of {model_type} have all experts in one tensor, {name}, "
+            "of which transformers reads no FP8; accepted: nf4, model.state_dict(), or "
+            "dequantize_experts first"
+        )
+    if len(values) > experts and value.shape[0] % fp8.BLOCK:
+        raise UnsupportedModelError(
+            f"save_pretrained: {name} has {value.shape[0]} rows, and a checkpoint has gate and up "
+            f"apart, which share a block of {fp8.BLOCK} here; accepted: multiples of {fp8.BLOCK}, "
+            "nf4, model.state_dict(), or dequantize_experts first"
+        )
+
+
+def _mxfp4_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = {}
+    for name, value in packed.items():
+        entries |= state.to_tensors(value.weight, name)
+    return entries
+
+
+def _quantisation(model: Any, storage: str, packed: dict[str, QuantTensor]) -> dict[str, Any]:
+    """The config's entry: every Linear, and experts that are plain, stay as they are."""
+    holders = {name.rpartition(".")[0] for name in packed}
+    kept = [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, (nn.Linear, nn.Embedding))
+        or (path.endswith(".experts") and path not in holders)
+    ]
+    method = _FP8 if storage == "fp8" else {"quant_method": "mxfp4"}
+    return method | {"modules_to_not_convert": kept}

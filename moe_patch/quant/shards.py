@@ -1,0 +1,123 @@
+"""Safetensors files of a checkpoint: cut by size, written aside, and moved to their place."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedOptionError
+
+INDEX = "model.safetensors.index.json"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "": 1}
+# What a folder with a model in it has.
+_MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
+# Room for a config, an index and headers.
+_SPARE = 1 << 24
+
+
+class Shards:
+    """Tensors in files of a given size.
+
+    Args:
+        tensors: by name; views of one memory may be among them.
+        stem: of the files' names.
+        max_size: bytes of a file, or as "5GB"; a larger tensor has a file of its own.
+
+    Raises:
+        UnsupportedOptionError: the size cannot be read.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], stem: str, max_size: int | str) -> None:
+        limit = _bytes(max_size)
+        self.files: list[dict[str, Tensor]] = [{}]
+        self.nbytes = size = 0
+        for name, tensor in tensors.items():
+            own = tensor.numel() * tensor.element_size()
+            if self.files[-1] and size + own > limit:
+                self.files.append({})
+                size = 0
+            self.files[-1][name] = tensor
+            size += own
+            self.nbytes += own
+        count = len(self.files)
+        numbers = [f"-{i + 1:05d}-of-{count:05d}" if count > 1 else "" for i in range(count)]
+        self.names = [f"{stem}{number}.safetensors" for number in numbers]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def write(self, folder: Path) -> None:
+        """Write the files, one after the other."""
+        from safetensors.torch import save_file
+
+        for name, tensors in zip(self.names, self.files, strict=True):
+            whole = {key: value.detach().contiguous().cpu() for key, value in tensors.items()}
+            save_file(whole, folder / name, {"format": "pt"})
+
+    def index(self) -> dict[str, object]:
+        """The file of each tensor, and the size of all."""
+        where = {key: n for n, one in zip(self.names, self.files, strict=True) for key in one}
+        return {"metadata": {"total_size": self.nbytes}, "weight_map": where}
+
+    def write_index(self, file: Path) -> None:
+        """Write what transformers reads where there are several files."""
+        file.write_text(json.dumps(self.index(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def new_folder(target: str | Path, nbytes: int) -> Iterator[Path]:
+    """A folder to write to, whose files lie in ``target`` when the block ends without an error.
+
+    Args:
+        target: a folder without a model in it; it need not exist.
+        nbytes: what will be written.
+
+    Raises:
+        UnsupportedOptionError: the target holds a model, or there is no room; nothing is left.
+    """
+    from safetensors import SafetensorError
+
+    target = Path(target).absolute()
+    where = f"save_pretrained: {target}"
+    if target.is_file() or any(file for pattern in _MODEL for file in target.glob(pattern)):
+        raise UnsupportedOptionError(f"{where} holds a model or is a file; name another folder")
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < nbytes + _SPARE:
+            raise UnsupportedOptionError(
+                f"{where}: {nbytes} bytes are to be written and {free} are free there; make room "
+                "or name another disk"
+            )
+        if partial.exists():
+            raise UnsupportedOptionError(
+                f"{where}: {partial} is in use or left by an interrupted save; delete it"
+            )
+        partial.mkdir()
+    except OSError as error:
+        raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
+    try:
+        yield partial
+        target.mkdir(exist_ok=True)
+        for file in sorted(partial.iterdir()):
+            file.rename(target / file.name)
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _bytes(size: int | str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMGT]B|)", str(size).upper())
+    if found is None:
+        raise UnsupportedOptionError(
+            f"save_pretrained: max_shard_size is {size!r}; accepted: bytes, or as '5GB'"
+        )
+    return int(found[1]) * _UNITS[found[2]]

@@ -1,0 +1,269 @@
+"""Identity of the base model that an adapter was trained on, kept in the adapter's folder.
+
+A checkpoint is identified by a hash over every tensor's name, dtype and shape, as its safetensors
+headers have them. The hash also covers some bytes of some tensors, because two fine-tunings of one
+model have equal indices. It does not depend on how the checkpoint is split into shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.tools.model_files import ADAPTER
+
+RECORD = "moe_patch_base.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Tensors whose names differ only in numbers are of one kind; some of each kind are sampled.
+SAMPLES_PER_KIND = 4
+SAMPLE_BYTES = 4096
+_NUMBER = re.compile(r"\d+")
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of a safetensors file: where it lies, and what its header says."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Base(NamedTuple):
+    """A checkpoint by the name of its folder and by its hash."""
+
+    name: str
+    sha256: str
+
+
+def base_hash(folder: str | Path) -> str | None:
+    """Return the sha256 that identifies a checkpoint, in hexadecimal.
+
+    Only headers and some hundred pieces of 4 KiB are read.
+
+    Args:
+        folder: of the checkpoint.
+
+    Returns:
+        None where it holds no safetensors files, whose headers are needed.
+
+    Raises:
+        UnsupportedOptionError: a shard is missing, or a file is cut off or broken.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in weight_files(folder):
+        entries.update(read_header(file))
+    if not entries:
+        return None
+    found = hashlib.sha256()
+    for name in sorted(entries):
+        found.update(f"{name} {entries[name].dtype} {list(entries[name].shape)}\n".encode())
+    for name in _samples(sorted(entries)):
+        found.update(_piece(entries[name]))
+    return found.hexdigest()
+
+
+def weight_files(folder: str | Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint, in order; empty if it has none.
+
+    Raises:
+        UnsupportedOptionError: the index cannot be read, or names a file that is not there.
+    """
+    folder = Path(folder)
+    if not (folder / INDEX).is_file():
+        return [folder / SINGLE] if (folder / SINGLE).is_file() else []
+    try:
+        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnsupportedOptionError(
+            f"{folder / INDEX}: not an index of safetensors files ({type(error).__name__}: {error})"
+        ) from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise UnsupportedOptionError(
+            f"{folder}: {len(missing)} of the {len(names)} files that {INDEX} names are missing, "
+            f"{missing[0]} first; accepted: a whole checkpoint"
+        )
+    return [folder / name for name in names]
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        UnsupportedOptionError: the file is no safetensors file, or shorter than its header says.
+    """
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > size:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        entries = {name: _entry(file, 8 + length, one) for name, one in header.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnsupportedOptionError(f"{file}: not a safetensors file: {error}") from error
+    end = max((one.end for one in entries.values()), default=0)
+    if end > size:
+        raise UnsupportedOptionError(
+            f"{file}: is cut off: its header needs {end} bytes, it has {size}; accepted: a whole "
+            "file"
+        )
+    return entries
+
+
+def find_base(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a checkpoint on this machine; nothing is downloaded.
+
+    Args:
+        name: a folder, or a hub id whose files are in the cache.
+        revision: of the hub id; None: the main branch.
+
+    Returns:
+        None where it is not here.
+    """
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:  # a folder that is gone
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def known_base(folder: str | Path | None) -> Base | None:
+    """A base and its hash; None without a folder, or with one that has no safetensors files.
+
+    Raises:
+        UnsupportedOptionError: see :func:`base_hash`.
+    """
+    found = None if folder is None else base_hash(folder)
+    return None if found is None else Base(str(folder), found)
+
+
+def base_of(model: nn.Module) -> Base | None:
+    """The base under the adapters of a PEFT model, if its checkpoint is on this machine.
+
+    Raises:
+        UnsupportedOptionError: see :func:`base_hash`.
+    """
+    peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
+    if peft is None or transformers is None or not isinstance(model, peft.PeftModel):
+        return None
+    for module in model.modules():
+        if isinstance(module, transformers.PreTrainedModel):
+            revision = next(iter(model.peft_config.values())).revision
+            return known_base(find_base(module.config.name_or_path, revision))
+    return None
+
+
+def note_base(adapter: str | Path, base: Base) -> None:
+    """Write the identity of a base into the folder of an adapter.
+
+    Args:
+        adapter: folder with an adapter_config.json.
+        base: from :func:`known_base` or :func:`base_of`.
+    """
+    text = json.dumps({"base": base.name, "sha256": base.sha256}, indent=2)
+    (Path(adapter) / RECORD).write_text(text + "\n", encoding="utf-8")
+
+
+def note_checkpoint(args: Any, state: Any, base: Base | None) -> None:
+    """Write the identity of a base into the adapters that a Trainer has just saved, if it did.
+
+    Args:
+        args, state: of the Trainer.
+        base: from :func:`base_of`; None writes nothing.
+    """
+    folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+    if base is not None and args.should_save and (folder / ADAPTER).is_file():
+        note_base(folder, base)
+
+
+def check_base(adapter: str | Path, base: str | Path) -> None:
+    """Refuse a base other than the one that an adapter was trained on.
+
+    An adapter without a record, and a base without safetensors files, pass.
+
+    Args:
+        adapter: folder that PEFT saved.
+        base: folder of a checkpoint.
+
+    Raises:
+        UnsupportedModelError: it is another base.
+        UnsupportedOptionError: a file of either folder is missing or broken.
+    """
+    adapter = Path(adapter)
+    noted = read_record(adapter)
+    if noted is None:
+        return
+    found = base_hash(base)
+    if found not in (None, noted.sha256):
+        raise UnsupportedModelError(
+            f"{adapter}: this adapter was trained on another base ({noted.name}) than {base}, "
+            "by the hash over tensors' names, shapes and some values; accepted: that base, or, "
+            f"where both are known to hold the same model, {adapter} without its {RECORD}"
+        )
+
+
+def read_record(adapter: Path) -> Base | None:
+    """The base that :func:`note_base` wrote; None where it wrote nothing.
+
+    Raises:
+        UnsupportedOptionError: the folder holds no adapter, or its record is broken.
+    """
+    if not (adapter / ADAPTER).is_file():
+        raise UnsupportedOptionError(
+            f"{adapter}: no {ADAPTER} in it; accepted: a folder that PEFT's save_pretrained wrote"
+        )
+    if not (adapter / RECORD).is_file():
+        return None
+    try:
+        noted = json.loads((adapter / RECORD).read_bytes())
+        return Base(str(noted["base"]), str(noted["sha256"]))
+    except (ValueError, LookupError, TypeError) as error:
+        raise UnsupportedOptionError(
+            f"{adapter / RECORD}: not what moe_patch writes there ({type(error).__name__}: "
+            f"{error}); delete it to use the adapter unchecked"
+        ) from error
+
+
+def _entry(file: Path, data: int, about: dict[str, Any]) -> TensorEntry:
+    start, end = about["data_offsets"]
+    return TensorEntry(file, str(about["dtype"]), tuple(about["shape"]), data + start, data + end)
+
+
+def _samples(names: list[str]) -> Iterator[str]:
+    """Evenly spaced names of every kind, the first and the last among them."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(_NUMBER.sub("#", name), []).append(name)
+    for same in kinds.values():
+        last = len(same) - 1
+        count = min(SAMPLES_PER_KIND, len(same))
+        yield from (same[last * i // max(count - 1, 1)] for i in range(count))
+
+
+def _piece(entry: TensorEntry) -> bytes:
+    """Bytes from the middle of a tensor: first rows of embeddings are often never trained."""
+    middle = (entry.start + entry.end) // 2
+    # An even start within the tensor, the same wherever the tensor lies in its file.
+    start = entry.start + max(0, (middle - entry.start - SAMPLE_BYTES // 2) // 2 * 2)
+    with entry.file.open("rb") as opened:
+        opened.seek(start)
+        return opened.read(min(SAMPLE_BYTES, entry.end - start))

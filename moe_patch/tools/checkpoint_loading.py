@@ -1,0 +1,212 @@
+"""Load a checkpoint's own names into a live model that has merged or renamed its weights.
+
+transformers' Trainer (5.9 to 5.24) calls ``model.load_state_dict`` with the contents of the files,
+to resume a full fine-tuning and to load the best model at its end. Files have the names of the hub:
+one for each single expert, another one for a router. Weights that the model has under other names
+stay as they were built, with one warning about missing keys. A hook on the model converts such
+entries before they are loaded, by transformers' own conversions. It does nothing if the entries
+already have the model's names.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_patch.errors import UnsupportedOptionError
+
+logger = logging.getLogger("moe_patch")
+
+_LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+class Group(NamedTuple):
+    """Weights of one layer whose stored names or layouts differ from the model's.
+
+    Attributes:
+        files: names in a checkpoint.
+        targets: names in the model's state dict.
+    """
+
+    files: frozenset[str]
+    targets: frozenset[str]
+
+
+class CheckpointHook:
+    """Pre-hook of ``load_state_dict``: converts entries that have a checkpoint's own names.
+
+    Entries of a layer that come in several calls, one for each shard, are kept until the last.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+        self.groups: list[Group] = []
+        self.twin: Any = None
+
+    def __call__(self, model: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Replace stored entries by the model's own."""
+        given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+        own = model.state_dict().keys()
+        if given.keys() <= own:
+            return
+        if not self.groups:
+            self.groups = list(conversion_groups(model))
+        # Entries of the model's own names may come with others that are unknown to it.
+        if not any(name in given for group in self.groups for name in group.files - own):
+            return
+        for group in self.groups:
+            for name in group.files & given.keys():
+                self.kept[name] = state_dict.pop(given[name])
+        done = [group for group in self.groups if group.files <= self.kept.keys()]
+        if done:
+            stored = {name: self.kept.pop(name) for group in done for name in group.files}
+            if self.twin is None:
+                self.twin = _twin(model)
+            targets = {name for group in done for name in group.targets}
+            found = _converted(self.twin, stored, targets, _mapping(model))
+            state_dict.update({prefix + name: value for name, value in found.items()})
+            logger.info("moe_patch: %d weights put back by their stored names", len(found))
+        if not self.kept:
+            self.groups, self.twin = [], None
+
+    def check(self) -> None:
+        """Raise where a load has ended before all entries of a layer were there.
+
+        Raises:
+            UnsupportedOptionError: names the first entry that is missing; nothing is kept.
+        """
+        if not self.kept:
+            return
+        begun = [group for group in self.groups if group.files & self.kept.keys()]
+        missing = sorted({name for group in begun for name in group.files} - self.kept.keys())
+        self.kept, self.groups, self.twin = {}, [], None
+        raise UnsupportedOptionError(
+            f"checkpoint: {len(missing)} weights are not in its files, {missing[0]} first, and "
+            "their layers were left as they are; accepted: a whole checkpoint of this model"
+        )
+
+
+def watch_loading(model: nn.Module) -> None:
+    """Have a model's ``load_state_dict`` take a checkpoint's own names; idempotent.
+
+    Models of others are left alone, PEFT's among them, which loads adapters by itself.
+    """
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel) and watching(model) is None:
+        model.register_load_state_dict_pre_hook(CheckpointHook())
+
+
+def watching(model: nn.Module) -> CheckpointHook | None:
+    """The hook of a model, if it has one."""
+    for wrapped in model._load_state_dict_pre_hooks.values():
+        found: Any = wrapped
+        if isinstance(found.hook, CheckpointHook):
+            return found.hook
+    return None
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise where a load into a watched model has ended in the middle: see the hook's check."""
+    if (hook := watching(model)) is not None:
+        hook.check()
+
+
+def conversion_groups(model: Any) -> Iterator[Group]:
+    """The weights of a model that ``save_pretrained`` stores under other names or converted.
+
+    By layer where no conversion reaches over several, so that no more than a layer is kept.
+    """
+    # Files hold a tied weight once.
+    left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    state_dict = model.state_dict()
+    own = {name: _meta(value) for name, value in state_dict.items() if name not in left_out}
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, value in own.items():
+        found = _LAYER.match(name)
+        layers.setdefault(found.group() if found else "", {})[name] = value
+    parts = list(layers.values())
+    whole = _stored(model, own)
+    stored = [_stored(model, part) for part in parts]
+    if sorted(name for one in stored for name in one) != sorted(whole):
+        parts, stored = [own], [whole]
+    for part, files in zip(parts, stored, strict=True):
+        same = {name for name, value in files.items() if part.get(name) is value}
+        if converted := files.keys() - same:
+            yield Group(frozenset(converted), frozenset(part.keys() - same))
+
+
+def _stored(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Entries as ``save_pretrained`` names them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, dict(state_dict)))
+
+
+def _meta(value: Tensor) -> Tensor:
+    return torch.empty_like(value, device="meta")
+
+
+def _twin(model: Any) -> Any:
+    """The same model without memory, its dtypes those of the model."""
+    with torch.device("meta"):
+        twin = type(model)(copy.deepcopy(model.config))
+    like = {name: _meta(value) for name, value in model.state_dict().items()}
+    twin.load_state_dict(like, strict=False, assign=True)
+    return twin
+
+
+def _mapping(model: Any) -> list[Any]:
+    """The conversions that a model's checkpoints go through: those it was loaded by, if it was."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return vars(model).get("_weight_conversions") or list(get_model_conversion_mapping(model))
+
+
+def _converted(
+    twin: Any, stored: dict[str, Tensor], targets: Iterable[str], mapping: list[Any]
+) -> dict[str, Tensor]:
+    """The model's entries that stored ones stand for, by transformers' own loader.
+
+    Raises:
+        UnsupportedOptionError: it cannot convert them.
+    """
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    how = LoadStateDictConfig(weight_mapping=mapping)
+    with _no_bar():
+        # Releases before 5.20 have a plan of tensor parallelism in the fourth place.
+        info = convert_and_load_state_dict_in_model(twin, stored, how, None)[0]
+    if info.conversion_errors:
+        name, why = next(iter(info.conversion_errors.items()))
+        raise UnsupportedOptionError(f"checkpoint: {name} cannot be converted: {why}")
+    loaded = twin.state_dict()
+    found = {name: loaded[name] for name in targets}
+    if unfit := sorted(name for name, value in found.items() if value.is_meta):
+        raise UnsupportedOptionError(
+            f"checkpoint: {unfit[0]} {tuple(found[unfit[0]].shape)} and {len(unfit) - 1} more "
+            "weights have other sizes in its files; accepted: a checkpoint of this model"
+        )
+    twin.load_state_dict({name: _meta(v) for name, v in found.items()}, strict=False, assign=True)
+    return found
+
+
+@contextmanager
+def _no_bar() -> Iterator[None]:
+    from transformers.utils import logging as theirs
+
+    shown = theirs.is_progress_bar_enabled()
+    theirs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            theirs.enable_progress_bar()
