@@ -24,6 +24,7 @@ from moe_patch.cli import (
     bench,
     families,
     inspect,
+    merge,
     replay,
     run,
     selftest,
@@ -38,7 +39,7 @@ from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
-SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, replay)
+SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, replay, merge)
 
 
 def make_parser() -> argparse.ArgumentParser:
