@@ -48,6 +48,12 @@ class Added:
     experts: int = 1
     adapter: str = "default"
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a stacked parameter is [E, in, out], as transformers marks the module."""
+        base = self.wrapper.get_base_layer()
+        return hasattr(base, "is_transposed") and bool(base.is_transposed)
+
     def apply(self, weight: Tensor) -> Tensor:
         """The parameter with the adapter merged into it.
 

@@ -93,7 +93,7 @@ def _compared(
     noise = LIMITS.get(storage, 0.0) * norm / (size * math.sqrt(delta.numel())) if size else 0.0
     ulps = 0.0
     if storage == PLAIN:
-        ulps = float((off.abs() / _ulp(expected, dtype)).max())
+        ulps = float((off.abs() / ulp(expected, dtype)).max())
     return Weight(name, storage, ulps, share, 0.02 + 6 * noise, _norm(off) / norm if norm else 0.0)
 
 
@@ -101,7 +101,7 @@ def _norm(value: Tensor) -> float:
     return float(value.double().norm())
 
 
-def _ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance to the next number of ``dtype``, fp32, at least that of its smallest normal."""
     about = torch.finfo(dtype)
     _, exponent = torch.frexp(value.abs().clamp(min=about.tiny))

@@ -36,7 +36,7 @@ def command(args: argparse.Namespace) -> int:
     if (args.merged is None) == (args.exported is None):
         raise UnsupportedOptionError("verify --adapter: name one of --merged DIR, --exported DIR")
     folder = adapted.base_folder(args.adapter, args.model)
-    result = _merged(args, folder)
+    result = _merged(args, folder) if args.merged else _exported(args, folder)
     result = {"adapter": args.adapter, "base": str(folder), **result}
     if args.json:
         print_json(result)
@@ -58,14 +58,27 @@ def _merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     packed = any(one.storage != "plain" for one in found)
     logits = None if args.no_logits or packed else _logits(args, config, folder, adapter, merged)
     passed = not failed and (logits is None or logits["merged"] <= LOGITS)
+    return {"result": args.merged, "passed": passed, **_summary(found), "logits": logits}
+
+
+def _exported(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from moe_patch.after.adapter import read_adapter
+    from moe_patch.after.checkpoint import Checkpoint
+    from moe_patch.after.read_back import exported
+
+    _, plain = adapted.plain_model(folder, args.adapter)
+    adapter = read_adapter(args.adapter, plain)
+    found = list(exported(adapter, Checkpoint(folder), args.exported))
+    passed = all(one.passed for one in found)
+    return {"result": args.exported, "passed": passed, **_summary(found), "logits": None}
+
+
+def _summary(found: list[Any]) -> dict[str, Any]:
     return {
-        "result": args.merged,
-        "passed": passed,
         "weights": len(found),
         "worst_ulps": max((one.ulps for one in found), default=0.0),
         "least_share": min((one.share for one in found), default=1.0),
-        "failed": [asdict(one) for one in failed],
-        "logits": logits,
+        "failed": [asdict(one) for one in found if not one.passed],
     }
 
 
