@@ -15,8 +15,10 @@ from moe_patch.after.names import Unit, by_expert, names_back, units_of
 from moe_patch.after.ties import untied
 from moe_patch.errors import UnsupportedModelError
 
-# Bytes of fp32 that one step over a stacked parameter takes.
-_STEP = 1 << 26
+# Bytes of fp32 that one step over a stacked parameter takes: what the allocator uses again.
+_STEP = 1 << 24
+# Parameters whose deltas are kept from one tensor to the next: an expert's projections alternate.
+_KEPT = 4
 
 
 class Edits:
@@ -38,7 +40,7 @@ class Edits:
         self.units = units_of(self.plain, checkpoint.entries)
         self._changes, self._extra_from, self.notes = untied(adapter, self.units)
         self.extra = {name: self._new(name, main) for name, (main, _) in self._extra_from.items()}
-        self._last: tuple[object, dict[str, Tensor]] = (None, {})
+        self._made: dict[str, tuple[int, dict[str, Tensor]]] = {}
         self._of_entry: dict[str, Unit] = {}
         for name in self._changes:
             self._rehearse(name)
@@ -98,11 +100,19 @@ class Edits:
         expert = next(keys.index(key) for keys in unit.keys.values() if key in keys)
         shape = self.plain.get_parameter(unit.target).shape
         rows = _rows(added, shape, expert)
-        if self._last[0] != (unit.target, rows.start):
-            self._last = (None, {})
+        made = self._made.get(unit.target)
+        if made is None or made[0] != rows.start:
+            self._forget(unit.target)
             delta = added.delta(rows, self.device)
-            self._last = (unit.target, rows.start), self._split(unit, delta, rows)
-        return self._last[1][key]
+            made = rows.start, self._split(unit, delta, rows)
+            self._made[unit.target] = made
+        return made[1][key]
+
+    def _forget(self, target: str) -> None:
+        """Drop what was made for a parameter, and for the one of longest ago."""
+        self._made.pop(target, None)
+        if len(self._made) >= _KEPT:
+            del self._made[next(iter(self._made))]
 
     def _split(self, unit: Unit, delta: Tensor, rows: slice) -> dict[str, Tensor]:
         """Some experts' delta by the names of their tensors; the way back counts from 0."""
@@ -113,7 +123,8 @@ class Edits:
         return {keys[rows.start + i]: first[keys[i]] for keys in unit.keys.values() for i in own}
 
     def _whole(self, unit: Unit) -> dict[str, Tensor]:
-        if self._last[0] != unit.target:
+        if unit.target not in self._made:
+            self._forget(unit.target)
             read = {key: self._read(self.checkpoint.entries[key]) for key in unit.sources}
             values = unit.forward(read, self.plain)
             del read
@@ -121,8 +132,11 @@ class Edits:
                 values[name] = _applied(values[name], self._changes.get(name, []))
             found = unit.backward(values, self.plain)
             back = names_back(unit, found, unit.target)
-            self._last = unit.target, {back[name]: value for name, value in found.items()}
-        return self._last[1]
+            self._made[unit.target] = 0, {back[name]: value for name, value in found.items()}
+        made = self._made[unit.target][1]
+        if len(unit.sources) == 1:
+            self._forget(unit.target)
+        return made
 
     def _rehearse(self, name: str) -> None:
         if name not in self.units:
