@@ -45,7 +45,7 @@ def merged(folder, adapter="adapter", out="out", **options):
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_every_layout_is_bit_for_bit_that_of_peft(model_type, tmp_path):
-    """Mutants: a scale left out, gate and up exchanged on the way back, experts in another order."""
+    """Mutants: a scale left out, gate and up exchanged, experts in another order."""
     model = save_base(model_type, tmp_path / "base")
     before = tensors(tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
@@ -130,7 +130,7 @@ def stir(adapter, folder):
 
 
 def test_the_layout_of_another_release_of_peft(tmp_path):
-    """Mutant: a reader that does not rewrite the file's layout (test_adapter_files has the rest)."""
+    """Mutant: a reader that does not rewrite the file's layout (see test_adapter_files)."""
     model = save_base("qwen3_moe", tmp_path / "base")
     save_adapter(model, tmp_path / "adapter", target_parameters=list(EXPERTS))
     other = "0.18.1" if rewrites_targets() else "0.21.2"

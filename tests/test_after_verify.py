@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from moe_patch.after.adapter import read_adapter
