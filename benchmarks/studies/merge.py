@@ -110,7 +110,8 @@ def merge_here(folder: Path) -> None:
     seconds = time.monotonic() - start
     print(json.dumps({
         "status": status, "seconds": round(seconds, 1),
-        "processor_seconds": round(time.process_time(), 1), "rss_anon_gib": round(most[0] / 2**20, 2),
+        "processor_seconds": round(time.process_time(), 1),
+        "rss_anon_gib": round(most[0] / 2**20, 2),
         "parameters": size // 2, "million_per_second": round(size / 2e6 / seconds, 1),
     }))  # fmt: skip
 
