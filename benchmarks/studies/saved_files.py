@@ -5,12 +5,13 @@
     python benchmarks/studies/saved_files.py packed --folder /tmp/study
 
 ``adapter``: layers of Qwen3-30B's shape without values, adapters of 0.64 billion parameters in fp32
-by a high rank. One process saves and another one loads. Meanwhile this one reads their RssAnon (memory that
-belongs to no file). It prints the peak above the resident memory before, in bytes of the adapter.
+by a high rank. One process saves and another one loads. Meanwhile this one reads their RssAnon
+(memory that belongs to no file). It prints the peak above the resident memory before, in bytes of
+the adapter.
 
 ``packed``: one layer with its experts in nf4 is saved by save_pretrained and read by
-load_quantized. A plain read of the same files by ``safetensors`` is timed beside it. Both end with a
-sum over every byte, because either may map files without reading them. The files are in the page
+load_quantized. A plain read of the same files by ``safetensors`` is timed beside it. Both end with
+a sum over every byte, because either may map files without reading them. The files are in the page
 cache.
 
 The folder is made and deleted again.

@@ -23,8 +23,10 @@ import torch
 from moe_patch._version import __version__
 from moe_patch.cli import (
     bench,
+    export,
     families,
     inspect,
+    merge,
     replay,
     run,
     selftest,
@@ -39,7 +41,19 @@ from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
-SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, replay)
+SUBCOMMANDS = (
+    families,
+    inspect,
+    verify,
+    selftest,
+    warmup,
+    bench,
+    train,
+    run,
+    replay,
+    merge,
+    export,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:

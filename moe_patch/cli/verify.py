@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from moe_patch.cli import models
+from moe_patch.cli import models, verify_adapter
 from moe_patch.cli.compare import Run, compare, run
 from moe_patch.cli.limits import check_fits, check_seed
 from moe_patch.cli.output import add_json, print_json, print_table, progress
@@ -30,7 +30,7 @@ def add(subparsers: Any) -> None:
         "Attention is the model's own, or eager if that does not run here, which the output "
         "says. Status 1 if a number is above its limit.",
     )
-    models.add_model(parser)
+    models.add_model(parser, optional=True)
     parser.add_argument("--random", action="store_true", help="random weights, load none")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
@@ -38,6 +38,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--length", type=int, default=32, metavar="L", help="tokens each (32)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, help="one limit for all numbers")
+    verify_adapter.add_options(parser)
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -47,6 +48,10 @@ def command(args: argparse.Namespace) -> int:
     from moe_patch.patching.patch import patch_model, unpatch_model
 
     _check_numbers(args)
+    if args.adapter is not None:
+        return verify_adapter.command(args)
+    if args.model is None:
+        raise UnsupportedOptionError("verify: name MODEL, or --adapter DIR; see verify --help")
     device, name = models.device_of(args), args.dtype or "float32"
     with progress(4, "reading the config") as steps:
         config = models.load_config(args.model)

@@ -31,3 +31,30 @@ def _e8m0(scale: Tensor) -> Tensor:
     """Convert e8m0 to fp32 powers of two; a scale of 0 means 2^-127, which is subnormal."""
     exponent = scale.int()
     return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [.., columns] as uint8 [.., columns / 2] and scales uint8 [.., columns / 32].
+
+    The scale's exponent is that of the block's largest magnitude less 2, that of 6 = 1.5 * 2^2 (OCP
+    Microscaling Formats 1.0, section 6.3); where 6 would cut the largest magnitude off by more
+    than rounding does (beyond 7 after scaling), it is one higher. Ties go to the even code.
+    """
+    blocks = weight.unflatten(-1, (-1, BLOCK))
+    _, exponent = torch.frexp(blocks.abs().amax(-1))
+    scale = (exponent - 3).clamp(-127, 125)
+    peak = torch.ldexp(blocks.abs().amax(-1), -scale)
+    scale = torch.where(peak > 7, scale + 1, scale)
+    scaled = torch.ldexp(blocks, -scale[..., None])
+    code = _nearest(scaled.abs()) | (torch.signbit(scaled) << 3)
+    pairs = code.flatten(-2).unflatten(-1, (-1, 2)).to(torch.uint8)
+    return pairs[..., 0] | (pairs[..., 1] << 4), (scale + 127).to(torch.uint8)
+
+
+def _nearest(magnitude: Tensor) -> Tensor:
+    """The index 0 .. 7 of the nearest magnitude; what lies between two goes to the even index."""
+    middles = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+    index = torch.zeros(magnitude.shape, dtype=torch.int64, device=magnitude.device)
+    for code, middle in enumerate(middles):
+        index += magnitude > middle if code % 2 == 0 else magnitude >= middle
+    return index

@@ -74,7 +74,8 @@ def read_config(path: str, about: dict[str, Any], storage: str) -> Any:
     """Return the model's own config.
 
     Raises:
-        UnsupportedModelError: the checkpoint has another storage than requested, or an unknown format or model.
+        UnsupportedModelError: the checkpoint has another storage than requested, or its format or
+            model is unknown.
     """
     from transformers import CONFIG_MAPPING
 

@@ -46,26 +46,48 @@ def convert_adapter(
     """
     source, target = Path(source), Path(target)
     config = _config(source, target)
-    written, wanted = config.get("peft_version") or "0.17", release or _installed()
+    written, wanted = config.get("peft_version") or "0.17", release or installed_peft()
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(source / WEIGHTS)
-    pairs = 0
-    if _swaps(written) != _swaps(wanted):
-        experts = _untransposed_experts(model)
-        for key in [key for key in tensors if ".lora_A." in key]:
-            path = _module_of(key)
-            if path in experts:
-                other = key.replace(".lora_A.", ".lora_B.")
-                where = f"{source / WEIGHTS}: {key}"
-                tensors[key], tensors[other] = _exchanged(
-                    tensors[key], tensors[other], experts[path], _swaps(written), where
-                )
-                pairs += 1
+    pairs = rewrite(model, tensors, written, wanted, str(source / WEIGHTS))
     shutil.copytree(source, target)
     save_file(tensors, target / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config | {"peft_version": wanted}, indent=2, sort_keys=True)
     (target / CONFIG).write_text(text + "\n", encoding="utf-8")
+    return pairs
+
+
+def rewrite(
+    model: nn.Module, tensors: dict[str, Tensor], written: str, wanted: str, where: str
+) -> int:
+    """Give the factors of a file, in place of its dictionary's, the layout of another release.
+
+    Args:
+        model: the model that the adapter was trained on, without adapters, on any device.
+        tensors: the file's, by its keys.
+        written, wanted: releases of PEFT.
+        where: the file, for errors.
+
+    Returns:
+        How many pairs were rewritten.
+
+    Raises:
+        UnsupportedModelError: factors do not fit the model's experts, or one lacks the other.
+    """
+    if _swaps(written) == _swaps(wanted):
+        return 0
+    experts, pairs = _untransposed_experts(model), 0
+    for key in [key for key in tensors if ".lora_A." in key]:
+        path, other = _module_of(key), key.replace(".lora_A.", ".lora_B.")
+        if path not in experts:
+            continue
+        if other not in tensors:
+            raise UnsupportedModelError(f"{where}: {key} is there and {other} is not")
+        tensors[key], tensors[other] = _exchanged(
+            tensors[key], tensors[other], experts[path], _swaps(written), f"{where}: {key}"
+        )
+        pairs += 1
     return pairs
 
 
@@ -82,7 +104,8 @@ def _config(source: Path, target: Path) -> dict[str, Any]:
     return config
 
 
-def _installed() -> str:
+def installed_peft() -> str:
+    """The installed release."""
     return importlib.metadata.version("peft")
 
 

@@ -31,6 +31,7 @@ LAYERS = (
     {"quant."},
     {"signals."},
     {"tools."},
+    {"after."},
     {"__init__"},
     {"integrations.", "train."},
     {"cli."},

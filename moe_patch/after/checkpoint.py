@@ -1,0 +1,210 @@
+"""A checkpoint of safetensors files, read tensor by tensor in the hub's own names and layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats import fp8, mxfp4
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
+# Names of dtypes in the header of a safetensors file.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
+    "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+}  # fmt: skip
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a file: its name, dtype and shape there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One weight of a checkpoint, whatever it is stored in.
+
+    Attributes:
+        name: of the weight; for MXFP4 the name that the two stored tensors share.
+        storage: PLAIN, FP8 (values and scales of 128 x 128 blocks) or MXFP4 (blocks and scales).
+        parts: the stored tensors.
+        shape: of the weight, as a model of transformers has it.
+        file: the file that holds the first part.
+    """
+
+    name: str
+    storage: str
+    parts: tuple[Part, ...]
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the values can be read as floating-point numbers."""
+        return self.storage != PLAIN or self.parts[0].dtype in _READABLE
+
+
+class Checkpoint:
+    """The weights of a folder; headers are read at once, values when they are asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read every header.
+
+        Raises:
+            UnsupportedOptionError: a file is missing, cut off, or holds not what the index says.
+        """
+        self.folder = Path(folder)
+        self._index = _index(self.folder)
+        self._opened: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        parts: dict[str, Part] = {}
+        for file in self.files:
+            opened = self._open(file)
+            for name in opened.keys():  # noqa: SIM118
+                view = opened.get_slice(name)
+                parts[name] = Part(name, self._dtype(file, name, view), tuple(view.get_shape()))
+                self._where[name] = file
+        if missing := sorted(set(self._index) - set(parts)):
+            raise UnsupportedOptionError(
+                f"{self.folder / INDEX} names {missing[0]}, which {self._index[missing[0]]} does "
+                "not hold; accepted: a whole checkpoint (download it again)"
+            )
+        self.entries = {one.name: one for one in self._entries(parts)}
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files, in the order of their names."""
+        return sorted(set(self._index.values()))
+
+    def raw(self, part: Part) -> Tensor:
+        """A stored tensor, on the CPU; its memory is the file's where that is possible."""
+        found: Tensor = self._open(self._where[part.name]).get_tensor(part.name)
+        return found
+
+    def read(self, entry: Entry, rows: slice | None = None) -> Tensor:
+        """A weight in fp32, or a slice of it along its first axis.
+
+        Raises:
+            UnsupportedModelError: its dtype holds packed values.
+        """
+        if not entry.is_number:
+            raise UnsupportedModelError(
+                f"{self.folder}: {entry.name} is stored in {entry.parts[0].dtype}; accepted: 16, "
+                "32 and 64 bits, FP8 in blocks of 128 x 128, and MXFP4 experts"
+            )
+        first, *scales = (self._rows(part, rows) for part in entry.parts)
+        if entry.storage == FP8:
+            return fp8.dequantize(first, scales[0].to(torch.float32), torch.float32)
+        if entry.storage == MXFP4:
+            wide = mxfp4.dequantize(first.flatten(2), scales[0], torch.float32)
+            return wide.transpose(1, 2)
+        return first.to(torch.float32)
+
+    def _rows(self, part: Part, rows: slice | None) -> Tensor:
+        if rows is None:
+            return self.raw(part)
+        found: Tensor = self._open(self._where[part.name]).get_slice(part.name)[rows]
+        return found
+
+    def _open(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._opened:
+            path = self.folder / file
+            if not path.is_file():
+                raise UnsupportedOptionError(
+                    f"{path} is not there; {INDEX} names it; accepted: a whole checkpoint "
+                    "(download it again)"
+                )
+            try:
+                self._opened[file] = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise UnsupportedOptionError(
+                    f"{path}: not a whole safetensors file: {error}; accepted: a whole checkpoint "
+                    "(download it again)"
+                ) from error
+        return self._opened[file]
+
+    def _dtype(self, file: str, name: str, view: Any) -> torch.dtype:
+        if view.get_dtype() not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.folder / file}: {name} is stored in {view.get_dtype()}; accepted: "
+                f"{', '.join(DTYPES)}"
+            )
+        return DTYPES[view.get_dtype()]
+
+    def _entries(self, parts: dict[str, Part]) -> Iterator[Entry]:
+        taken = set()
+        for name, part in parts.items():
+            if name.endswith("_blocks") and f"{name[:-7]}_scales" in parts:
+                scales = parts[f"{name[:-7]}_scales"]
+                E, out, blocks = part.shape[:3]
+                shape = (E, blocks * mxfp4.BLOCK, out)
+                taken |= {name, scales.name}
+                yield Entry(name[:-7], MXFP4, (part, scales), shape, self._where[name])
+            elif part.dtype == fp8.DTYPE and f"{name}_scale_inv" in parts:
+                scales = parts[f"{name}_scale_inv"]
+                taken |= {name, scales.name}
+                if scales.shape == tuple(-(-n // fp8.BLOCK) for n in part.shape):
+                    yield Entry(name, FP8, (part, scales), part.shape, self._where[name])
+                else:
+                    yield Entry(name, PLAIN, (part, scales), part.shape, self._where[name])
+        for name, part in parts.items():
+            if name not in taken:
+                yield Entry(name, PLAIN, (part,), part.shape, self._where[name])
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """The file of every tensor.
+
+    Raises:
+        UnsupportedOptionError: the folder has no safetensors weights, or its index is broken.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        if (folder / SINGLE).is_file():
+            return _names_of(folder / SINGLE)
+        raise UnsupportedOptionError(
+            f"{folder} holds neither {SINGLE} nor {INDEX}; accepted: a checkpoint in safetensors"
+        )
+    try:
+        found: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnsupportedOptionError(
+            f"{path}: not an index of safetensors files; accepted: a whole checkpoint (download "
+            "it again)"
+        ) from error
+    return found
+
+
+def _names_of(path: Path) -> dict[str, str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), path.name)
+    except (OSError, SafetensorError) as error:
+        raise UnsupportedOptionError(
+            f"{path}: not a whole safetensors file: {error}; accepted: a whole checkpoint "
+            "(download it again)"
+        ) from error

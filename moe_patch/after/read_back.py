@@ -1,0 +1,150 @@
+"""An exported adapter against the one it was made of: every delta, expert by expert.
+
+Deltas are formed from the exported files as their readers form them, and compared with PEFT's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.after.adapter import Adapter, read_adapter, read_config
+from moe_patch.after.changes import Added
+from moe_patch.after.checkpoint import PLAIN, Checkpoint
+from moe_patch.after.names import Unit, names_back, units_of
+from moe_patch.after.proof import Weight, ulp
+from moe_patch.errors import UnsupportedModelError
+from moe_patch.tools.adapter_files import WEIGHTS
+
+_PREFIX = "base_model.model."
+
+
+def exported(adapter: Adapter, base: Checkpoint, folder: str | Path) -> Iterator[Weight]:
+    """Compare the delta of every weight, and of every expert, with PEFT's.
+
+    Args:
+        adapter: the original on the base's empty model.
+        base: the checkpoint, for its names.
+        folder: what ``export`` wrote, in any layout.
+
+    Raises:
+        UnsupportedOptionError: the folder is no adapter, or not a whole one.
+        UnsupportedModelError: it lacks factors, or holds others.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    if config.get("peft_version"):
+        again = read_adapter(folder, adapter.plain)
+        found = {name: _delta(again, name) for name in again.changes}
+        for name in adapter.changes:
+            yield from _weights(name, _delta(adapter, name), _taken(found, name, folder))
+        return
+    factors = _Factors(folder, config)
+    units = units_of(adapter.plain, base.entries)
+    for name in adapter.changes:
+        delta, unit = _delta(adapter, name), units[name]
+        if (stacked := factors.stacked(name, delta.shape[0])) is not None:
+            yield from _weights(name, delta, stacked.mT if _transposed(adapter, name) else stacked)
+        else:
+            yield from _singles(unit, delta, factors, adapter)
+    if left := factors.left():
+        raise UnsupportedModelError(f"{folder / WEIGHTS}: {left[0]} is of no weight of the adapter")
+
+
+def _singles(unit: Unit, delta: Tensor, factors: _Factors, adapter: Adapter) -> Iterator[Weight]:
+    parts = unit.backward({unit.target: delta}, adapter.plain)
+    back = names_back(unit, parts, unit.target)
+    for name, value in parts.items():
+        yield _weight(back[name], value, factors.product(back[name].removesuffix(".weight")))
+
+
+def _transposed(adapter: Adapter, name: str) -> bool:
+    return any(isinstance(one, Added) and one.is_transposed for one in adapter.changes[name])
+
+
+def _taken(found: dict[str, Tensor], name: str, folder: Path) -> Tensor:
+    if name not in found:
+        raise UnsupportedModelError(f"{folder / WEIGHTS} has nothing for {name}")
+    return found[name]
+
+
+def _delta(adapter: Adapter, name: str) -> Tensor:
+    """W after the changes less W, for W = 0."""
+    value = torch.zeros(adapter.plain.get_parameter(name).shape)
+    for change in adapter.changes[name]:
+        if not isinstance(change, Added):
+            raise UnsupportedModelError(f"{name} is saved whole, and only factors are compared")
+        value = change.apply(value)
+    return value
+
+
+def _weights(name: str, expected: Tensor, found: Tensor) -> Iterator[Weight]:
+    if expected.dim() == 2:
+        yield _weight(name, expected, found)
+        return
+    for expert, (one, other) in enumerate(zip(expected, found, strict=True)):
+        yield _weight(f"{name}[{expert}]", one, other)
+
+
+def _weight(name: str, expected: Tensor, found: Tensor) -> Weight:
+    size = float(expected.double().norm())
+    share = float((found.double() * expected.double()).sum()) / size**2 if size else 1.0
+    # Where terms cancel, the order of the sum decides; the ulp of a typical value holds there.
+    typical = expected.abs().clamp(min=size / expected.numel() ** 0.5 / 256)
+    off = (found - expected).abs() / ulp(typical, torch.bfloat16)
+    error = float((found - expected).double().norm()) / size if size else 0.0
+    return Weight(name, PLAIN, float(off.max()), share, 0.0, error)
+
+
+class _Factors:
+    """The pairs of an exported file; an added pair of zeros may be left over."""
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        from safetensors.torch import load_file
+
+        self.folder = folder
+        self._tensors = load_file(folder / WEIGHTS)
+        self._scale = config["lora_alpha"] / config["r"]
+        self._used: set[str] = set()
+
+    def pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B of a module in fp32.
+
+        Raises:
+            UnsupportedModelError: the file has none.
+        """
+        keys = [f"{_PREFIX}{name}.lora_{letter}.weight" for letter in "AB"]
+        if missing := [key for key in keys if key not in self._tensors]:
+            raise UnsupportedModelError(f"{self.folder / WEIGHTS} has no {missing[0]}")
+        self._used |= {*keys}
+        a, b = (self._tensors[key].float() for key in keys)
+        return a, b
+
+    def product(self, name: str) -> Tensor:
+        """The delta [out, in] of a module."""
+        a, b = self.pair(name)
+        return b @ a * self._scale
+
+    def stacked(self, name: str, experts: int) -> Tensor | None:
+        """The delta [E, out, in] of a stacked parameter; None where the file has no stacks."""
+        module, _, leaf = name.rpartition(".")
+        module = f"{module}.base_layer" if leaf == "gate_up_proj" else module
+        if leaf not in ("gate_up_proj", "down_proj"):
+            return None
+        if f"{_PREFIX}{module}.lora_A.weight" not in self._tensors:
+            return None
+        a, b = self.pair(module)
+        parts = zip(a.chunk(experts), b.view(len(b), -1, experts).unbind(-1), strict=True)
+        return torch.stack([own_b @ own_a for own_a, own_b in parts]) * self._scale
+
+    def left(self) -> list[str]:
+        """Keys of pairs that nothing asked for and that are not zero."""
+        return [
+            key
+            for key, value in self._tensors.items()
+            if key not in self._used and ".lora_B." in key and value.any()
+        ]

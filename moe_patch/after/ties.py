@@ -1,0 +1,94 @@
+"""Changes of parameters that share their values, such as the input and the output embeddings.
+
+PEFT's merge writes what is added into the shared values, so both parameters change. What is
+replaced (``modules_to_save``) is one parameter's own, and PEFT ends the tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+
+import torch
+
+from moe_patch.after.adapter import Adapter
+from moe_patch.after.changes import Change, Replaced
+
+Changes = dict[str, list[Change]]
+
+
+def untied(
+    adapter: Adapter, held: Container[str]
+) -> tuple[Changes, dict[str, tuple[str, list[Change]]], list[str]]:
+    """Changes by the parameters that a checkpoint holds.
+
+    Args:
+        adapter: its changes and its model's ties.
+        held: names of the parameters that the checkpoint has tensors for.
+
+    Returns:
+        The changes of each parameter that is held, those of parameters that need a tensor of
+        their own from now on (with the parameter that they were tied to), and notes for the user.
+    """
+    changes: Changes = {}
+    apart: dict[str, tuple[str, list[Change]]] = {}
+    notes = []
+    for group in _groups(adapter, held):
+        added = [one for name in group for one in _added(adapter, name)]
+        added.sort(key=lambda one: not isinstance(one, Replaced))
+        values = {name: [*_replaced(adapter, name), *added] for name in group}
+        if len(group) > 1 and any(_replaced(adapter, name) for name in group):
+            values = {name: _replaced(adapter, name) or added for name in group}
+        main, *others = group
+        changes.update({one: value for one, value in values.items() if one in held and value})
+        if main not in held:
+            changes[main] = values[main]
+        if any(not _alike(values[main], values[one]) for one in others):
+            apart.update({one: (main, values[one]) for one in others if one not in held})
+            notes.append(
+                f"{' and '.join(group)} no longer share their values: the adapter holds one of "
+                "them whole; tie_word_embeddings is false in the new config"
+            )
+        elif others and added:
+            notes.append(
+                f"{' and '.join(group)} share their values, so both have changed, as in PEFT's "
+                "merge; an adapter that was trained without ensure_weight_tying acted on one"
+            )
+    return changes, apart, notes
+
+
+def _groups(adapter: Adapter, held: Container[str]) -> Iterable[list[str]]:
+    """The changed parameters with those tied to them, the one that the checkpoint holds first."""
+    seen: set[str] = set()
+    for name in adapter.changes:
+        first = adapter.aliases.get(name, name)
+        if first in seen:
+            continue
+        seen.add(first)
+        group = [first, *(one for one, other in adapter.aliases.items() if other == first)]
+        yield sorted(group, key=lambda one: one not in held)
+
+
+def _added(adapter: Adapter, name: str) -> list[Change]:
+    """What is written into the values that a group shares."""
+    return [one for one in adapter.changes.get(name, []) if not _is_own(one)]
+
+
+def _replaced(adapter: Adapter, name: str) -> list[Change]:
+    return [one for one in adapter.changes.get(name, []) if _is_own(one)]
+
+
+def _is_own(change: Change) -> bool:
+    return isinstance(change, Replaced) and not change.in_place
+
+
+def _alike(first: list[Change], second: list[Change]) -> bool:
+    """Whether both give one value: the same changes, or equal values of the file."""
+    return len(first) == len(second) and all(
+        one is two
+        or (
+            isinstance(one, Replaced)
+            and isinstance(two, Replaced)
+            and torch.equal(one.value, two.value)
+        )
+        for one, two in zip(first, second, strict=True)
+    )

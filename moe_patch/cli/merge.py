@@ -1,0 +1,115 @@
+"""``merge ADAPTER --out DIR``: a checkpoint with an adapter in it, in the base's own layout."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moe_patch.cli import adapted, models
+from moe_patch.cli.output import add_json, bytes_text, print_json
+from moe_patch.errors import UnsupportedOptionError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add(subparsers: Any) -> None:
+    """Add the parser."""
+    parser = subparsers.add_parser(
+        "merge",
+        help="write a checkpoint with an adapter merged into it",
+        description="W + scaling * B * A of every adapted weight in fp32, rounded once, streamed "
+        "over the base's safetensors files without its model in memory. The result has the base's "
+        "own names, layout and dtypes; FP8 (128 x 128) and MXFP4 weights are decoded, added to and "
+        "encoded again, with the error said.",
+    )
+    adapted.add_adapter(parser)
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument("--dtype", choices=tuple(models.DTYPES)[:3], help="of every weight")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="of a file, as 5GB; default: the base's files"
+    )
+    parser.add_argument("--device", default="cpu", help="where the sums are formed (default cpu)")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Merge and say what was done."""
+    from moe_patch.after.merge import merge
+    from moe_patch.after.write import refuse_existing
+
+    started = time.monotonic()
+    limit = None if args.max_shard_size is None else bytes_of(args.max_shard_size)
+    refuse_existing(Path(args.out))
+    device = models.device_of(args)
+    folder = adapted.base_folder(args.adapter, args.base)
+    _, plain = adapted.plain_model(folder, args.adapter)
+    with byte_bar("merging") as progress:
+        done = merge(
+            args.adapter, folder, args.out, plain,
+            dtype=models.DTYPES[args.dtype] if args.dtype else None,
+            max_shard_size=limit, device=device, progress=progress,
+        )  # fmt: skip
+    result = {
+        "adapter": args.adapter,
+        "base": str(folder),
+        "out": args.out,
+        **done._asdict(),
+        "seconds": time.monotonic() - started,
+    }
+    if args.json:
+        print_json(result)
+    else:
+        _print(result)
+    return 0
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(
+        f"{result['out']}: {result['changed']} weights changed, {result['copied']} copied, "
+        f"{result['parameters']:,} values, {bytes_text(result['bytes'])} in "
+        f"{result['seconds']:.1f} s"
+    )
+    for storage, error in result["errors"].items():
+        print(f"encoded again in {storage}: relative error {error:.1e} of the merged values")
+    for note in result["notes"]:
+        print(f"note: {note}")
+
+
+def bytes_of(text: str) -> int:
+    """A size such as 5GB, 512MiB or 1000000.
+
+    Raises:
+        UnsupportedOptionError: it is none.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise UnsupportedOptionError(
+            f"--max-shard-size {text}: accepted: a number with one of {', '.join(_UNITS)[2:]}"
+        )
+    return int(float(found[1]) * unit)
+
+
+@contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], Any]]:
+    """A bar of bytes on stderr where that is a terminal and tqdm is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda done, total: None
+        return
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=what, unit="B", unit_scale=True, leave=False, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show

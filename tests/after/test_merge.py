@@ -1,0 +1,270 @@
+"""moe-patch merge: bit for bit PEFT's merge of the base in fp32, cast to the tensors' dtypes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moe_patch import convert_adapter
+from moe_patch.after.checkpoint import INDEX, Checkpoint
+from moe_patch.after.merge import merge
+from moe_patch.formats import fp8, mxfp4
+from moe_patch.runtime.peft_release import rewrites_targets
+from tests.support import tiny_models
+from tests.support.adapters import EXPERTS
+from tests.support.merge_cases import (
+    LAYOUTS,
+    assert_equal_bits,
+    by_peft,
+    plain,
+    save_adapter,
+    save_base,
+    tensors,
+)
+from tests.support.numerics import rel_err
+
+# PEFT 0.21 loses adapters of these when it loads them; it merges them rightly before saving.
+LOST_BY_PEFT = ("laguna", "mistral_large4")
+CASES = [
+    pytest.param(name, marks=() if name in LAYOUTS else pytest.mark.slow)
+    for name in tiny_models.patchable()
+    if name not in LOST_BY_PEFT
+]
+
+
+def merged(folder, adapter="adapter", out="out", **options):
+    """The merge of the folder's base and adapter, and its tensors."""
+    base = folder / "base"
+    done = merge(folder / adapter, base, folder / out, plain(base, folder / adapter), **options)
+    return done, tensors(folder / out)
+
+
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_layout_is_bit_for_bit_that_of_peft(model_type, tmp_path):
+    """Mutants: a scale left out, gate and up exchanged, experts in another order."""
+    model = save_base(model_type, tmp_path / "base")
+    before = tensors(tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter")
+    done, found = merged(tmp_path)
+    expected = by_peft(type(model), tmp_path / "base", tmp_path / "adapter", tmp_path / "ref")
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert len(changed) == done.changed > 0
+    assert found.keys() == before.keys() == expected.keys()
+    assert_equal_bits({k: found[k] for k in changed}, {k: expected[k] for k in changed})
+    assert all(found[name].dtype == before[name].dtype for name in found)
+    config = (tmp_path / "out" / "config.json").read_bytes()
+    assert config == (tmp_path / "base" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("model_type", LOST_BY_PEFT)
+def test_adapters_that_peft_loses_are_merged_whole(model_type, tmp_path):
+    """Reference: PEFT's merge of the adapter before it is saved."""
+    model = save_base(model_type, tmp_path / "base", torch.float32)
+    adapter = save_adapter(model, tmp_path / "adapter")
+    _, found = merged(tmp_path)
+    adapter.merge_and_unload().save_pretrained(tmp_path / "ref")
+    assert_equal_bits(found, tensors(tmp_path / "ref"))
+
+
+ATTENTION = ["q_proj", "v_proj", "o_proj"]
+SPECIAL = {
+    "dora": ({}, {"target_modules": ATTENTION, "use_dora": True}),
+    "rslora and patterns": (
+        {},
+        {
+            "target_modules": ATTENTION,
+            "target_parameters": list(EXPERTS),
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2, "down_proj": 5},
+            "alpha_pattern": {"v_proj": 7, "gate_up_proj": 3},
+        },
+    ),
+    "tied embedding": (
+        {"tie_word_embeddings": True},
+        {"target_modules": [*ATTENTION, "embed_tokens"]},
+    ),
+    "tied head, saved whole": (
+        {"tie_word_embeddings": True},
+        {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]},
+    ),
+    "modules saved whole": (
+        {},
+        {"target_modules": ATTENTION, "modules_to_save": ["norm", "lm_head"]},
+    ),
+    "trained tokens": ({}, {"target_modules": ATTENTION, "trainable_token_indices": [3, 11]}),
+    "trained tokens, tied": (
+        {"tie_word_embeddings": True},
+        {"target_modules": ATTENTION, "trainable_token_indices": [3, 11]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_every_kind_of_adapter(name, tmp_path):
+    over, options = SPECIAL[name]
+    model = save_base("qwen3_moe", tmp_path / "base", **over)
+    adapter = save_adapter(model, tmp_path / "adapter", **options)
+    if "modules_to_save" in options or "trainable_token_indices" in options:
+        stir(adapter, tmp_path / "adapter")
+    done, found = merged(tmp_path)
+    expected = by_peft(type(model), tmp_path / "base", tmp_path / "adapter", tmp_path / "ref")
+    assert_equal_bits(found, expected)
+    assert bool(done.notes) == bool(over)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    again = json.loads((tmp_path / "ref" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == again["tie_word_embeddings"]
+    assert ("lm_head.weight" in found) != config["tie_word_embeddings"]
+
+
+def stir(adapter, folder):
+    """Give modules that are saved whole values of their own."""
+    with torch.no_grad():
+        for name, value in adapter.named_parameters():
+            if "modules_to_save" in name or "trainable_tokens" in name:
+                value.copy_(torch.randn(value.shape))
+    adapter.save_pretrained(folder)
+
+
+def test_the_layout_of_another_release_of_peft(tmp_path):
+    """Mutant: a reader that does not rewrite the file's layout (see test_adapter_files)."""
+    model = save_base("qwen3_moe", tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", target_parameters=list(EXPERTS))
+    other = "0.18.1" if rewrites_targets() else "0.21.2"
+    convert_adapter(tiny_models.build("qwen3_moe"), tmp_path / "adapter", tmp_path / "other", other)
+    _, here = merged(tmp_path)
+    _, there = merged(tmp_path, "other", "out2")
+    assert_equal_bits(there, here)
+
+
+@pytest.mark.versions
+def test_an_adapter_of_single_experts(tmp_path):
+    """As transformers 4 had them: one pair of factors per expert and projection."""
+    model = save_base("qwen3_moe", tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter", target_modules=ATTENTION)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    config["target_modules"] = ["gate_proj", "up_proj", "down_proj"]
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    factors = {}
+    for name, weight in tensors(tmp_path / "base").items():
+        if ".experts." in name:
+            path = f"base_model.model.{name.removesuffix('.weight')}"
+            factors[f"{path}.lora_A.weight"] = torch.randn(3, weight.shape[1])
+            factors[f"{path}.lora_B.weight"] = torch.randn(weight.shape[0], 3)
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    done, found = merged(tmp_path)
+    assert done.changed == len(factors) // 2
+    before = tensors(tmp_path / "base")
+    for name in (name for name in found if ".experts." in name):
+        a, b = (
+            factors[f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight"] for x in "AB"
+        )
+        expected = before[name].float() + 2 * b @ a
+        assert torch.equal(found[name], expected.bfloat16()), name
+
+
+def test_files_of_a_size_and_of_another_dtype(tmp_path):
+    model = save_base("qwen3_moe", tmp_path / "base")
+    save_adapter(model, tmp_path / "adapter")
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    _, whole = merged(tmp_path)
+    assert not (tmp_path / "out" / INDEX).exists()
+    _, parts = merged(tmp_path, out="parts", max_shard_size=20_000)
+    files = Checkpoint(tmp_path / "parts").files
+    assert len(files) > 3
+    assert all((tmp_path / "parts" / file).stat().st_size < 30_000 for file in files)
+    assert_equal_bits(parts, whole)
+    assert (tmp_path / "parts" / "tokenizer.json").read_text() == "{}"
+    again = type(model).from_pretrained(tmp_path / "parts")
+    assert torch.equal(again.lm_head.weight, whole["lm_head.weight"])
+    _, wide = merged(tmp_path, out="wide", dtype=torch.float32)
+    expected = by_peft(type(model), tmp_path / "base", tmp_path / "adapter", tmp_path / "ref")
+    assert_equal_bits(wide, expected)
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+def as_fp8(folder):
+    """Store the experts of a base as FP8 checkpoints have them; their values in fp32."""
+    found, values = {}, {}
+    for name, weight in tensors(folder).items():
+        found[name] = weight
+        if ".experts." in name:
+            packed, scales = fp8.quantize(weight[None], weight.device)
+            found[name], found[f"{name}_scale_inv"] = packed[0], scales[0]
+            values[name] = fp8.dequantize(packed[0], scales[0], torch.float32)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return values
+
+
+def as_mxfp4(folder):
+    """Store the experts of a gpt-oss base as its checkpoint has them; their values in fp32."""
+    found, values = {}, {}
+    for name, weight in tensors(folder).items():
+        if name.endswith("_proj") and weight.dim() == 3:
+            packed, scales = mxfp4.quantize(weight.float().transpose(1, 2).contiguous())
+            found[f"{name}_blocks"] = packed.unflatten(-1, (-1, 16))
+            found[f"{name}_scales"] = scales
+            values[name] = (
+                mxfp4.dequantize(packed, scales, torch.float32).transpose(1, 2).contiguous()
+            )
+        else:
+            found[name] = weight
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return values
+
+
+@pytest.mark.parametrize(
+    ("model_type", "store", "method", "over", "limit"),
+    [
+        ("qwen3_moe", as_fp8, "fp8", {}, 0.04),
+        ("gpt_oss", as_mxfp4, "mxfp4", {"hidden_size": 32, "intermediate_size": 64}, 0.13),
+    ],
+)
+def test_packed_checkpoints(model_type, store, method, over, limit, tmp_path):
+    """Decoded, added to, encoded again within the error said; or exact in bf16."""
+    model = save_base(model_type, tmp_path / "base", **over)
+    save_adapter(model, tmp_path / "adapter", target_parameters=list(EXPERTS))
+    values = store(tmp_path / "base")
+    path = tmp_path / "base" / "config.json"
+    config = json.loads(path.read_text())
+    block = {"weight_block_size": [128, 128]} if method == "fp8" else {}
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": method, **block}}))
+    shutil.copytree(tmp_path / "base", tmp_path / "wide")
+    parts = ("_blocks", "_scales", "_scale_inv")
+    wide = {k: v for k, v in tensors(tmp_path / "base").items() if not k.endswith(parts)} | values
+    save_file(wide, tmp_path / "wide" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    expected = by_peft(type(model), tmp_path / "wide", tmp_path / "adapter", tmp_path / "ref")
+
+    _, exact = merged(tmp_path, out="bf16", dtype=torch.bfloat16)
+    assert_equal_bits(exact, expected)
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
+
+    done, found = merged(tmp_path)
+    assert found.keys() == tensors(tmp_path / "base").keys()
+    checkpoint = Checkpoint(tmp_path / "out")
+    errors = [rel_err(checkpoint.read(checkpoint.entries[name]), expected[name]) for name in values]
+    assert 0.5 * limit < max(errors) < limit
+    assert min(errors) <= done.errors[method] <= max(errors)
+
+
+def test_mxfp4_is_encoded_to_the_nearest(tmp_path):
+    """All that can be stored comes back; anything else is at most half a step away."""
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
+    block = torch.cat([magnitudes, -magnitudes, magnitudes, -magnitudes])
+    weight = torch.stack([block * 2.0**e for e in (-20, -3, 0, 5)])
+    packed, scales = mxfp4.quantize(weight)
+    assert torch.equal(mxfp4.dequantize(packed, scales, torch.float32), weight)
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    packed, scales = mxfp4.quantize(weight)
+    found = mxfp4.dequantize(packed, scales, torch.float32)
+    step = torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    assert ((found - weight).abs() <= step * 1.0001).all()
+    every = step[..., None] * torch.cat([magnitudes, -magnitudes])
+    best = (every - weight[..., None]).abs().amin(-1)
+    assert torch.allclose((found - weight).abs(), best, rtol=1e-6, atol=0)
+    zero, _ = mxfp4.quantize(torch.zeros(1, 32))
+    assert not zero.any()

@@ -1,0 +1,89 @@
+"""Bases, adapters and PEFT's own merge of them, as files, for the tests of merging."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from moe_patch import lora_targets
+from moe_patch.after.checkpoint import Checkpoint
+from moe_patch.cli import adapted
+from moe_patch.cli.output import quiet_libraries
+from tests.support import tiny_models
+from tests.support.adapters import adapt
+
+# Hub layouts of every kind: per expert, fused, transposed, MLA, shared experts, two towers, hybrid.
+LAYOUTS = (
+    "deepseek_v3", "dots3_note", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "gpt_oss", "jamba",
+    "laguna", "llama4", "mixtral", "nemotron_h", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
+)  # fmt: skip
+
+
+@quiet_libraries()
+def save_base(
+    model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **over: Any
+) -> nn.Module:
+    """A tiny base as transformers saves it, in the hub's layout."""
+    model: Any = tiny_models.build(model_type, dtype=dtype, **over)
+    model.save_pretrained(folder)
+    return model
+
+
+@quiet_libraries()
+def save_adapter(model: nn.Module, folder: Path, **options: Any) -> PeftModel:
+    """An adapter with random factors on all that lora_targets names, or on what is asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "target_modules" not in options and "target_parameters" not in options:
+            options |= lora_targets(model)
+        defaults = {"r": 3, "lora_alpha": 6, "init_lora_weights": False}
+        adapter = adapt(model, LoraConfig(**(defaults | options)))
+        adapter.save_pretrained(folder)
+    return adapter
+
+
+@quiet_libraries()
+def by_peft(model_class: Any, base: Path, adapter: Path, out: Path) -> dict[str, Tensor]:
+    """The base in fp32 with PEFT's merge, as transformers saves it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = model_class.from_pretrained(base, dtype=torch.float32)
+        merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        merged.save_pretrained(out)
+    return tensors(out)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All stored tensors of a checkpoint."""
+    found: dict[str, Tensor] = {}
+    for file in Checkpoint(folder).files:
+        found |= load_file(folder / file)
+    return found
+
+
+def plain(base: Path, adapter: Path) -> nn.Module:
+    """The empty model of a base, as the command makes it."""
+    return adapted.plain_model(base, str(adapter))[1]
+
+
+def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Every tensor of ``found`` is the expected one cast to its dtype."""
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        wanted = expected[name].to(value.dtype)
+        assert value.shape == wanted.shape, name
+        same = torch.equal(value.view(torch.uint8), wanted.view(torch.uint8))
+        assert same, f"{name}: {(value != wanted).sum()} of {value.numel()} values differ"
+
+
+def remake(folder: Path) -> Path:
+    """The folder, empty and not there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
