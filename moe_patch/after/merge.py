@@ -24,6 +24,7 @@ from moe_patch.after.write import (
     side_files,
 )
 from moe_patch.formats import fp8, mxfp4
+from moe_patch.tools.base_identity import check_base
 
 CONFIG = "config.json"
 
@@ -81,6 +82,7 @@ def merge(
     out, device = Path(out), torch.device(device)
     refuse_existing(out)
     checkpoint = Checkpoint(base)
+    check_base(adapter, checkpoint.folder)
     found = read_adapter(adapter, plain)
     place(found, device)
     edits = Edits(checkpoint, found, device)

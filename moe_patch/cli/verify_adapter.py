@@ -49,7 +49,9 @@ def _merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from moe_patch.after.adapter import read_adapter
     from moe_patch.after.checkpoint import Checkpoint
     from moe_patch.after.proof import weights
+    from moe_patch.tools.base_identity import check_base
 
+    check_base(args.adapter, folder)
     config, plain = adapted.plain_model(folder, args.adapter)
     adapter = read_adapter(args.adapter, plain)
     base, merged = Checkpoint(folder), Checkpoint(args.merged)
@@ -65,7 +67,9 @@ def _exported(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from moe_patch.after.adapter import read_adapter
     from moe_patch.after.checkpoint import Checkpoint
     from moe_patch.after.read_back import exported
+    from moe_patch.tools.base_identity import check_base
 
+    check_base(args.adapter, folder)
     _, plain = adapted.plain_model(folder, args.adapter)
     adapter = read_adapter(args.adapter, plain)
     found = list(exported(adapter, Checkpoint(folder), args.exported))

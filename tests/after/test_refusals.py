@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from moe_patch.after import write
 from moe_patch.cli import INTERRUPTED, main
 from moe_patch.cli.merge import bytes_of
+from moe_patch.tools.base_identity import Base, note_base
 from tests.support.cli_calls import answer, error_of
 from tests.support.merge_cases import save_adapter, save_base
 
@@ -77,7 +78,13 @@ def adapter_config(folder, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def trained_on_another(folder):
+    """Note a fine-tuning of the base as the adapter's own: same shapes, one other value."""
+    note_base(folder / "adapter", Base("elsewhere", "0" * 64))
+
+
 FAULTS = {
+    "a fine-tuning of the base": (trained_on_another, "trained on another base (elsewhere)"),
     "half an adapter": (lambda f: cut(f / "adapter" / WEIGHTS), "not a whole safetensors file"),
     "no adapter file": (lambda f: (f / "adapter" / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "half a config": (lambda f: cut(f / "adapter" / CONFIG), "not JSON"),
