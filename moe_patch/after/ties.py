@@ -19,7 +19,7 @@ Changes = dict[str, list[Change]]
 def untied(
     adapter: Adapter, held: Container[str]
 ) -> tuple[Changes, dict[str, tuple[str, list[Change]]], list[str]]:
-    """Return the changes by the parameters that a checkpoint holds.
+    """Assign an adapter's changes to the parameters that a checkpoint holds.
 
     Args:
         adapter: an adapter, for its changes and its model's ties.

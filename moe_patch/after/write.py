@@ -137,7 +137,7 @@ def refuse_existing(out: Path) -> None:
     """Refuse a folder that exists, or whose parent is not a folder.
 
     Raises:
-        UnsupportedOptionError: one of the two holds.
+        UnsupportedOptionError: ``out`` exists, or its parent is not a folder.
     """
     if out.exists() or out.is_symlink():
         raise UnsupportedOptionError(f"--out {out} exists; accepted: a folder to be made")
