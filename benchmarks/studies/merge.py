@@ -2,9 +2,9 @@
 
     python benchmarks/studies/merge.py /tmp/merge_study --layers 2 8
 
-Writes a random bf16 base and a random fp32 adapter of rank 16 on experts, router and attention for
-each number of layers (11 GB for 8), merges in a process of its own and deletes everything. Memory
-is the largest RssAnon of that process, read 20 times a second.
+For each number of layers, write a random bf16 base (11 GB for 8) and a random fp32 adapter. The
+adapter has rank 16 and is on experts, router and attention. Merge in a separate process, then
+delete everything. Memory is the largest RssAnon of that process, read 20 times a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RANK = 16
 
 
 def make(folder: Path, layers: int) -> None:
-    """Write base and adapter."""
+    """Write a base and an adapter."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -78,7 +78,7 @@ def make(folder: Path, layers: int) -> None:
 
 
 def stored(key: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
-    """A parameter's tensors in the hub's layout."""
+    """Return a parameter's tensors in the hub's layout: names and shapes."""
     if not key.endswith(("gate_up_proj", "down_proj")):
         return [(key, shape)]
     experts = key.rpartition(".")[0]
@@ -89,7 +89,7 @@ def stored(key: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]
 
 
 def merge_here(folder: Path) -> None:
-    """Merge and print seconds, parameters and the largest RssAnon."""
+    """Merge, then print seconds, parameters and the largest RssAnon."""
     from moe_patch.cli import main
 
     most, done = [0], threading.Event()
@@ -117,7 +117,7 @@ def merge_here(folder: Path) -> None:
 
 
 def main_study() -> None:
-    """Run every number of layers."""
+    """Run the study for every number of layers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])

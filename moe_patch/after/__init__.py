@@ -1,1 +1,1 @@
-"""After training: merge adapters into checkpoints, prove the result, export for other engines."""
+"""Tools for after training: merge adapters, verify the result, export to other engines."""

@@ -1,4 +1,4 @@
-"""A saved adapter of any PEFT layout since 0.17, checked whole against the base it is for."""
+"""Read a saved adapter of any PEFT layout since 0.17 and check all of it against its base."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOp
 from moe_patch.tools.adapter_files import CONFIG, WEIGHTS, installed_peft, rewrite
 
 NAME = "default"
-# Initialisations that change the base's weights as well: the file alone is not the whole change.
+# These initialisations also change the base's weights, so the file is not the whole change.
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class Adapter(NamedTuple):
-    """An adapter and the plain model it is for, both on the meta device apart from the factors.
+    """An adapter and its plain model, both on the meta device except for the factors.
 
     Attributes:
-        folder: where it was read.
-        config: adapter_config.json.
+        folder: folder of the adapter.
+        config: content of adapter_config.json.
         plain: the model without adapters.
-        changes: by the parameter's name in the plain model, what is done to it, in PEFT's order.
+        changes: name of a parameter in the plain model -> its changes, in PEFT's order.
         aliases: name of a tied parameter -> name of the parameter it shares.
     """
 
@@ -41,11 +41,11 @@ class Adapter(NamedTuple):
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """adapter_config.json of a folder.
+    """Return the content of a folder's adapter_config.json.
 
     Raises:
-        UnsupportedOptionError: the folder is no adapter, or half of one.
-        UnsupportedModelError: an adapter of a kind that cannot be merged from its file.
+        UnsupportedOptionError: the folder holds no adapter, or an incomplete one.
+        UnsupportedModelError: an adapter of this kind cannot be merged from its file.
     """
     folder = Path(folder)
     for name in (CONFIG, WEIGHTS):
@@ -80,15 +80,15 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def read_adapter(folder: str | Path, plain: nn.Module) -> Adapter:
-    """Load an adapter onto a copy of the model and check that every tensor found its place.
+    """Load an adapter into a copy of the model and check that every tensor has a place.
 
     Args:
-        folder: what PEFT's ``save_pretrained`` wrote, of any release since 0.17.
+        folder: written by PEFT's ``save_pretrained``, of any release since 0.17.
         plain: the base model on the meta device, without adapters.
 
     Raises:
-        UnsupportedOptionError: files are missing, broken or not complete.
-        UnsupportedModelError: the adapter is for another base, or of a kind not accepted.
+        UnsupportedOptionError: files are missing, broken or incomplete.
+        UnsupportedModelError: the adapter is for another base, or its kind is not accepted.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -114,14 +114,14 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """PEFT's errors of any kind, in one line that names the adapter."""
+    """Turn an error of any kind from PEFT into one line that names the adapter."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except MoePatchError:
         raise
-    except Exception as error:  # theirs are of any kind: ValueError, KeyError, RuntimeError
+    except Exception as error:  # PEFT raises ValueError, KeyError, RuntimeError ..
         said = " ".join(str(error).split())
         raise UnsupportedModelError(
             f"ADAPTER {str(folder)!r} does not fit the base: {said[:300]}; accepted: an adapter "
@@ -130,7 +130,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 
 def _wrapped(folder: Path, plain: nn.Module, tensors: dict[str, Tensor]) -> Any:
-    """PEFT's model around a copy of ``plain``, its factors those of the file."""
+    """Return PEFT's model around a copy of ``plain``, with the factors of the file."""
     from peft import PeftConfig, PeftModel
 
     with _named(folder):
@@ -155,10 +155,10 @@ def _wrapped(folder: Path, plain: nn.Module, tensors: dict[str, Tensor]) -> Any:
 
 
 def _as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file's tensors by the model's names, empty where a key is none of them.
+    """Return the file's tensors by the model's names; empty if a key is not one of them.
 
-    PEFT renames keys as transformers renames a checkpoint's, and loses those of two model types
-    that way; a file whose keys all are the model's needs no renaming.
+    PEFT renames keys as transformers renames those of a checkpoint. For two model types it loses
+    keys that way. A file whose keys are all the model's own needs no renaming.
     """
     names = {name.replace(f".{NAME}", "", 1): name for name, _ in _own(model)}
     if not set(tensors) <= set(names):
@@ -167,7 +167,7 @@ def _as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def _converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The file's tensors by the names and in the layout that PEFT's conversion gives them."""
+    """Return the file's tensors with the names and the layout of PEFT's conversion."""
     from peft.utils import set_peft_model_state_dict
 
     placed: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ def _converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         placed.update(state)
         return nn.Module.load_state_dict(model, state, **options)
 
-    # PEFT moves what it has loaded to the base's device, which is meta: the caller sets it again.
+    # PEFT then moves the loaded values to the base's device, meta, so the caller sets them again.
     vars(model)["load_state_dict"] = keep
     try:
         set_peft_model_state_dict(model, tensors, low_cpu_mem_usage=True)
@@ -186,7 +186,7 @@ def _converted(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _own(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's factors and whole modules, by their names in PEFT's model."""
+    """Yield the adapter's factors and whole modules, with their names in PEFT's model."""
     for name, value in model.named_parameters():
         if _is_own(name):
             yield name, value
@@ -213,7 +213,7 @@ _INSIDE = ("base_layer", "token_adapter", "original_module")
 
 
 def _changes(model: Any) -> dict[str, list[Change]]:
-    """What is done to each parameter, in the order in which PEFT merges."""
+    """Return the changes of each parameter, in the order in which PEFT merges."""
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
     from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.utils.other import ModulesToSaveWrapper
@@ -251,7 +251,7 @@ def _refuse_without_weight(path: str, module: Any) -> None:
 
 
 def place(adapter: Adapter, device: torch.device) -> None:
-    """Move the factors of all but stacked experts to a device, in fp32 as PEFT merges them."""
+    """Move all factors except those of stacked experts to a device, in fp32 as PEFT merges."""
     for change in (one for several in adapter.changes.values() for one in several):
         if isinstance(change, Added) and change.experts == 1:
             own = [m for name, m in change.wrapper.named_children() if name != "base_layer"]

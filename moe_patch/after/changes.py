@@ -1,7 +1,7 @@
-"""What an adapter does to one parameter: PEFT's own merge, run on values that are handed to it.
+"""Changes that an adapter makes to one parameter, computed by PEFT's own merge on given values.
 
-The adapted model lies on the meta device. A wrapper is copied with a base layer that holds the
-values at hand, and merges into that; so every kind of layer and every release gives its own result.
+The adapted model is on the meta device. To merge, copy PEFT's wrapper, give the copy a base layer
+with the values, and call its merge. Thus the result is PEFT's for each kind of layer and release.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ class Replaced:
     """A parameter whose value the adapter's file holds.
 
     Attributes:
-        value: of the file.
-        in_place: the base's own parameter is written (embeddings that PEFT saves beside their
-            adapter); else it is one of ``modules_to_save``, a parameter of its own from then on.
+        value: the value in the file.
+        in_place: True if the value replaces the base's own parameter, as for embeddings that PEFT
+            saves beside their adapter. False for ``modules_to_save``: the parameter is then untied.
     """
 
     value: Tensor
     in_place: bool = False
 
     def apply(self, weight: Tensor) -> Tensor:
-        """The new value in the dtype and on the device of the old one."""
+        """Return the new value with the dtype and device of the old one."""
         return self.value.to(weight.device, weight.dtype)
 
 
 @dataclass(frozen=True)
 class Added:
-    """A parameter that one of PEFT's layers adapts.
+    """A parameter that is adapted by one of PEFT's layers.
 
     Attributes:
         wrapper: PEFT's layer.
-        parameter: the name of the parameter in the layer that is wrapped.
-        experts: how many experts the parameter stacks; 1 for all others.
+        parameter: the name of the parameter in the wrapped layer.
+        experts: number of experts stacked in the parameter; 1 if it is not stacked.
         adapter: the adapter's name.
     """
 
@@ -50,12 +50,12 @@ class Added:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether a stacked parameter is [E, in, out], as transformers marks the module."""
+        """Return whether transformers marks the module's stacked parameters as [E, in, out]."""
         base = self.wrapper.get_base_layer()
         return hasattr(base, "is_transposed") and bool(base.is_transposed)
 
     def apply(self, weight: Tensor) -> Tensor:
-        """The parameter with the adapter merged into it.
+        """Return the parameter with the adapter merged into it.
 
         Args:
             weight: fp32, the whole parameter; may be overwritten.
@@ -68,7 +68,7 @@ class Added:
         return merged
 
     def delta(self, experts: slice, device: torch.device) -> Tensor:
-        """The sum's second term for some experts of a stacked parameter, fp32 [n, ..]."""
+        """Return scaling * B * A for some experts of a stacked parameter, fp32 [n, ..]."""
         wrapper = self._around(torch.empty(0, device=device))
         self._take(wrapper, experts, device)
         found: Tensor = wrapper.get_delta_weight(self.adapter)
@@ -83,7 +83,7 @@ class Added:
         return wrapper
 
     def _take(self, wrapper: Any, experts: slice, device: torch.device) -> None:
-        """Give the copy the factors of some experts; B has ranks outside and experts inside."""
+        """Give the copy the factors of some experts; columns of B are [rank, expert], row-major."""
         E, r = self.experts, self.wrapper.r[self.adapter]
         a, b = (layers[self.adapter].weight.detach() for layers in (wrapper.lora_A, wrapper.lora_B))
         wrapper.num_experts = experts.stop - experts.start
@@ -100,7 +100,7 @@ Change = Added | Replaced
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    """A copy whose parameters and children can be replaced without touching the module's."""
+    """Return a shallow copy; replacing its parameters or children leaves the module unchanged."""
     made = copy.copy(module)
     made._parameters = dict(module._parameters)
     made._modules = dict(module._modules)

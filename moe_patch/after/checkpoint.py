@@ -1,4 +1,4 @@
-"""A checkpoint of safetensors files, read tensor by tensor in the hub's own names and layout."""
+"""Read a safetensors checkpoint tensor by tensor, in the hub's own names and layout."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """Size in the file."""
+        """Size in the file, in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight of a checkpoint, whatever it is stored in.
+    """One weight of a checkpoint, in any storage.
 
     Attributes:
-        name: of the weight; for MXFP4 the name that the two stored tensors share.
+        name: the weight's name; for MXFP4 the common prefix of the two stored tensors.
         storage: PLAIN, FP8 (values and scales of 128 x 128 blocks) or MXFP4 (blocks and scales).
         parts: the stored tensors.
-        shape: of the weight, as a model of transformers has it.
+        shape: the weight's shape in a transformers model.
         file: the file that holds the first part.
     """
 
@@ -60,18 +60,18 @@ class Entry:
 
     @property
     def is_number(self) -> bool:
-        """Whether the values can be read as floating-point numbers."""
+        """Return whether the values can be read as floating-point numbers."""
         return self.storage != PLAIN or self.parts[0].dtype in _READABLE
 
 
 class Checkpoint:
-    """The weights of a folder; headers are read at once, values when they are asked for."""
+    """The weights of a folder; headers are read at construction, values on access."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read every header.
 
         Raises:
-            UnsupportedOptionError: a file is missing, cut off, or holds not what the index says.
+            UnsupportedOptionError: a file is missing, truncated, or does not match the index.
         """
         self.folder = Path(folder)
         self._index = _index(self.folder)
@@ -93,19 +93,19 @@ class Checkpoint:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files, in the order of their names."""
+        """Names of the files, sorted."""
         return sorted(set(self._index.values()))
 
     def raw(self, part: Part) -> Tensor:
-        """A stored tensor, on the CPU; its memory is the file's where that is possible."""
+        """Return a stored tensor on the CPU, memory-mapped from the file where possible."""
         found: Tensor = self._open(self._where[part.name]).get_tensor(part.name)
         return found
 
     def read(self, entry: Entry, rows: slice | None = None) -> Tensor:
-        """A weight in fp32, or a slice of it along its first axis.
+        """Return a weight in fp32, or a slice of it along its first axis.
 
         Raises:
-            UnsupportedModelError: its dtype holds packed values.
+            UnsupportedModelError: the weight's dtype holds packed values.
         """
         if not entry.is_number:
             raise UnsupportedModelError(
@@ -175,7 +175,7 @@ class Checkpoint:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The file of every tensor.
+    """Return the file of every tensor.
 
     Raises:
         UnsupportedOptionError: the folder has no safetensors weights, or its index is broken.

@@ -1,4 +1,4 @@
-"""An adapter on a checkpoint: the new value of every tensor that it changes, one at a time."""
+"""Apply an adapter to a checkpoint: compute each changed tensor, one at a time."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from moe_patch.after.names import Unit, by_expert, names_back, units_of
 from moe_patch.after.ties import untied
 from moe_patch.errors import UnsupportedModelError
 
-# Bytes of fp32 that one step over a stacked parameter takes: what the allocator uses again.
+# Bytes of fp32 in one step over a stacked parameter; small, so that the allocator reuses them.
 _STEP = 1 << 24
-# Parameters whose deltas are kept from one tensor to the next: an expert's projections alternate.
+# Number of parameters whose deltas are cached, because an expert's projections alternate.
 _KEPT = 4
 
 
 class Edits:
-    """What becomes of the checkpoint's tensors.
+    """The changed tensors of a checkpoint.
 
     Attributes:
-        extra: tensors that the base shares with another and the result does not.
+        extra: tensors that are tied in the base and untied in the result.
         notes: sentences for the user.
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter, device: torch.device) -> None:
-        """Find the place of every change, and rehearse each on the meta device.
+        """Find the tensors of every change, and try each conversion on the meta device.
 
         Raises:
-            UnsupportedModelError: the checkpoint has no place for a change.
+            UnsupportedModelError: the checkpoint has no tensor for a change.
         """
         self.checkpoint, self.device = checkpoint, device
         self.plain = adapter.plain
@@ -47,11 +47,11 @@ class Edits:
 
     @property
     def changed(self) -> list[str]:
-        """Names of the checkpoint's tensors that change."""
+        """Names of the checkpoint tensors that change."""
         return list(self._of_entry)
 
     def values(self, entry: Entry) -> Iterator[tuple[int, Tensor]]:
-        """The new value of a tensor in fp32, whole or in steps along its first axis.
+        """Yield the new value of a tensor in fp32, whole or in steps along its first axis.
 
         Yields:
             The first row of the step, and its values.
@@ -75,18 +75,18 @@ class Edits:
             yield 0, self._read(entry).add_(delta)
 
     def _new(self, name: str, main: str) -> Entry:
-        """The entry of a tensor that was tied to another one."""
+        """Return the entry of a tensor that was tied to another one."""
         base = self.checkpoint.entries[self.units[main].sources[0]]
         return replace(base, name=name, parts=(replace(base.parts[0], name=name),))
 
     def _read(self, entry: Entry, rows: slice | None = None) -> Tensor:
-        """fp32 on the device, in memory of its own."""
+        """Return a copy of a weight, or of rows of it, in fp32 on the device."""
         value = self.checkpoint.read(entry, rows).to(self.device)
-        # What is read without a conversion is the file's own memory.
+        # Without a conversion the value is the file's mapped memory, which must not be written.
         return value.clone() if value.dtype == entry.parts[0].dtype else value
 
     def _stacked(self, unit: Unit) -> Added | None:
-        """The change of a unit that is made expert by expert, None for a unit that is not."""
+        """Return the change of a unit that can be applied expert by expert, or None."""
         changes = self._changes.get(unit.target, [])
         if len(unit.targets) > 1 or len(changes) != 1 or not isinstance(changes[0], Added):
             return None
@@ -96,7 +96,7 @@ class Edits:
         return added
 
     def _of_expert(self, unit: Unit, added: Added, key: str) -> Tensor:
-        """One expert's delta for one tensor; those of its neighbours are made with it."""
+        """Return one expert's delta for one tensor; compute and cache all experts of its step."""
         expert = next(keys.index(key) for keys in unit.keys.values() if key in keys)
         shape = self.plain.get_parameter(unit.target).shape
         rows = _rows(added, shape, expert)
@@ -109,13 +109,13 @@ class Edits:
         return made[1][key]
 
     def _forget(self, target: str) -> None:
-        """Drop what was made for a parameter, and for the one of longest ago."""
+        """Drop the cached values of a parameter, and of the oldest one if the cache is full."""
         self._made.pop(target, None)
         if len(self._made) >= _KEPT:
             del self._made[next(iter(self._made))]
 
     def _split(self, unit: Unit, delta: Tensor, rows: slice) -> dict[str, Tensor]:
-        """Some experts' delta by the names of their tensors; the way back counts from 0."""
+        """Return some experts' delta by tensor name; the reverse conversion numbers them from 0."""
         found = unit.backward({unit.target: delta}, self.plain)
         back = names_back(unit, found, unit.target)
         first = {back[name]: value for name, value in found.items()}
@@ -165,13 +165,13 @@ class Edits:
 
 
 def _step(added: Added, shape: tuple[int, ...]) -> int:
-    """Experts of one step: two or more, since PEFT takes a single one for a layer without any."""
+    """Return the experts of one step: at least 2, as PEFT treats 1 as a layer without experts."""
     one = 4 * torch.Size(shape).numel() // added.experts
     return max(2, _STEP // max(one, 1))
 
 
 def _rows(added: Added, shape: tuple[int, ...], expert: int) -> slice:
-    """The experts of the step that holds this one."""
+    """Return the slice of experts in the step that holds this expert."""
     n = _step(added, shape)
     first = expert // n * n
     return slice(min(first, added.experts - 2), min(first + n, added.experts))

@@ -1,4 +1,4 @@
-"""Adapters on fused experts in the layouts that inference engines read."""
+"""Write adapters on fused experts in the layouts that inference engines read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_patch.tools.adapter_files import CONFIG, WEIGHTS
 
 
 class Pair(NamedTuple):
-    """Factors whose product is the delta, its scale included.
+    """Two factors whose product B A is the delta, including its scale.
 
     Attributes:
         a: [r, in], or [E, r, in].
@@ -35,20 +35,20 @@ class Pair(NamedTuple):
 def export(adapter: Adapter, base: Checkpoint, to: str, out: Path) -> int:
     """Write an adapter for an inference engine; see :mod:`moe_patch.after.engines` for sources.
 
-    The result has one rank for all modules, factors filled up with zeros, and a scale of 1: each
-    module's own scale is in its B.
+    The result has one rank for all modules and a scale of 1. Factors are padded with zeros, and
+    each module's own scale is in its B.
 
     Args:
-        adapter: on the base's empty model.
-        base: the checkpoint, for its names.
+        adapter: the adapter on the base's empty model.
+        base: the base checkpoint, for its tensor names.
         to: a key of ENGINES.
-        out: folder to make.
+        out: folder to create.
 
     Returns:
-        How many pairs of factors were written.
+        Number of pairs of factors written.
 
     Raises:
-        UnsupportedModelError: the engine's release does not read such adapters, by name.
+        UnsupportedModelError: names the release that does not read such adapters, and why.
     """
     layout = _layout(adapter, to)
     units = units_of(adapter.plain, base.entries)
@@ -93,10 +93,10 @@ def _layout(adapter: Adapter, to: str) -> str:
 
 
 def _added(adapter: Adapter, to: str) -> dict[str, Added]:
-    """The change of every parameter, each one pair of factors.
+    """Return the change of every parameter, each one pair of factors.
 
     Raises:
-        UnsupportedModelError: one is none.
+        UnsupportedModelError: a change is not one pair, or the engine does not run it.
     """
     if adapter.config.get("use_dora"):
         raise _refused(to, "does not run DoRA")
@@ -115,7 +115,7 @@ def _added(adapter: Adapter, to: str) -> dict[str, Added]:
 
 
 def _pair(change: Added) -> Pair:
-    """The factors with the scale in B, in the direction in which a module computes."""
+    """Return the factors with the scale in B, oriented so that y = B A x."""
     wrapper: Any = change.wrapper
     a, b = (one[change.adapter].weight.detach() for one in (wrapper.lora_A, wrapper.lora_B))
     scale = wrapper.scaling[change.adapter]
@@ -124,13 +124,13 @@ def _pair(change: Added) -> Pair:
     a_ERI = a.reshape(change.experts, -1, a.shape[1])
     b_EOR = b.reshape(b.shape[0], -1, change.experts).permute(2, 0, 1)
     if not swaps_features(wrapper) and not change.is_transposed:
-        # PEFT 0.18 reads the rows of [E, out, in] and writes its columns.
+        # PEFT 0.18 takes the rows of [E, out, in] as inputs and its columns as outputs.
         a_ERI, b_EOR = b_EOR.mT, a_ERI.mT
     return Pair(a_ERI, _scaled(b_EOR, scale))
 
 
 def _scaled(b: Tensor, scale: float) -> Tensor:
-    """B times the scale, in its own dtype where that is exact, else in fp32."""
+    """Return B times the scale, in the dtype of B if that is exact and in fp32 otherwise."""
     wide = b.float() * scale
     own = wide.to(b.dtype)
     return own if torch.equal(own.float(), wide) else wide
@@ -143,10 +143,10 @@ def _linear(name: str, units: dict[str, Unit], to: str) -> str:
 
 
 def _single_experts(plain: nn.Module, unit: Unit, change: Added, to: str) -> dict[str, Pair]:
-    """A pair for each of the experts' tensors: B is cut as the weight's rows are, A is shared.
+    """Return a pair per expert tensor: B is split like the weight's rows, and A is shared.
 
     Raises:
-        UnsupportedModelError: the checkpoint's tensors are not single experts' rows.
+        UnsupportedModelError: the checkpoint's tensors are not rows of single experts.
     """
     kinds = [type(one).__name__ for one in unit.converter.operations] if unit.converter else []
     if not by_expert(unit, change.experts) or kinds not in (
@@ -176,7 +176,7 @@ def _stacked_name(name: str) -> str:
 def _complete(
     pairs: dict[str, Pair], plain: nn.Module, units: dict[str, Unit], layout: str
 ) -> None:
-    """Add zero factors for what an engine needs beside what is adapted."""
+    """Add zero factors for the unadapted modules that an engine needs as well."""
     names = {
         source.removesuffix(".weight"): unit for unit in units.values() for source in unit.sources
     }

@@ -1,4 +1,4 @@
-"""W + scaling * B * A for a whole checkpoint, tensor by tensor, without its model in memory."""
+"""Compute W + scaling * B * A for a checkpoint tensor by tensor, without loading its model."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ CONFIG = "config.json"
 
 
 class Merged(NamedTuple):
-    """What a merge did.
+    """Counts, errors and notes of a merge.
 
     Attributes:
-        changed, copied: how many of the checkpoint's weights.
-        parameters: how many values the result holds.
-        bytes: how many were written as weights.
-        errors: by storage, the relative error of encoding the merged values again (root of the
-            sum of squares over all of them).
+        changed: number of the checkpoint's weights that changed.
+        copied: number of the checkpoint's weights that were copied.
+        parameters: number of values in the result.
+        bytes: number of bytes written as weights.
+        errors: storage -> relative error of encoding the merged values again, as a ratio of
+            2-norms over all of them.
         notes: sentences for the user.
     """
 
@@ -63,21 +64,21 @@ def merge(
     """Write the base with an adapter merged into it, in the base's own names and layout.
 
     Every changed value is W + scaling * B * A in fp32 as PEFT computes it, rounded once to the
-    dtype of its tensor; all others are copied.
+    dtype of its tensor. All other values are copied.
 
     Args:
-        adapter: folder that PEFT's ``save_pretrained`` wrote.
+        adapter: folder written by PEFT's ``save_pretrained``.
         base: folder of the checkpoint, in safetensors.
-        out: folder to make.
+        out: folder to create.
         plain: the base's model on the meta device.
-        dtype: of the result; None: each tensor's own.
-        max_shard_size: bytes of a file; None: the base's files.
-        device: where the sums are formed.
+        dtype: dtype of the result; None keeps each tensor's own.
+        max_shard_size: largest size of a file in bytes; None keeps the base's files.
+        device: device that computes the sums.
         progress: called with the bytes written and the bytes to write.
 
     Raises:
         UnsupportedOptionError: a file is missing or broken, ``out`` exists, or the disk is full.
-        UnsupportedModelError: the adapter is not one of this base.
+        UnsupportedModelError: the adapter does not belong to this base.
     """
     out, device = Path(out), torch.device(device)
     refuse_existing(out)
@@ -100,7 +101,7 @@ def merge(
             job.file(folder / name, group)
         if len(files) > 1 or (checkpoint.folder / INDEX).is_file():
             (folder / INDEX).write_text(index_text(files), encoding="utf-8")
-        # The config comes last: without it no reader takes the folder for a model.
+        # Copy the config last: without it, no reader takes the folder for a model.
         for path in sorted(copies, key=lambda one: one.name == CONFIG):
             shutil.copyfile(path, folder / path.name)
         _rewrite_config(folder / CONFIG, dtype, untied=bool(edits.extra))
@@ -108,14 +109,14 @@ def merge(
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
-    """Experts by number: what is made for one is there for the next."""
+    """Sort entries by name, experts by number, so that cached deltas are reused."""
     from transformers.core_model_loading import dot_natural_key
 
     return sorted(entries, key=lambda one: dot_natural_key(one.name))
 
 
 def _kept_in_fp32(plain: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Parts of names whose fp32 tensors the model keeps so in 16 bits."""
+    """Return name parts of tensors that stay fp32 when the model is cast to 16 bits."""
     kept: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         kept |= set(plain._keep_in_fp32_modules_strict or ())
@@ -125,7 +126,7 @@ def _kept_in_fp32(plain: Any, dtype: torch.dtype | None) -> tuple[str, ...]:
 
 
 def _stored_as(entry: Entry, dtype: torch.dtype | None, kept: tuple[str, ...]) -> Entry:
-    """The entry as the result has it."""
+    """Return the entry in the storage of the result."""
     if dtype is None or not entry.is_number:
         return entry
     own = entry.parts[0].dtype
@@ -135,7 +136,7 @@ def _stored_as(entry: Entry, dtype: torch.dtype | None, kept: tuple[str, ...]) -
 
 
 class _Job:
-    """The loop over the tensors, and what it counts."""
+    """The loop over the tensors, and its counts."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class _Job:
             file.close()
 
     def _values(self, entry: Entry) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """The parts of an entry, whole or in steps along the first axis."""
+        """Yield the parts of an entry, whole or in steps along the first axis."""
         old = self.before[entry]
         if entry.name in self.changed:
             for row, value in self.edits.values(old):
@@ -174,7 +175,7 @@ class _Job:
             yield 0, self._encoded(entry, self.checkpoint.read(old))
 
     def _encoded(self, entry: Entry, value: Tensor) -> tuple[Tensor, ...]:
-        """fp32 values in the storage of the result; adds to the error that is told at the end."""
+        """Encode fp32 values in the storage of the result, and add up the encoding error."""
         if entry.storage == PLAIN:
             return (value.to(entry.parts[0].dtype),)
         if entry.storage == FP8:
@@ -193,7 +194,7 @@ class _Job:
         return packed, scales
 
     def result(self) -> Merged:
-        """The counts."""
+        """Return the counts."""
         parameters = sum(torch.Size(one.shape).numel() for one in self.before)
         return Merged(
             len(self.changed),
@@ -206,7 +207,7 @@ class _Job:
 
 
 def _rewrite_config(path: Path, dtype: torch.dtype | None, untied: bool) -> None:
-    """Change config.json where the result is not the base's; otherwise it stays byte for byte."""
+    """Change config.json if the dtype or a tie changed; otherwise leave it byte for byte."""
     if dtype is None and not untied:
         return
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Checkpoint tensors and the parameters that transformers makes of them, in both directions.
+"""Map checkpoint tensors to the parameters that transformers builds from them, and back.
 
-The table of names and operations is transformers' own (``get_model_conversion_mapping``); the walk
-over the keys is that of ``convert_and_load_state_dict_in_model``, without values.
+The table of names and operations is transformers' own (``get_model_conversion_mapping``). The loop
+over the keys follows ``convert_and_load_state_dict_in_model``, without values.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moe_patch.errors import UnsupportedModelError
 
 @dataclass
 class Unit:
-    """Checkpoint tensors that become one parameter, or a few, and the way back.
+    """Checkpoint tensors that become one or a few parameters, with the conversion both ways.
 
     Attributes:
         target: the first parameter's name.
         targets: names of all parameters.
-        converter: transformers' WeightConverter, or None where a tensor is only renamed.
-        keys: by the converter's source pattern, the checkpoint's names in transformers' order.
-        renamed: name in the checkpoint -> name that the converter works on.
+        converter: transformers' WeightConverter, or None if a tensor is only renamed.
+        keys: the converter's source pattern -> checkpoint names, in transformers' order.
+        renamed: name in the checkpoint -> name that the converter expects.
     """
 
     target: str
@@ -36,14 +36,15 @@ class Unit:
 
     @property
     def sources(self) -> list[str]:
-        """Names of all checkpoint tensors of the unit."""
+        """Names of all checkpoint tensors in the unit."""
         return [key for keys in self.keys.values() for key in keys]
 
     def forward(self, values: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """The parameters that transformers makes of checkpoint tensors.
+        """Convert checkpoint tensors to parameters.
 
         Args:
-            values: by the checkpoint's names, all of the unit, or of equally many experts each.
+            values: tensors by checkpoint name: all of the unit, or the same number of experts for
+                each pattern.
             model: the plain model on the meta device.
         """
         if self.converter is None:
@@ -56,7 +57,7 @@ class Unit:
         return _plain(converter.convert(self.target, model=model, config=model.config))
 
     def backward(self, values: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-        """The checkpoint's tensors that parameters came from, by the names the converter uses.
+        """Convert parameters back to checkpoint tensors, by the names that the converter uses.
 
         Args:
             values: all parameters of the unit, or the same experts of each.
@@ -78,14 +79,14 @@ def _plain(found: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def units_of(model: nn.Module, keys: Iterable[str]) -> dict[str, Unit]:
-    """The unit that fills each parameter.
+    """Return the unit that fills each parameter.
 
     Args:
-        model: of transformers, plain, on the meta device.
-        keys: names of a checkpoint's tensors; those that the model has no place for are left out.
+        model: a plain transformers model on the meta device.
+        keys: names of a checkpoint's tensors; names without a place in the model are ignored.
 
     Returns:
-        Units by the names of the parameters they fill.
+        Parameter name -> unit.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -123,7 +124,7 @@ def _before_conversion(key: str, renamings: list[Any]) -> str:
 
 
 def _filled(unit: Unit, there: dict[str, Any]) -> list[tuple[str, Unit]]:
-    """Every parameter of a unit: a converter with several targets names the first one only."""
+    """Return all parameters of a unit; a converter with several targets names only the first."""
     if unit.converter is None or len(unit.converter.target_patterns) == 1:
         return [(unit.target, unit)]
     first, *others = unit.converter.target_patterns
@@ -133,11 +134,11 @@ def _filled(unit: Unit, there: dict[str, Any]) -> list[tuple[str, Unit]]:
 
 
 def by_expert(unit: Unit, experts: int) -> bool:
-    """Whether experts can be converted one by one: each has checkpoint tensors of its own.
+    """Return whether each expert has its own checkpoint tensors and converts on its own.
 
     Args:
-        unit: of a stacked parameter.
-        experts: how many the parameter stacks.
+        unit: the unit of a stacked parameter.
+        experts: number of experts stacked in the parameter.
     """
     if unit.converter is None or len(unit.converter.target_patterns) > 1:
         return False
@@ -155,10 +156,10 @@ def _leaves_experts_apart(operation: Any) -> bool:
 
 
 def names_back(unit: Unit, found: Iterable[str], where: str) -> dict[str, str]:
-    """The checkpoint's name for each name that :meth:`Unit.backward` gave.
+    """Return the checkpoint's name for each name returned by :meth:`Unit.backward`.
 
     Raises:
-        UnsupportedModelError: transformers has no way back to the checkpoint's names.
+        UnsupportedModelError: transformers cannot convert back to the checkpoint's names.
     """
     back = {renamed: key for key, renamed in unit.renamed.items()}
     if unknown := sorted(set(found) - set(back)):

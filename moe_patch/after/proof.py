@@ -1,7 +1,7 @@
-"""Base and adapter against a merged checkpoint: every weight's delta, expert by expert.
+"""Compare base plus adapter with a merged checkpoint: each weight's delta, expert by expert.
 
-Both checkpoints are read by transformers' conversion towards the model, the other way than a merge
-writes, and the sums are PEFT's own over whole parameters.
+transformers converts both checkpoints to the model's parameters; a merge writes in the opposite
+direction. PEFT computes the sums over whole parameters.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moe_patch.after.names import Unit, units_of
 from moe_patch.after.ties import untied
 from moe_patch.errors import UnsupportedModelError
 
-# Largest relative error of one expert that encoding alone makes, with a margin.
+# Largest relative error of one expert from encoding alone, with a margin.
 LIMITS = {FP8: 0.05, MXFP4: 0.2}
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight, or one expert of a stacked one.
+    """Comparison of one weight, or of one expert in a stacked weight.
 
     Attributes:
-        name: the parameter's, with the expert's number in brackets.
-        storage: of the result.
+        name: the parameter's name, with the expert's number in brackets.
+        storage: storage of the result.
         ulps: the largest distance from W + delta, in units in the last place of the result.
-        share: of the delta that is there: 1 where it is whole, 0 for another delta.
-        tolerance: how far from 1 rounding alone can bring ``share``.
-        error: relative, of the result.
+        share: fraction of the delta in the result: 1 if complete, 0 for an unrelated delta.
+        tolerance: largest deviation of ``share`` from 1 that rounding alone can cause.
+        error: relative error of the result.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Weight:
 
     @property
     def passed(self) -> bool:
-        """Whether the weight is base plus delta, but for one rounding."""
+        """Return whether the weight equals base plus delta, up to one rounding."""
         if self.storage == PLAIN:
             return self.ulps <= 1
         return self.error <= LIMITS[self.storage] and abs(self.share - 1) <= self.tolerance
@@ -56,7 +56,7 @@ def weights(adapter: Adapter, base: Checkpoint, merged: Checkpoint) -> Iterator[
     """Compare every parameter that the adapter changes.
 
     Args:
-        adapter: on the base's empty model.
+        adapter: the adapter on the base's empty model.
         base, merged: the two checkpoints.
 
     Raises:
@@ -102,21 +102,21 @@ def _norm(value: Tensor) -> float:
 
 
 def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance to the next number of ``dtype``, fp32, at least that of its smallest normal."""
+    """Return the spacing of ``dtype`` at each value, in fp32, at least its spacing at ``tiny``."""
     about = torch.finfo(dtype)
     _, exponent = torch.frexp(value.abs().clamp(min=about.tiny))
     return torch.ldexp(torch.full_like(value, about.eps), exponent - 1)
 
 
 class _Reader:
-    """Parameters of the model, read from a checkpoint."""
+    """Reader of the model's parameters from a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, plain: nn.Module) -> None:
         self.checkpoint, self.plain = checkpoint, plain
         self.units = units_of(plain, checkpoint.entries)
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32.
+        """Return a parameter in fp32.
 
         Raises:
             UnsupportedModelError: the checkpoint does not hold it.
@@ -126,7 +126,7 @@ class _Reader:
         return unit.forward(read, self.plain)[name]
 
     def storage(self, name: str) -> tuple[str, torch.dtype]:
-        """How the checkpoint stores a parameter."""
+        """Return storage and dtype of a parameter in the checkpoint."""
         entry = self.checkpoint.entries[self._unit(name).sources[0]]
         return entry.storage, entry.parts[0].dtype
 

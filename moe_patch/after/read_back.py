@@ -1,6 +1,6 @@
-"""An exported adapter against the one it was made of: every delta, expert by expert.
+"""Compare an exported adapter with the original: each delta, expert by expert.
 
-Deltas are formed from the exported files as their readers form them, and compared with PEFT's.
+Deltas are computed from the exported files as the engines compute them, and compared with PEFT's.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _PREFIX = "base_model.model."
 
 
 def exported(adapter: Adapter, base: Checkpoint, folder: str | Path) -> Iterator[Weight]:
-    """Compare the delta of every weight, and of every expert, with PEFT's.
+    """Compare the delta of every weight and every expert with PEFT's.
 
     Args:
-        adapter: the original on the base's empty model.
-        base: the checkpoint, for its names.
-        folder: what ``export`` wrote, in any layout.
+        adapter: the original adapter on the base's empty model.
+        base: the base checkpoint, for its tensor names.
+        folder: written by ``export``, in any layout.
 
     Raises:
-        UnsupportedOptionError: the folder is no adapter, or not a whole one.
-        UnsupportedModelError: it lacks factors, or holds others.
+        UnsupportedOptionError: the folder holds no adapter, or an incomplete one.
+        UnsupportedModelError: the export lacks factors, or has factors of other weights.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -73,7 +73,7 @@ def _taken(found: dict[str, Tensor], name: str, folder: Path) -> Tensor:
 
 
 def _delta(adapter: Adapter, name: str) -> Tensor:
-    """W after the changes less W, for W = 0."""
+    """Return the delta of a parameter: its value after the changes if it was 0 before."""
     value = torch.zeros(adapter.plain.get_parameter(name).shape)
     for change in adapter.changes[name]:
         if not isinstance(change, Added):
@@ -93,7 +93,7 @@ def _weights(name: str, expected: Tensor, found: Tensor) -> Iterator[Weight]:
 def _weight(name: str, expected: Tensor, found: Tensor) -> Weight:
     size = float(expected.double().norm())
     share = float((found.double() * expected.double()).sum()) / size**2 if size else 1.0
-    # Where terms cancel, the order of the sum decides; the ulp of a typical value holds there.
+    # Where terms cancel, the order of the sum decides, so use at least the ulp of a typical value.
     typical = expected.abs().clamp(min=size / expected.numel() ** 0.5 / 256)
     off = (found - expected).abs() / ulp(typical, torch.bfloat16)
     error = float((found - expected).double().norm()) / size if size else 0.0
@@ -101,7 +101,7 @@ def _weight(name: str, expected: Tensor, found: Tensor) -> Weight:
 
 
 class _Factors:
-    """The pairs of an exported file; an added pair of zeros may be left over."""
+    """The pairs of an exported file; added pairs of zeros may stay unused."""
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         from safetensors.torch import load_file
@@ -112,10 +112,10 @@ class _Factors:
         self._used: set[str] = set()
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of a module in fp32.
+        """Return A and B of a module in fp32.
 
         Raises:
-            UnsupportedModelError: the file has none.
+            UnsupportedModelError: the file has no pair for the module.
         """
         keys = [f"{_PREFIX}{name}.lora_{letter}.weight" for letter in "AB"]
         if missing := [key for key in keys if key not in self._tensors]:
@@ -125,12 +125,12 @@ class _Factors:
         return a, b
 
     def product(self, name: str) -> Tensor:
-        """The delta [out, in] of a module."""
+        """Return the delta [out, in] of a module."""
         a, b = self.pair(name)
         return b @ a * self._scale
 
     def stacked(self, name: str, experts: int) -> Tensor | None:
-        """The delta [E, out, in] of a stacked parameter; None where the file has no stacks."""
+        """Return the delta [E, out, in] of a stacked parameter; None if the file has no stacks."""
         module, _, leaf = name.rpartition(".")
         module = f"{module}.base_layer" if leaf == "gate_up_proj" else module
         if leaf not in ("gate_up_proj", "down_proj"):
@@ -142,7 +142,7 @@ class _Factors:
         return torch.stack([own_b @ own_a for own_a, own_b in parts]) * self._scale
 
     def left(self) -> list[str]:
-        """Keys of pairs that nothing asked for and that are not zero."""
+        """Return keys of pairs that were not used and are not zero."""
         return [
             key
             for key, value in self._tensors.items()

@@ -1,7 +1,7 @@
-"""Changes of parameters that share their values, such as the input and the output embeddings.
+"""Resolve changes of tied parameters, such as the input and the output embeddings.
 
-PEFT's merge writes what is added into the shared values, so both parameters change. What is
-replaced (``modules_to_save``) is one parameter's own, and PEFT ends the tie.
+PEFT's merge adds deltas to the shared values, so both parameters change. A replaced value
+(``modules_to_save``) belongs to one parameter only, and PEFT unties it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ Changes = dict[str, list[Change]]
 def untied(
     adapter: Adapter, held: Container[str]
 ) -> tuple[Changes, dict[str, tuple[str, list[Change]]], list[str]]:
-    """Changes by the parameters that a checkpoint holds.
+    """Assign an adapter's changes to the parameters that a checkpoint holds.
 
     Args:
-        adapter: its changes and its model's ties.
-        held: names of the parameters that the checkpoint has tensors for.
+        adapter: an adapter, for its changes and its model's ties.
+        held: names of the parameters that have tensors in the checkpoint.
 
     Returns:
-        The changes of each parameter that is held, those of parameters that need a tensor of
-        their own from now on (with the parameter that they were tied to), and notes for the user.
+        Three values. First, the changes of each parameter that the checkpoint holds. Second, the
+        changes of each parameter that now needs its own tensor, with the name of the parameter to
+        which it was tied. Third, notes for the user.
     """
     changes: Changes = {}
     apart: dict[str, tuple[str, list[Change]]] = {}
@@ -57,7 +58,7 @@ def untied(
 
 
 def _groups(adapter: Adapter, held: Container[str]) -> Iterable[list[str]]:
-    """The changed parameters with those tied to them, the one that the checkpoint holds first."""
+    """Yield each changed parameter with its ties; the one in the checkpoint comes first."""
     seen: set[str] = set()
     for name in adapter.changes:
         first = adapter.aliases.get(name, name)
@@ -69,7 +70,7 @@ def _groups(adapter: Adapter, held: Container[str]) -> Iterable[list[str]]:
 
 
 def _added(adapter: Adapter, name: str) -> list[Change]:
-    """What is written into the values that a group shares."""
+    """Return the changes that are written into the shared values of a group."""
     return [one for one in adapter.changes.get(name, []) if not _is_own(one)]
 
 
@@ -82,7 +83,7 @@ def _is_own(change: Change) -> bool:
 
 
 def _alike(first: list[Change], second: list[Change]) -> bool:
-    """Whether both give one value: the same changes, or equal values of the file."""
+    """Return whether both give the same value: same changes, or equal values in the file."""
     return len(first) == len(second) and all(
         one is two
         or (

@@ -1,7 +1,7 @@
-"""Checkpoints written tensor by tensor into a folder that appears under its name when it is whole.
+"""Write a checkpoint tensor by tensor into a folder that gets its name once it is complete.
 
-The layout of a file is known before its first byte (safetensors: the length of a JSON header, the
-header, the values), so no file is held in memory and the free space is checked at once.
+A safetensors file is the length of a JSON header, the header and the values. The layout is known
+before the first byte, so no file is held in memory, and free space is checked at the start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".ms
 
 
 class ShardFile:
-    """One safetensors file of a known layout, its tensors written in any order."""
+    """A safetensors file of known layout, whose tensors may be written in any order."""
 
     def __init__(self, path: Path, entries: Sequence[Entry]) -> None:
         header, self._offsets = _header([part for entry in entries for part in entry.parts])
@@ -33,7 +33,7 @@ class ShardFile:
         self._file.write(header)
 
     def write(self, part: Part, value: Tensor, row: int = 0) -> int:
-        """Write a tensor, or rows of it from ``row`` on; returns the bytes."""
+        """Write a tensor, or its rows from ``row`` on, and return the number of bytes."""
         flat = value.detach().cpu().contiguous().reshape(-1)
         row_bytes = part.bytes // part.shape[0] if part.shape and part.shape[0] else 0
         self._file.seek(self._offsets[part.name] + row * row_bytes)
@@ -42,12 +42,12 @@ class ShardFile:
         return flat.numel() * flat.element_size()
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Flush and close the file."""
         self._file.close()
 
 
 def _header(parts: list[Part]) -> tuple[bytes, dict[str, int]]:
-    """The head of the file and where each tensor begins, wide dtypes first as readers expect."""
+    """Return the header and the offset of each tensor; readers expect wide dtypes first."""
     table: dict[str, object] = {"__metadata__": {"format": "pt"}}
     place, starts = 0, {}
     for part in sorted(parts, key=lambda one: -one.dtype.itemsize):
@@ -67,12 +67,12 @@ def _header(parts: list[Part]) -> tuple[bytes, dict[str, int]]:
 def shards(
     entries: Sequence[Entry], base_files: Sequence[str], limit: int | None
 ) -> dict[str, list[Entry]]:
-    """The entries of each file to write.
+    """Return the entries of each file to write.
 
     Args:
-        entries: in the order in which they are written.
-        base_files: names of the base's files, which are kept without a limit.
-        limit: bytes of a file; a tensor that is larger gets a file of its own.
+        entries: entries in the order of writing.
+        base_files: names of the base's files, which are kept if there is no limit.
+        limit: largest size of a file in bytes; a larger tensor gets its own file.
     """
     if limit is None:
         found: dict[str, list[Entry]] = {name: [] for name in base_files}
@@ -95,7 +95,7 @@ def shards(
 
 
 def index_text(files: dict[str, list[Entry]]) -> str:
-    """model.safetensors.index.json of the files."""
+    """Return the content of model.safetensors.index.json for the files."""
     where = {part.name: name for name, es in files.items() for e in es for part in e.parts}
     total = sum(part.bytes for es in files.values() for e in es for part in e.parts)
     table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -104,14 +104,14 @@ def index_text(files: dict[str, list[Entry]]) -> str:
 
 @contextmanager
 def folder_in_one_step(out: Path, needed: int) -> Iterator[Path]:
-    """A folder beside ``out`` that is renamed to it at the end, and removed after an error.
+    """Yield a folder beside ``out``; rename it to ``out`` at the end, remove it after an error.
 
     Args:
-        out: must not exist; its parent must.
-        needed: bytes that are going to be written.
+        out: final folder; it must not exist, but its parent must.
+        needed: number of bytes to be written.
 
     Raises:
-        UnsupportedOptionError: ``out`` exists, or the disk is full or becomes so.
+        UnsupportedOptionError: ``out`` exists, or the disk is or becomes full.
     """
     refuse_existing(out)
     free = shutil.disk_usage(out.parent).free
@@ -134,10 +134,10 @@ def folder_in_one_step(out: Path, needed: int) -> Iterator[Path]:
 
 
 def refuse_existing(out: Path) -> None:
-    """Refuse a folder that is there, or one that nothing can be made in.
+    """Refuse a folder that exists, or whose parent is not a folder.
 
     Raises:
-        UnsupportedOptionError: says which.
+        UnsupportedOptionError: ``out`` exists, or its parent is not a folder.
     """
     if out.exists() or out.is_symlink():
         raise UnsupportedOptionError(f"--out {out} exists; accepted: a folder to be made")
@@ -148,7 +148,7 @@ def refuse_existing(out: Path) -> None:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Everything of a checkpoint beside its weights: config, tokenizer, generation config, .."""
+    """Return all files of a checkpoint except weights: config, tokenizer, generation config .."""
     return [
         path
         for path in sorted(folder.iterdir())

@@ -1,4 +1,4 @@
-"""The base of an adapter, for the commands that take one: its folder and its empty model."""
+"""Find an adapter's base, for commands that take an adapter: its folder and its empty model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
 
 
 def add_adapter(parser: argparse.ArgumentParser, *, option: bool = False) -> None:
-    """The argument ADAPTER, or the option of that name, and ``--base``."""
+    """Add the argument ADAPTER, or the option ``--adapter``, and ``--base``."""
     name = "--adapter" if option else "adapter"
     parser.add_argument(name, metavar="ADAPTER", help="folder that PEFT's save_pretrained wrote")
     add_base(parser)
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
-    """The option ``--base``."""
+    """Add the option ``--base``."""
     parser.add_argument(
         "--base", metavar="MODEL", help="folder or hub id; default: the one the adapter names"
     )
 
 
 def base_folder(adapter: str, base: str | None) -> Path:
-    """The folder of the base's files, downloaded where it is a hub id.
+    """Return the folder of the base's files; download them if the base is a hub id.
 
     Raises:
-        UnsupportedOptionError: the adapter is none, or the base cannot be had.
-        UnsupportedModelError: the adapter is of a kind that is not accepted.
+        UnsupportedOptionError: the folder holds no adapter, or the base cannot be loaded.
+        UnsupportedModelError: the adapter's kind is not accepted.
     """
     config = read_config(adapter)
     name = base or config.get("base_model_name_or_path")
@@ -57,10 +57,10 @@ def base_folder(adapter: str, base: str | None) -> Path:
 
 
 def plain_model(folder: Path, adapter: str) -> tuple[Any, nn.Module]:
-    """The base's config and its model on the meta device, in the class the adapter was made on.
+    """Return the base's config and its model on the meta device, in the adapter's model class.
 
     Raises:
-        UnsupportedModelError: it is quantised in a way that is not read, or there is no class.
+        UnsupportedModelError: the base's quantisation cannot be read, or there is no class.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""``export ADAPTER --to vllm|sglang|peft``: an adapter in the layout that another program reads."""
+"""``export ADAPTER --to vllm|sglang|peft``: write an adapter in another program's layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PEFT = "peft"
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the parser of ``export``."""
     from moe_patch.after.engines import ENGINES
 
     releases = ", ".join(one.release for one in ENGINES.values())
@@ -33,7 +33,7 @@ def add(subparsers: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Export and say what was written."""
+    """Export and print the result."""
     from moe_patch.after.adapter import read_adapter
     from moe_patch.after.checkpoint import Checkpoint
     from moe_patch.after.engines import ENGINES

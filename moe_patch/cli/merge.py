@@ -1,4 +1,4 @@
-"""``merge ADAPTER --out DIR``: a checkpoint with an adapter in it, in the base's own layout."""
+"""``merge ADAPTER --out DIR``: write a merged checkpoint in the base's own layout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def add(subparsers: Any) -> None:
-    """Add the parser."""
+    """Add the parser of ``merge``."""
     parser = subparsers.add_parser(
         "merge",
         help="write a checkpoint with an adapter merged into it",
@@ -41,7 +41,7 @@ def add(subparsers: Any) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Merge and say what was done."""
+    """Merge and print the result."""
     from moe_patch.after.merge import merge
     from moe_patch.after.write import refuse_existing
 
@@ -84,10 +84,10 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def bytes_of(text: str) -> int:
-    """A size such as 5GB, 512MiB or 1000000.
+    """Return the bytes of a size such as 5GB, 512MiB or 1000000.
 
     Raises:
-        UnsupportedOptionError: it is none.
+        UnsupportedOptionError: the text is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     unit = _UNITS.get(found[2].upper()) if found else None
@@ -100,7 +100,7 @@ def bytes_of(text: str) -> int:
 
 @contextmanager
 def byte_bar(what: str) -> Iterator[Callable[[int, int], Any]]:
-    """A bar of bytes on stderr where that is a terminal and tqdm is installed."""
+    """Yield a progress callback; it shows a bar if stderr is a terminal and tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda done, total: None
         return

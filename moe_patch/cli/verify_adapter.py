@@ -1,4 +1,4 @@
-"""``verify --adapter DIR``: base and adapter against a merged checkpoint or an exported adapter."""
+"""``verify --adapter DIR``: compare base and adapter with a merged checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from moe_patch.cli.output import print_json, print_table, quiet_libraries
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.errors import UnsupportedOptionError
 
-# Between two sums of equal weights in fp32.
+# Largest relative error of logits in fp32 between two models with equal weights.
 LOGITS = 1e-3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this form of the command; ``--base`` is MODEL."""
+    """Add the options of ``verify --adapter``; here the base is MODEL."""
     group = parser.add_argument_group("after training")
     group.add_argument("--adapter", metavar="DIR", help="compare MODEL and this adapter with ..")
     group.add_argument("--merged", metavar="DIR", help=".. the checkpoint that merge wrote")
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Compare and print; status 1 when a check fails."""
+    """Compare and print; return status 1 if a check fails."""
     if (args.merged is None) == (args.exported is None):
         raise UnsupportedOptionError("verify --adapter: name one of --merged DIR, --exported DIR")
     folder = adapted.base_folder(args.adapter, args.model)
@@ -89,12 +89,12 @@ def _summary(found: list[Any]) -> dict[str, Any]:
 def _logits(
     args: argparse.Namespace, config: Any, folder: Path, adapter: Any, merged: Any
 ) -> dict[str, float]:
-    """Relative errors of logits in fp32: against PEFT's merge rounded as the result is, and others.
+    """Return relative errors of logits in fp32.
 
     Returns:
-        ``merged``: the result against PEFT's merge, its changed weights rounded to the result's
-        dtypes. ``rounding``: the result against the adapter unmerged. ``adapter``: the base
-        against the adapter unmerged, for scale.
+        ``merged``: the result against PEFT's merge, whose changed weights are rounded to the
+        result's dtypes. ``rounding``: the result against the unmerged adapter. ``adapter``: the
+        base against the unmerged adapter, for scale.
     """
     from peft import PeftModel
 

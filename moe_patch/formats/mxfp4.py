@@ -34,11 +34,12 @@ def _e8m0(scale: Tensor) -> Tensor:
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [.., columns] as uint8 [.., columns / 2] and scales uint8 [.., columns / 32].
+    """Quantise fp32 [.., columns] to uint8 [.., columns / 2] and scales uint8 [.., columns / 32].
 
-    The scale's exponent is that of the block's largest magnitude less 2, that of 6 = 1.5 * 2^2 (OCP
-    Microscaling Formats 1.0, section 6.3); where 6 would cut the largest magnitude off by more
-    than rounding does (beyond 7 after scaling), it is one higher. Ties go to the even code.
+    The scale's exponent is that of the block's largest magnitude, minus 2. The 2 is the exponent of
+    the format's largest value, 6 = 1.5 * 2^2 (OCP Microscaling Formats 1.0, section 6.3). If the
+    largest magnitude exceeds 7 after scaling, clipping to 6 would cost more than rounding. The
+    exponent is then one higher. Ties go to the even code.
     """
     blocks = weight.unflatten(-1, (-1, BLOCK))
     _, exponent = torch.frexp(blocks.abs().amax(-1))
@@ -52,7 +53,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(magnitude: Tensor) -> Tensor:
-    """The index 0 .. 7 of the nearest magnitude; what lies between two goes to the even index."""
+    """Return the index 0 .. 7 of the nearest magnitude; a midpoint goes to the even index."""
     middles = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
     index = torch.zeros(magnitude.shape, dtype=torch.int64, device=magnitude.device)
     for code, middle in enumerate(middles):

@@ -1,13 +1,13 @@
-"""The axolotl plugin: patches a model after axolotl has loaded it and its adapters.
+"""The axolotl plugin: patch a model after axolotl has loaded it and its adapters.
 
     plugins:
       - moe_patch.MoePatchPlugin
     moe_patch: true          # or a mapping of options, or false; true if left out
 
 One line in the log (logger ``axolotl.moe_patch``, level INFO, first rank) says what was patched.
-In every run axolotl 0.21 also loads the plugin by its entry point; it then acts only if the key is
-set. Importing the plugin registers ``experts_implementation: moe_patch``. Only axolotl imports this
-module. Source: the plugin interface in axolotl's documentation (BasePlugin).
+In every run axolotl 0.21 also loads the plugin by its entry point. That plugin acts only if the key
+is set. Importing the plugin registers ``experts_implementation: moe_patch``. Only axolotl imports
+this module. Source: the plugin interface in axolotl's documentation (BasePlugin).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MoePatchKey(BaseModel):
 
 
 class MoePatchPlugin(BasePlugin):
-    """Runs a model's MoE blocks on moe_patch."""
+    """Plugin that runs a model's MoE blocks on moe_patch."""
 
     args: type[BaseModel] = MoePatchArgs
 
@@ -99,7 +99,7 @@ class MoePatchByKey(MoePatchPlugin):
             super().post_model_load(cfg, model)
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
-        """Run the base class's hook if the key is present."""
+        """Run the base class's hook if the key is set."""
         return [] if cfg.moe_patch is None else super().add_callbacks_pre_trainer(cfg, model)
 
 

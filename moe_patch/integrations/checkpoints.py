@@ -1,7 +1,7 @@
-"""A callback for what Trainer's checkpoints lack: merged weights come back, adapters know a base.
+"""Trainer callback that restores merged weights and records the base of adapters.
 
 Full fine-tunings resume, and load their best model, with all weights of the checkpoint: see
-:mod:`moe_patch.tools.checkpoint_loading`. Checkpoints of adapters note which base they are of: see
+:mod:`moe_patch.tools.checkpoint_loading`. Checkpoints of adapters record their base: see
 :mod:`moe_patch.tools.base_identity`.
 """
 
@@ -22,11 +22,11 @@ from moe_patch.tools.checkpoint_loading import (
 
 
 class CheckpointCallback(TrainerCallback):
-    """Watches the Trainer's model for weights that a checkpoint has under other names.
+    """Convert weights that a checkpoint stores under other names, in the Trainer's model.
 
     Raises:
-        UnsupportedOptionError: when training begins or ends, a checkpoint that was loaded lacks
-            weights; when training begins, a model of ``model_init`` was resumed unseen.
+        UnsupportedOptionError: a loaded checkpoint lacks weights (raised when training begins or
+            ends), or a model of ``model_init`` was resumed without the hook (when it begins).
     """
 
     def __init__(self) -> None:
@@ -35,13 +35,13 @@ class CheckpointCallback(TrainerCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Watch the model before the Trainer loads anything."""
+        """Add the hook to the model before the Trainer loads anything."""
         watch_loading(model)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Refuse a checkpoint that was loaded in part; watch a model of ``model_init``."""
+        """Refuse a partly loaded checkpoint; add the hook to a model of ``model_init``."""
         if state.global_step and watching(model) is None:
             _refuse_unseen(model)
         watch_loading(model)
@@ -51,22 +51,22 @@ class CheckpointCallback(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Note the base of adapters in the checkpoint that was just written."""
+        """Record the base of adapters in the checkpoint that was just written."""
         note_checkpoint(args, state, self.bases.get(id(model)))
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Refuse a best model that was loaded in part."""
+        """Refuse a partly loaded best model."""
         self.bases.pop(id(model), None)
         check_loaded(model)
 
 
 def _refuse_unseen(model: Any) -> None:
-    """Refuse to resume a model that was made after the callback had seen another.
+    """Refuse to resume a model that was created without the callback's hook.
 
     Raises:
-        UnsupportedOptionError: weights of it are stored under other names.
+        UnsupportedOptionError: some of the model's weights are stored under other names.
     """
     if isinstance(model, PreTrainedModel) and any(True for _ in conversion_groups(model)):
         raise UnsupportedOptionError(

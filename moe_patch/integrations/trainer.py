@@ -1,4 +1,4 @@
-"""A callback for Hugging Face Trainer and everything built on it (TRL among them).
+"""A callback for Hugging Face Trainer and everything built on it, such as TRL.
 
     trainer = Trainer(model, args, callbacks=[MoePatchCallback()])
 
@@ -7,7 +7,7 @@ checked again when training begins: ``model_init`` may have made a new model, ad
 added, or another library may have replaced a forward. One line in the log (logger ``moe_patch``,
 level INFO, first rank) says what was patched.
 
-Checkpoints lose nothing: see :mod:`moe_patch.integrations.checkpoints`.
+Checkpoints load with all their weights: see :mod:`moe_patch.integrations.checkpoints`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_patch.patching.patch import patch_model
 
 
 class MoePatchCallback(CheckpointCallback):
-    """Patches the Trainer's model; the model stays patched afterwards.
+    """Patch the Trainer's model, which stays patched afterwards.
 
     Args:
         config: as for :func:`moe_patch.patch_model`; False leaves the model alone.
@@ -31,7 +31,7 @@ class MoePatchCallback(CheckpointCallback):
         options: single options, see :class:`moe_patch.PatchConfig`.
 
     Raises:
-        UnsupportedOptionError: at construction, an option is unknown or wrong; when the Trainer is
+        UnsupportedOptionError: at construction, an option is unknown or wrong. When the Trainer is
             built, an argument of the Trainer would replace the patch. Later errors: see
             :class:`~moe_patch.integrations.checkpoints.CheckpointCallback`.
         UnsupportedModelError: when the Trainer is built, see :func:`moe_patch.patch_model`.
@@ -48,7 +48,7 @@ class MoePatchCallback(CheckpointCallback):
     def on_init_end(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Patch the model; with ``model_init`` the Trainer has a first model here as well."""
+        """Patch the model; with ``model_init``, the Trainer already has a first model here."""
         if self.config is not None:
             _refuse_conflicts(args)
             self._patch(model)
@@ -57,7 +57,7 @@ class MoePatchCallback(CheckpointCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        """Patch what is new, and refuse to train modules that no longer run our forward."""
+        """Patch new modules, and refuse to train modules that no longer run the patched forward."""
         if self.config is not None:
             self._patch(model)
             super().on_train_begin(args, state, control, model)

@@ -1,9 +1,9 @@
-"""Checkpoints of NF4 experts: this library's own files, read bit for bit, refused by transformers.
+"""Save NF4 experts in this library's own files: read bit for bit, and refused by transformers.
 
 config.json has a model_type that is unknown to transformers, and contains the model's own config.
 Weights are in ``moe_patch*.safetensors``, which no class of transformers opens. For a parameter
-``P`` the files hold ``<part>_P`` for every part of the storage. Other weights have the names of an
-ordinary checkpoint of the model.
+``P`` the files hold ``<part>_P`` for every part of the storage. Other weights have the same names
+as in an ordinary checkpoint of the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 class Stored(NamedTuple):
-    """Parts of one parameter that wait for their values: module, name, dtype."""
+    """A parameter whose parts are not loaded yet: module, name, dtype and full path."""
 
     module: nn.Module
     name: str
@@ -94,10 +94,10 @@ def read_config(path: str, about: dict[str, Any], storage: str) -> Any:
 
 
 def read_tensors(path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
-    """All tensors of the files, not yet read where the file system can map them.
+    """Return all tensors of the files, memory-mapped where the file system allows it.
 
     Raises:
-        UnsupportedOptionError: a file is missing, cut off or broken.
+        UnsupportedOptionError: a file is missing, truncated or broken.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -120,9 +120,9 @@ def read_tensors(path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def shapes(names: list[str], tensors: dict[str, Tensor]) -> Shapes:
-    """Shape and dtype of every part of the named parameters.
+    """Return shape and dtype of every part of the named parameters.
 
-    transformers copies a quantisation config several times, tensors in it with all their values.
+    transformers copies a quantisation config several times, so it must not hold the tensors.
     """
     found = {}
     for where in names:
@@ -132,10 +132,10 @@ def shapes(names: list[str], tensors: dict[str, Tensor]) -> Shapes:
 
 
 def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
-    """Put parts, on the meta device, in the place of the stored parameters.
+    """Replace the stored parameters by their parts, on the meta device.
 
     Raises:
-        UnsupportedModelError: the model has no such parameter, or one of another size.
+        UnsupportedModelError: the model lacks such a parameter, or its size differs.
     """
     waiting = []
     for where, parts in stored.items():
@@ -153,14 +153,14 @@ def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
         for part, (shape, dtype) in parts.items():
             empty = torch.empty(shape, dtype=dtype, device="meta")
             module.register_parameter(f"{part}_{name}", nn.Parameter(empty, requires_grad=False))
-        # transformers would otherwise look for the parameter to give it random values.
+        # Otherwise transformers would look up the removed parameter to give it random values.
         module._is_hf_initialized = True
         waiting.append(Stored(module, name, own.dtype, where))
     return waiting
 
 
 def collect(waiting: list[Stored]) -> None:
-    """Make one packed parameter of the parts that were loaded."""
+    """Combine the loaded parts into one packed parameter each."""
     for module, name, dtype, _ in waiting:
         packed, *scales = (module._parameters.pop(f"{part}_{name}").data for part in PARTS)  # type: ignore[union-attr]
         weight = PackedWeight("nf4", packed, tuple(scales), dtype)

@@ -1,10 +1,10 @@
-"""save_pretrained of a model with packed experts: FP8 and MXFP4 as published, NF4 as our own files.
+"""Save models with packed experts: FP8 and MXFP4 as published, NF4 in files of this library.
 
-FP8 is written as DeepSeek and Qwen publish it: each tensor that the checkpoint's own layout has in
-e4m3, ``weight_scale_inv`` beside it. MXFP4 is written as gpt-oss is: ``P_blocks`` and ``P_scales``.
-transformers reads both. It has no layout for NF4 experts. An unknown quant_method only makes it
-warn and leave experts at random values. So NF4 files have a model_type and names that it refuses
-(see :mod:`moe_patch.quant.packed_checkpoint`).
+FP8 is written as DeepSeek and Qwen publish it: each expert tensor of the checkpoint's own layout
+in e4m3, with ``weight_scale_inv`` beside it. MXFP4 is written as for gpt-oss: ``P_blocks`` and
+``P_scales``. transformers reads both. For NF4 experts transformers has no layout. On an unknown
+quant_method it only warns, and leaves the experts at random values. So NF4 files have a model_type
+and file names that transformers refuses (see :mod:`moe_patch.quant.packed_checkpoint`).
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ def _save_pretrained(
     max_shard_size: int | str = "5GB",
     **others: Any,
 ) -> None:
-    """Write a model with packed experts, whole or not at all; any other as transformers does.
+    """Write a model with packed experts, completely or not at all; others as transformers does.
 
     Args:
         model: a transformers model without adapters.
         save_directory: a folder that holds no model yet.
         is_main_process: False writes nothing.
-        max_shard_size: bytes of a file, or as "5GB".
-        others: of transformers' method; none is accepted where experts are packed.
+        max_shard_size: largest size of a file in bytes, or as "5GB".
+        others: options of transformers' method; none is accepted if experts are packed.
 
     Raises:
-        UnsupportedModelError: it holds adapters, or experts that no such file can hold, by name.
-        UnsupportedOptionError: the folder holds a model, the disk is full or an option is not ours.
+        UnsupportedModelError: names the adapters, or the experts that no such file can hold.
+        UnsupportedOptionError: the folder holds a model, the disk is full, or an option is not
+            accepted.
     """
     packed = {name: p for name, p in model.named_parameters() if isinstance(p, QuantTensor)}
     if not packed:
@@ -107,10 +108,10 @@ def _save_pretrained(
 
 
 def _storages(packed: dict[str, QuantTensor]) -> set[str]:
-    """The one storage of all packed experts.
+    """Return the single storage of all packed experts.
 
     Raises:
-        UnsupportedModelError: there are several.
+        UnsupportedModelError: the experts have several storages.
     """
     found = {value.stored_in for value in packed.values()}
     if len(found) > 1:
@@ -122,7 +123,7 @@ def _storages(packed: dict[str, QuantTensor]) -> set[str]:
 
 
 def _refuse_other_packing(model: Any) -> None:
-    """Refuse adapters, and other modules that another library packs.
+    """Refuse adapters, and modules that another library packs.
 
     Raises:
         UnsupportedModelError: names the first.
@@ -143,7 +144,7 @@ def _refuse_other_packing(model: Any) -> None:
 
 
 def _refuse_tied(model: Any, packed: dict[str, QuantTensor]) -> None:
-    """Refuse experts that several modules share, of which files would hold copies.
+    """Refuse experts that several modules share, because files would hold copies of them.
 
     Raises:
         UnsupportedModelError: names the first.
@@ -158,7 +159,7 @@ def _refuse_tied(model: Any, packed: dict[str, QuantTensor]) -> None:
 
 
 def _plain(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
-    """All other entries under their names in checkpoints, a tied one once."""
+    """Return all other entries by their checkpoint names, each tied one once."""
     entries = model.state_dict()
     for name, value in packed.items():
         for own in state.to_tensors(value.weight, name):
@@ -173,14 +174,14 @@ def _plain(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
 
 
 def _stored(model: Any, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries as transformers' own ``save_pretrained`` names and cuts them."""
+    """Return entries as named and split by transformers' own ``save_pretrained``."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(entries)))
 
 
 def _fp8_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
-    """Values and scales, cut by the same conversions.
+    """Return values and scales, split by the same conversions.
 
     Raises:
         UnsupportedModelError: see :func:`_check_cut`.
@@ -196,7 +197,7 @@ def _fp8_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor
 
 
 def _check_cut(model_type: str, values: dict[str, Tensor], experts: int) -> None:
-    """Refuse stored tensors of one projection whose scales are not theirs alone."""
+    """Refuse stored tensors of one projection that share scales with another."""
     name, value = next(iter(values.items()))
     if value.dim() != 2:
         raise UnsupportedModelError(
@@ -220,7 +221,7 @@ def _mxfp4_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tens
 
 
 def _quantisation(model: Any, storage: str, packed: dict[str, QuantTensor]) -> dict[str, Any]:
-    """The config's entry: every Linear, and experts that are plain, stay as they are."""
+    """Return the config's entry, which leaves every Linear and all unpacked experts as they are."""
     holders = {name.rpartition(".")[0] for name in packed}
     kept = [
         path

@@ -1,4 +1,4 @@
-"""Safetensors files of a checkpoint: cut by size, written aside, and moved to their place."""
+"""Split a checkpoint into safetensors files by size, write them aside, then move them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moe_patch.errors import UnsupportedOptionError
 
 INDEX = "model.safetensors.index.json"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "": 1}
-# What a folder with a model in it has.
+# Files that show that a folder holds a model.
 _MODEL = ("config.json", "*.safetensors", "*.bin", "*.index.json")
-# Room for a config, an index and headers.
+# Bytes reserved for a config, an index and headers.
 _SPARE = 1 << 24
 
 
@@ -25,12 +25,12 @@ class Shards:
     """Tensors in files of a given size.
 
     Args:
-        tensors: by name; views of one memory may be among them.
-        stem: of the files' names.
-        max_size: bytes of a file, or as "5GB"; a larger tensor has a file of its own.
+        tensors: name -> tensor; tensors may be views of the same memory.
+        stem: first part of the files' names.
+        max_size: largest size of a file in bytes, or as "5GB"; a larger tensor gets its own file.
 
     Raises:
-        UnsupportedOptionError: the size cannot be read.
+        UnsupportedOptionError: the size cannot be parsed.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], stem: str, max_size: int | str) -> None:
@@ -61,25 +61,25 @@ class Shards:
             save_file(whole, folder / name, {"format": "pt"})
 
     def index(self) -> dict[str, object]:
-        """The file of each tensor, and the size of all."""
+        """Return the file of each tensor, and the total size."""
         where = {key: n for n, one in zip(self.names, self.files, strict=True) for key in one}
         return {"metadata": {"total_size": self.nbytes}, "weight_map": where}
 
     def write_index(self, file: Path) -> None:
-        """Write what transformers reads where there are several files."""
+        """Write the index, which transformers reads if there are several files."""
         file.write_text(json.dumps(self.index(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def new_folder(target: str | Path, nbytes: int) -> Iterator[Path]:
-    """A folder to write to, whose files lie in ``target`` when the block ends without an error.
+    """Yield a folder to write to; move its files to ``target`` if the block ends without an error.
 
     Args:
         target: a folder without a model in it; it need not exist.
-        nbytes: what will be written.
+        nbytes: number of bytes to be written.
 
     Raises:
-        UnsupportedOptionError: the target holds a model, or there is no room; nothing is left.
+        UnsupportedOptionError: the target holds a model, or the disk is full; nothing remains.
     """
     from safetensors import SafetensorError
 

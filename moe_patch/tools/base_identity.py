@@ -1,8 +1,8 @@
-"""Identity of the base model that an adapter was trained on, kept in the adapter's folder.
+"""Record in an adapter's folder the base model on which it was trained.
 
-A checkpoint is identified by a hash over every tensor's name, dtype and shape, as its safetensors
-headers have them. The hash also covers some bytes of some tensors, because two fine-tunings of one
-model have equal indices. It does not depend on how the checkpoint is split into shards.
+A hash over every tensor's name, dtype and shape in the safetensors headers identifies a checkpoint.
+The hash also covers some bytes of some tensors, because two fine-tunings of one model have equal
+indices. The hash does not depend on how the checkpoint is split into shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class TensorEntry(NamedTuple):
-    """A tensor of a safetensors file: where it lies, and what its header says."""
+    """A tensor of a safetensors file: its header entry, and its byte range in the file."""
 
     file: Path
     dtype: str
@@ -39,7 +39,7 @@ class TensorEntry(NamedTuple):
 
 
 class Base(NamedTuple):
-    """A checkpoint by the name of its folder and by its hash."""
+    """Name and hash of a checkpoint."""
 
     name: str
     sha256: str
@@ -48,16 +48,16 @@ class Base(NamedTuple):
 def base_hash(folder: str | Path) -> str | None:
     """Return the sha256 that identifies a checkpoint, in hexadecimal.
 
-    Only headers and some hundred pieces of 4 KiB are read.
+    Only headers and a few hundred pieces of 4 KiB are read.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
     Returns:
-        None where it holds no safetensors files, whose headers are needed.
+        None if the folder holds no safetensors files, whose headers are needed.
 
     Raises:
-        UnsupportedOptionError: a shard is missing, or a file is cut off or broken.
+        UnsupportedOptionError: a shard is missing, or a file is truncated or broken.
     """
     entries: dict[str, TensorEntry] = {}
     for file in weight_files(folder):
@@ -76,7 +76,7 @@ def weight_files(folder: str | Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, in order; empty if it has none.
 
     Raises:
-        UnsupportedOptionError: the index cannot be read, or names a file that is not there.
+        UnsupportedOptionError: the index cannot be read, or names a missing file.
     """
     folder = Path(folder)
     if not (folder / INDEX).is_file():
@@ -97,10 +97,10 @@ def weight_files(folder: str | Path) -> list[Path]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by name.
+    """Return the tensors of a safetensors file by name.
 
     Raises:
-        UnsupportedOptionError: the file is no safetensors file, or shorter than its header says.
+        UnsupportedOptionError: the file is not in safetensors, or is shorter than its header says.
     """
     size = file.stat().st_size
     try:
@@ -123,14 +123,14 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def find_base(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a checkpoint on this machine; nothing is downloaded.
+    """Return the folder of a checkpoint on this machine; download nothing.
 
     Args:
         name: a folder, or a hub id whose files are in the cache.
-        revision: of the hub id; None: the main branch.
+        revision: revision of the hub id; None means the main branch.
 
     Returns:
-        None where it is not here.
+        None if the checkpoint is not on this machine.
     """
     if not name:
         return None
@@ -141,13 +141,13 @@ def find_base(name: str, revision: str | None = None) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:  # a folder that is gone
+    except HFValidationError:  # the name of a deleted folder
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def known_base(folder: str | Path | None) -> Base | None:
-    """A base and its hash; None without a folder, or with one that has no safetensors files.
+    """Return a base with its hash; None without a folder or without safetensors files in it.
 
     Raises:
         UnsupportedOptionError: see :func:`base_hash`.
@@ -157,7 +157,7 @@ def known_base(folder: str | Path | None) -> Base | None:
 
 
 def base_of(model: nn.Module) -> Base | None:
-    """The base under the adapters of a PEFT model, if its checkpoint is on this machine.
+    """Return the base of a PEFT model, or None if its checkpoint is not on this machine.
 
     Raises:
         UnsupportedOptionError: see :func:`base_hash`.
@@ -184,10 +184,10 @@ def note_base(adapter: str | Path, base: Base) -> None:
 
 
 def note_checkpoint(args: Any, state: Any, base: Base | None) -> None:
-    """Write the identity of a base into the adapters that a Trainer has just saved, if it did.
+    """Write the identity of a base beside the adapter that a Trainer has just saved, if any.
 
     Args:
-        args, state: of the Trainer.
+        args, state: the Trainer's arguments and state.
         base: from :func:`base_of`; None writes nothing.
     """
     folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
@@ -196,16 +196,16 @@ def note_checkpoint(args: Any, state: Any, base: Base | None) -> None:
 
 
 def check_base(adapter: str | Path, base: str | Path) -> None:
-    """Refuse a base other than the one that an adapter was trained on.
+    """Refuse a base that differs from the one on which an adapter was trained.
 
-    An adapter without a record, and a base without safetensors files, pass.
+    Accept an adapter without a record, and a base without safetensors files.
 
     Args:
-        adapter: folder that PEFT saved.
+        adapter: folder written by PEFT.
         base: folder of a checkpoint.
 
     Raises:
-        UnsupportedModelError: it is another base.
+        UnsupportedModelError: the adapter was trained on another base.
         UnsupportedOptionError: a file of either folder is missing or broken.
     """
     adapter = Path(adapter)
@@ -222,7 +222,7 @@ def check_base(adapter: str | Path, base: str | Path) -> None:
 
 
 def read_record(adapter: Path) -> Base | None:
-    """The base that :func:`note_base` wrote; None where it wrote nothing.
+    """Return the base recorded by :func:`note_base`; None if there is no record.
 
     Raises:
         UnsupportedOptionError: the folder holds no adapter, or its record is broken.
@@ -249,7 +249,7 @@ def _entry(file: Path, data: int, about: dict[str, Any]) -> TensorEntry:
 
 
 def _samples(names: list[str]) -> Iterator[str]:
-    """Evenly spaced names of every kind, the first and the last among them."""
+    """Yield evenly spaced names of every kind, including the first and the last."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub("#", name), []).append(name)
@@ -260,9 +260,9 @@ def _samples(names: list[str]) -> Iterator[str]:
 
 
 def _piece(entry: TensorEntry) -> bytes:
-    """Bytes from the middle of a tensor: first rows of embeddings are often never trained."""
+    """Return bytes from the middle of a tensor; first rows of embeddings often stay untrained."""
     middle = (entry.start + entry.end) // 2
-    # An even start within the tensor, the same wherever the tensor lies in its file.
+    # An even offset within the tensor, which does not depend on the tensor's place in its file.
     start = entry.start + max(0, (middle - entry.start - SAMPLE_BYTES // 2) // 2 * 2)
     with entry.file.open("rb") as opened:
         opened.seek(start)

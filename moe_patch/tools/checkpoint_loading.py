@@ -1,10 +1,10 @@
-"""Load a checkpoint's own names into a live model that has merged or renamed its weights.
+"""Load a checkpoint's own names into a model in memory that has merged or renamed its weights.
 
-transformers' Trainer (5.9 to 5.24) calls ``model.load_state_dict`` with the contents of the files,
-to resume a full fine-tuning and to load the best model at its end. Files have the names of the hub:
-one for each single expert, another one for a router. Weights that the model has under other names
-stay as they were built, with one warning about missing keys. A hook on the model converts such
-entries before they are loaded, by transformers' own conversions. It does nothing if the entries
+transformers' Trainer (5.9 to 5.24) calls ``model.load_state_dict`` with the contents of the files.
+It does so to resume a full fine-tuning and to load the best model at the end. Files have the hub's
+names: one per expert, or another name for a router. Weights with other names in the model keep
+their initial values, with only one warning about missing keys. A hook on the model converts such
+entries before loading, with transformers' own conversions. The hook does nothing if the entries
 already have the model's names.
 """
 
@@ -40,9 +40,9 @@ class Group(NamedTuple):
 
 
 class CheckpointHook:
-    """Pre-hook of ``load_state_dict``: converts entries that have a checkpoint's own names.
+    """Pre-hook of ``load_state_dict`` that converts entries with a checkpoint's own names.
 
-    Entries of a layer that come in several calls, one for each shard, are kept until the last.
+    If a layer's entries arrive in several calls, one per shard, they are kept until the last.
     """
 
     def __init__(self) -> None:
@@ -51,14 +51,14 @@ class CheckpointHook:
         self.twin: Any = None
 
     def __call__(self, model: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Replace stored entries by the model's own."""
+        """Replace stored entries by entries with the model's names."""
         given = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
         own = model.state_dict().keys()
         if given.keys() <= own:
             return
         if not self.groups:
             self.groups = list(conversion_groups(model))
-        # Entries of the model's own names may come with others that are unknown to it.
+        # Entries with the model's own names may come with entries that the model lacks.
         if not any(name in given for group in self.groups for name in group.files - own):
             return
         for group in self.groups:
@@ -77,10 +77,10 @@ class CheckpointHook:
             self.groups, self.twin = [], None
 
     def check(self) -> None:
-        """Raise where a load has ended before all entries of a layer were there.
+        """Raise if a load ended before all entries of a layer arrived.
 
         Raises:
-            UnsupportedOptionError: names the first entry that is missing; nothing is kept.
+            UnsupportedOptionError: names the first missing entry; nothing is kept.
         """
         if not self.kept:
             return
@@ -94,9 +94,9 @@ class CheckpointHook:
 
 
 def watch_loading(model: nn.Module) -> None:
-    """Have a model's ``load_state_dict`` take a checkpoint's own names; idempotent.
+    """Make a model's ``load_state_dict`` accept a checkpoint's own names; idempotent.
 
-    Models of others are left alone, PEFT's among them, which loads adapters by itself.
+    Only transformers models get the hook. PEFT's models load their adapters themselves.
     """
     from transformers import PreTrainedModel
 
@@ -105,7 +105,7 @@ def watch_loading(model: nn.Module) -> None:
 
 
 def watching(model: nn.Module) -> CheckpointHook | None:
-    """The hook of a model, if it has one."""
+    """Return the hook of a model, or None."""
     for wrapped in model._load_state_dict_pre_hooks.values():
         found: Any = wrapped
         if isinstance(found.hook, CheckpointHook):
@@ -114,17 +114,17 @@ def watching(model: nn.Module) -> CheckpointHook | None:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise where a load into a watched model has ended in the middle: see the hook's check."""
+    """Raise if a load into a watched model is incomplete; see :meth:`CheckpointHook.check`."""
     if (hook := watching(model)) is not None:
         hook.check()
 
 
 def conversion_groups(model: Any) -> Iterator[Group]:
-    """The weights of a model that ``save_pretrained`` stores under other names or converted.
+    """Yield groups of weights that ``save_pretrained`` renames or converts.
 
-    By layer where no conversion reaches over several, so that no more than a layer is kept.
+    There is one group per layer if no conversion spans layers, so at most one layer is kept.
     """
-    # Files hold a tied weight once.
+    # Files hold a tied weight only once.
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     state_dict = model.state_dict()
     own = {name: _meta(value) for name, value in state_dict.items() if name not in left_out}
@@ -144,7 +144,7 @@ def conversion_groups(model: Any) -> Iterator[Group]:
 
 
 def _stored(model: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Entries as ``save_pretrained`` names them."""
+    """Return entries with the names of ``save_pretrained``."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(model, dict(state_dict)))
@@ -155,7 +155,7 @@ def _meta(value: Tensor) -> Tensor:
 
 
 def _twin(model: Any) -> Any:
-    """The same model without memory, its dtypes those of the model."""
+    """Return a copy of the model on the meta device, with the same dtypes."""
     with torch.device("meta"):
         twin = type(model)(copy.deepcopy(model.config))
     like = {name: _meta(value) for name, value in model.state_dict().items()}
@@ -164,7 +164,7 @@ def _twin(model: Any) -> Any:
 
 
 def _mapping(model: Any) -> list[Any]:
-    """The conversions that a model's checkpoints go through: those it was loaded by, if it was."""
+    """Return the conversions with which the model was loaded, or those of its class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return vars(model).get("_weight_conversions") or list(get_model_conversion_mapping(model))
@@ -173,17 +173,17 @@ def _mapping(model: Any) -> list[Any]:
 def _converted(
     twin: Any, stored: dict[str, Tensor], targets: Iterable[str], mapping: list[Any]
 ) -> dict[str, Tensor]:
-    """The model's entries that stored ones stand for, by transformers' own loader.
+    """Convert stored entries to the model's entries with transformers' own loader.
 
     Raises:
-        UnsupportedOptionError: it cannot convert them.
+        UnsupportedOptionError: the loader cannot convert them, or sizes differ.
     """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
     how = LoadStateDictConfig(weight_mapping=mapping)
     with _no_bar():
-        # Releases before 5.20 have a plan of tensor parallelism in the fourth place.
+        # In releases before 5.20 the fourth argument is a tensor-parallel plan.
         info = convert_and_load_state_dict_in_model(twin, stored, how, None)[0]
     if info.conversion_errors:
         name, why = next(iter(info.conversion_errors.items()))

@@ -1,1 +1,1 @@
-"""Tests of what comes after training: merge, export, verify."""
+"""Tests of the commands for after training: merge, export, verify."""

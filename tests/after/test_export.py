@@ -1,7 +1,7 @@
-"""moe-patch export: layouts of vLLM and SGLang, read back and compared with PEFT's deltas.
+"""Test moe-patch export: layouts of vLLM and SGLang, read back and compared with PEFT's deltas.
 
-The tests of the engines' sources run where MOE_PATCH_ENGINES names a folder with the wheels of
-moe_patch/after/engines.py unpacked in it (``vllm/`` and ``sglang/``).
+The tests of the engines' sources need MOE_PATCH_ENGINES. It names a folder with the unpacked wheels
+of moe_patch/after/engines.py (``vllm/`` and ``sglang/``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [
     ("deepseek_v3", "vllm", MLA, {}),
     ("gpt_oss", "vllm", ATTENTION, {"rank_pattern": {"gate_up_proj": 5}}),
 ]  # fmt: skip
-# What the engines' releases ask for with two experts; source in moe_patch/after/engines.py.
+# Module names that the engines' releases expect for two experts; sources: after/engines.py.
 NAMES = {
     PER_EXPERT: {f"experts.{i}.{p}" for i in (0, 1) for p in ("gate_proj", "up_proj", "down_proj")},
     STACKED: {"experts", "experts.base_layer"},
@@ -44,7 +44,7 @@ NAMES = {
 
 
 def made(folder, model_type, to, modules=ATTENTION, parameters=EXPERTS, base=None, **options):
-    """A base, an adapter and its export; the adapter as it was read."""
+    """Save a base and an adapter, export the adapter, and return it as read from its file."""
     model = save_base(model_type, folder / "base", **(base or {}))
     modules = [m for m in modules if any(n.endswith(m) for n, _ in model.named_modules())]
     save_adapter(
@@ -57,7 +57,7 @@ def made(folder, model_type, to, modules=ATTENTION, parameters=EXPERTS, base=Non
 
 
 def modules_of(folder):
-    """Module names of an exported file."""
+    """Return the module names of an exported file."""
     found = load_file(folder / "out" / "adapter_model.safetensors")
     return {re.fullmatch(r"base_model\.model\.(.*)\.lora_[AB]\.weight", key)[1] for key in found}
 
@@ -105,12 +105,12 @@ def test_wrong_exports_are_caught(wrong, tmp_path):
 
 
 def other(match):
-    """Gate for up and up for gate."""
+    """Swap gate and up."""
     return {"gate_proj": "up_proj", "up_proj": "gate_proj"}[match[0]]
 
 
 def test_projections_without_an_adapter_get_zeros(tmp_path):
-    """Both engines stop at an expert, or at q, k and v, with some of its projections adapted."""
+    """Both engines refuse an expert, or q, k and v, of which only some projections are adapted."""
     adapter = made(tmp_path, "qwen3_moe", "sglang", ["q_proj"], ["experts.down_proj"])
     names = modules_of(tmp_path)
     for name in ("mlp.experts.3.up_proj", "self_attn.k_proj", "self_attn.v_proj"):
@@ -165,7 +165,7 @@ needs_sources = pytest.mark.skipif(
 
 
 def classes_of(folder):
-    """Every class of a folder's files: file, names of bases, names that its body sets."""
+    """Return each class of a folder's files: file, names of bases, names annotated in its body."""
     found = {}
     for file in sorted(folder.glob("*.py")):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

@@ -1,4 +1,4 @@
-"""Tensor names of merged checkpoints in llama.cpp's table, where the gguf package is installed."""
+"""Look up tensor names of merged checkpoints in llama.cpp's table, if gguf is installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_every_name_of_a_merged_checkpoint_maps(model_type, tmp_path):
-    """convert_hf_to_gguf.py stacks experts, and calls a correction bias a bias, before it looks."""
+    """convert_hf_to_gguf.py first stacks experts and renames the correction bias, as done here."""
     model = save_base(model_type, tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
     empty = plain(tmp_path / "base", tmp_path / "adapter")

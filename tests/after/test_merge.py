@@ -1,4 +1,4 @@
-"""moe-patch merge: bit for bit PEFT's merge of the base in fp32, cast to the tensors' dtypes."""
+"""Test moe-patch merge: bit for bit PEFT's merge into the fp32 base, cast to each dtype."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.merge_cases import (
 )
 from tests.support.numerics import rel_err
 
-# PEFT 0.21 loses adapters of these when it loads them; it merges them rightly before saving.
+# PEFT 0.21 loses adapters of these when it loads them. A merge before saving is correct.
 LOST_BY_PEFT = ("laguna", "mistral_large4")
 CASES = [
     pytest.param(name, marks=() if name in LAYOUTS else pytest.mark.slow)
@@ -37,7 +37,7 @@ CASES = [
 
 
 def merged(folder, adapter="adapter", out="out", **options):
-    """The merge of the folder's base and adapter, and its tensors."""
+    """Merge the folder's adapter into its base; return the summary and the tensors."""
     base = folder / "base"
     done = merge(folder / adapter, base, folder / out, plain(base, folder / adapter), **options)
     return done, tensors(folder / out)
@@ -45,7 +45,7 @@ def merged(folder, adapter="adapter", out="out", **options):
 
 @pytest.mark.parametrize("model_type", CASES)
 def test_every_layout_is_bit_for_bit_that_of_peft(model_type, tmp_path):
-    """Mutants: a scale left out, gate and up exchanged, experts in another order."""
+    """Mutants: the scale omitted, gate and up swapped, experts in another order."""
     model = save_base(model_type, tmp_path / "base")
     before = tensors(tmp_path / "base")
     save_adapter(model, tmp_path / "adapter")
@@ -121,7 +121,7 @@ def test_every_kind_of_adapter(name, tmp_path):
 
 
 def stir(adapter, folder):
-    """Give modules that are saved whole values of their own."""
+    """Set random values in the modules that are saved whole, and save the adapter."""
     with torch.no_grad():
         for name, value in adapter.named_parameters():
             if "modules_to_save" in name or "trainable_tokens" in name:
@@ -142,7 +142,7 @@ def test_the_layout_of_another_release_of_peft(tmp_path):
 
 @pytest.mark.versions
 def test_an_adapter_of_single_experts(tmp_path):
-    """As transformers 4 had them: one pair of factors per expert and projection."""
+    """Use the layout of transformers 4: one pair of factors per expert and projection."""
     model = save_base("qwen3_moe", tmp_path / "base")
     save_adapter(model, tmp_path / "adapter", target_modules=ATTENTION)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -187,7 +187,7 @@ def test_files_of_a_size_and_of_another_dtype(tmp_path):
 
 
 def as_fp8(folder):
-    """Store the experts of a base as FP8 checkpoints have them; their values in fp32."""
+    """Store the experts of a base as in FP8 checkpoints, and return their values in fp32."""
     found, values = {}, {}
     for name, weight in tensors(folder).items():
         found[name] = weight
@@ -200,7 +200,7 @@ def as_fp8(folder):
 
 
 def as_mxfp4(folder):
-    """Store the experts of a gpt-oss base as its checkpoint has them; their values in fp32."""
+    """Store the experts of a gpt-oss base in MXFP4, and return their values in fp32."""
     found, values = {}, {}
     for name, weight in tensors(folder).items():
         if name.endswith("_proj") and weight.dim() == 3:
@@ -224,7 +224,7 @@ def as_mxfp4(folder):
     ],
 )
 def test_packed_checkpoints(model_type, store, method, over, limit, tmp_path):
-    """Decoded, added to, encoded again within the error said; or exact in bf16."""
+    """Encoding again stays within the reported error; with dtype=bfloat16 the merge is exact."""
     model = save_base(model_type, tmp_path / "base", **over)
     save_adapter(model, tmp_path / "adapter", target_parameters=list(EXPERTS))
     values = store(tmp_path / "base")
@@ -252,7 +252,7 @@ def test_packed_checkpoints(model_type, store, method, over, limit, tmp_path):
 
 
 def test_mxfp4_is_encoded_to_the_nearest(tmp_path):
-    """All that can be stored comes back; anything else is at most half a step away."""
+    """Representable values survive; other values go to the nearest one."""
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
     block = torch.cat([magnitudes, -magnitudes, magnitudes, -magnitudes])
     weight = torch.stack([block * 2.0**e for e in (-20, -3, 0, 5)])

@@ -1,4 +1,4 @@
-"""Bad input of merge: one sentence, nothing half done, inputs untouched."""
+"""Test bad input to merge: a one-sentence error, no partial output, inputs unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """A base in several files and an adapter of it."""
+    """Folder with a base in several files and its adapter."""
     folder = tmp_path_factory.mktemp("refusals")
     model = save_base("qwen3_moe", folder / "base")
     model.save_pretrained(folder / "base", max_shard_size="60KB")
@@ -33,7 +33,7 @@ def kept(tmp_path_factory):
 
 @pytest.fixture
 def folder(kept, tmp_path):
-    """The same, to be broken."""
+    """Copy of ``kept`` for one test to break."""
     for name in ("base", "adapter"):
         shutil.copytree(kept / name, tmp_path / name)
     return tmp_path
@@ -45,7 +45,7 @@ def argv(folder, *more):
 
 
 def state(folder):
-    """Every file of a folder by its content."""
+    """Return a hash of every file in a folder."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path): hashlib.sha256(path.read_bytes()).digest() for path in files}
 
@@ -128,7 +128,7 @@ def test_one_sentence_and_nothing_written(name, capsys, folder):
 
 
 def test_a_full_disk(capsys, folder, monkeypatch):
-    """Known before the first byte, or told by the disk in the middle of a file."""
+    """The check fails before the first byte, or a write fails in the middle of a file."""
     before = state(folder)
     usage = shutil.disk_usage(folder)
     with monkeypatch.context() as patched:
@@ -145,7 +145,7 @@ def test_a_full_disk(capsys, folder, monkeypatch):
 
 
 def after(count, error):
-    """A write that fails after some calls."""
+    """Return a write method that fails after ``count`` calls."""
     calls = []
     real = write.ShardFile.write
 

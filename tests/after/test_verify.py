@@ -1,4 +1,4 @@
-"""moe-patch verify --adapter: what merge wrote passes, and a wrong result of every kind fails."""
+"""Test moe-patch verify --adapter: a correct merge passes, and each kind of wrong merge fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATE, UP = "gate_proj", "up_proj"
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """A folder with a base whose experts are square, an adapter and their merge."""
+    """Folder with a base whose experts are square, an adapter and their merge."""
     folder = tmp_path_factory.mktemp("verify")
     model = save_base("qwen3_moe", folder / "base", moe_intermediate_size=32)
     save_adapter(model, folder / "adapter")
@@ -31,12 +31,12 @@ def result(tmp_path_factory):
 
 
 def next_expert(name):
-    """The same tensor of the next of the layer's experts."""
+    """Return the name of the same tensor in the layer's next expert."""
     return re.sub(r"experts\.(\d+)", lambda m: f"experts.{(int(m[1]) + 1) % 8}", name)
 
 
 def other_half(name):
-    """Gate for up and up for gate."""
+    """Swap gate and up in a name."""
     swap = {GATE: UP, UP: GATE}
     return re.sub(f"{GATE}|{UP}", lambda m: swap[m[0]], name)
 

@@ -1,4 +1,4 @@
-"""save_pretrained of packed experts: read again by transformers, or by load_quantized alone."""
+"""Test save_pretrained of packed experts: read by transformers, or only by load_quantized."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("size", ["100KB", "5GB"])
 @pytest.mark.parametrize("model_type", SIZES)
 def test_nf4_comes_back_bit_for_bit(model_type: str, size: str, tmp_path: Path) -> None:
-    """In one file and in several; the first block's experts are plain."""
+    """Save one file or several; the first block's experts are plain."""
     model = quantize_experts(build(model_type), "nf4", exclude=("*layers.0.*",))
     model.save_pretrained(tmp_path / "saved", max_shard_size=size)
     files = sorted(file.name for file in (tmp_path / "saved").glob("*.safetensors"))
@@ -58,7 +58,7 @@ def test_nf4_comes_back_bit_for_bit(model_type: str, size: str, tmp_path: Path) 
     assert len(quantised(loaded)) == 2
     assert_bits(logits(patch_model(loaded)), logits(patch_model(model)))
     assert "quantization_config" not in loaded.config.to_dict()
-    # A loaded model is saved again, and read in another dtype.
+    # Save the loaded model again, and read it in another dtype.
     loaded.save_pretrained(tmp_path / "again")
     lower = load_quantized(str(tmp_path / "again"), "nf4", dtype=torch.bfloat16)
     assert {p.dtype for p in quantised(lower)} == {torch.bfloat16}
@@ -69,7 +69,7 @@ def test_nf4_comes_back_bit_for_bit(model_type: str, size: str, tmp_path: Path) 
 
 
 def test_transformers_raises_on_nf4(tmp_path: Path) -> None:
-    """An unknown quant_method would be a warning, and the experts random."""
+    """An unknown quant_method would only warn and leave the experts random."""
     model = quantize_experts(build(), "nf4")
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="moe_patch_nf4"):
@@ -84,7 +84,7 @@ def test_transformers_raises_on_nf4(tmp_path: Path) -> None:
 @loads_fp8
 @pytest.mark.parametrize("size", ["100KB", "5GB"])
 def test_fp8_is_read_by_transformers(size: str, tmp_path: Path, monkeypatch: Any) -> None:
-    """Dequantised on a CPU; as it is where a device computes in FP8, which transformers is told."""
+    """transformers dequantises FP8 on a CPU, and keeps it on a device that computes in FP8."""
     model = quantize_experts(tiny_models.build("qwen3_moe", **WIDE), "fp8")
     model.save_pretrained(tmp_path, max_shard_size=size)
     assert not hasattr(model.config, "quantization_config")
@@ -108,7 +108,7 @@ def test_fp8_has_the_names_and_shapes_of_published_checkpoints(tmp_path: Path) -
 
 
 def test_fp8_that_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
-    """Gate and up in one block; all experts in one tensor, which transformers misreads."""
+    """Refuse gate and up in one block, and all experts in one tensor: transformers misreads it."""
     for model_type, said in (("qwen3_moe", "64 rows.*share a block"), ("gpt_oss", "one tensor")):
         with pytest.raises(UnsupportedModelError, match=said):
             quantize_experts(build(model_type), "fp8").save_pretrained(tmp_path / "x")
@@ -162,7 +162,7 @@ def full(*_: Any) -> Usage:
 
 
 def test_bad_places_and_models_are_one_sentence(tmp_path: Path, monkeypatch: Any) -> None:
-    """Nothing is left behind, and what was there stays."""
+    """Each failed save leaves nothing behind and keeps existing files."""
     model = quantize_experts(build(), "nf4")
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Bases, adapters and PEFT's own merge of them, as files, for the tests of merging."""
+"""Write bases, adapters and PEFT's own merges to files, for the tests of merging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_patch.cli.output import quiet_libraries
 from tests.support import tiny_models
 from tests.support.adapters import adapt
 
-# Hub layouts of every kind: per expert, fused, transposed, MLA, shared experts, two towers, hybrid.
+# Every kind of hub layout: per expert, fused, transposed, MLA, shared experts, two towers, hybrid.
 LAYOUTS = (
     "deepseek_v3", "dots3_note", "ernie4_5_vl_moe", "gemma4", "glm4_moe", "gpt_oss", "jamba",
     "laguna", "llama4", "mixtral", "nemotron_h", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
@@ -30,7 +30,7 @@ LAYOUTS = (
 def save_base(
     model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **over: Any
 ) -> nn.Module:
-    """A tiny base as transformers saves it, in the hub's layout."""
+    """Save a tiny base with transformers, in the hub's layout, and return its model."""
     model: Any = tiny_models.build(model_type, dtype=dtype, **over)
     model.save_pretrained(folder)
     return model
@@ -38,7 +38,7 @@ def save_base(
 
 @quiet_libraries()
 def save_adapter(model: nn.Module, folder: Path, **options: Any) -> PeftModel:
-    """An adapter with random factors on all that lora_targets names, or on what is asked for."""
+    """Save a random adapter on the targets in ``options``, or else on those of lora_targets."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "target_modules" not in options and "target_parameters" not in options:
@@ -51,7 +51,7 @@ def save_adapter(model: nn.Module, folder: Path, **options: Any) -> PeftModel:
 
 @quiet_libraries()
 def by_peft(model_class: Any, base: Path, adapter: Path, out: Path) -> dict[str, Tensor]:
-    """The base in fp32 with PEFT's merge, as transformers saves it."""
+    """Merge into the fp32 base with PEFT, save with transformers, and return the tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = model_class.from_pretrained(base, dtype=torch.float32)
@@ -61,7 +61,7 @@ def by_peft(model_class: Any, base: Path, adapter: Path, out: Path) -> dict[str,
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    """All stored tensors of a checkpoint."""
+    """Return all stored tensors of a checkpoint."""
     found: dict[str, Tensor] = {}
     for file in Checkpoint(folder).files:
         found |= load_file(folder / file)
@@ -69,12 +69,12 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def plain(base: Path, adapter: Path) -> nn.Module:
-    """The empty model of a base, as the command makes it."""
+    """Return the empty model of a base, as built by the command."""
     return adapted.plain_model(base, str(adapter))[1]
 
 
 def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Every tensor of ``found`` is the expected one cast to its dtype."""
+    """Check that every tensor of ``found`` equals the expected one cast to its dtype."""
     assert found.keys() == expected.keys()
     for name, value in found.items():
         wanted = expected[name].to(value.dtype)
@@ -84,6 +84,6 @@ def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def remake(folder: Path) -> Path:
-    """The folder, empty and not there."""
+    """Delete the folder and return its path."""
     shutil.rmtree(folder, ignore_errors=True)
     return folder

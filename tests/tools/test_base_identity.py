@@ -1,4 +1,4 @@
-"""The hash that tells one base from another, and what becomes of broken folders."""
+"""Test the hash that distinguishes bases, and the errors for broken folders."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support import tiny_models
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """One model in one file and in shards, and one of the same shapes with other weights."""
+    """Folder with a model in one file and in shards, and a model with other weights."""
     root = tmp_path_factory.mktemp("bases")
     model = tiny_models.build("qwen3_moe")
     model.save_pretrained(root / "one")
@@ -42,7 +42,7 @@ def adapter(tmp_path):
 
 
 def change(base, folder, edit):
-    """A copy of a base's single file with one tensor changed."""
+    """Copy a base's single file, with ``edit`` applied to its tensors."""
     folder.mkdir()
     tensors = load_file(base / "model.safetensors")
     edit(tensors)
@@ -75,7 +75,7 @@ def test_name_shape_and_dtype_are_in_the_hash(bases, tmp_path, edit):
 
 
 def test_values_of_every_kind_of_tensor_are_in_the_hash(bases, tmp_path):
-    """A fine-tuning has the index of its base."""
+    """The index cannot tell a fine-tuning from its base."""
     index = {name: (one.dtype, one.shape) for name, one in
              base_identity.read_header(bases / "one" / "model.safetensors").items()}  # fmt: skip
     trained = base_identity.read_header(bases / "trained" / "model.safetensors")
@@ -92,7 +92,7 @@ def test_values_of_every_kind_of_tensor_are_in_the_hash(bases, tmp_path):
 
 
 def test_another_base_is_refused_and_the_own_one_passes(bases, adapter):
-    check_base(adapter, bases / "trained")  # nothing is noted yet
+    check_base(adapter, bases / "trained")  # the adapter has no record yet
     note_base(adapter, known_base(bases / "one"))
     check_base(adapter, bases / "one")
     check_base(adapter, bases / "sharded")
