@@ -36,8 +36,8 @@ def make(folder: Path, layers: int) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from moe_patch import lora_targets
-    from moe_patch.after.checkpoint import Entry, Part
-    from moe_patch.after.write import ShardFile, index_text
+    from moe_patch.serving.checkpoint import Entry, Part
+    from moe_patch.serving.write import ShardFile, index_text
 
     config = Qwen3MoeConfig(num_hidden_layers=layers, dtype=torch.bfloat16, **SHAPE)
     config.architectures = ["Qwen3MoeForCausalLM"]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_patch.after.adapter import read_config
 from moe_patch.cli import models
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.serving.adapter import read_config
 
 _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
 

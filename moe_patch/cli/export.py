@@ -14,7 +14,7 @@ PEFT = "peft"
 
 def add(subparsers: Any) -> None:
     """Add the parser of ``export``."""
-    from moe_patch.after.engines import ENGINES
+    from moe_patch.serving.engines import ENGINES
 
     releases = ", ".join(one.release for one in ENGINES.values())
     parser = subparsers.add_parser(
@@ -34,11 +34,11 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Export and print the result."""
-    from moe_patch.after.adapter import read_adapter
-    from moe_patch.after.checkpoint import Checkpoint
-    from moe_patch.after.engines import ENGINES
-    from moe_patch.after.export import export
-    from moe_patch.after.write import refuse_existing
+    from moe_patch.serving.adapter import read_adapter
+    from moe_patch.serving.checkpoint import Checkpoint
+    from moe_patch.serving.engines import ENGINES
+    from moe_patch.serving.export import export
+    from moe_patch.serving.write import refuse_existing
     from moe_patch.tools.adapter_files import convert_adapter, installed_peft
 
     out = Path(args.out)

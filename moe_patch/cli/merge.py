@@ -42,8 +42,8 @@ def add(subparsers: Any) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Merge and print the result."""
-    from moe_patch.after.merge import merge
-    from moe_patch.after.write import refuse_existing
+    from moe_patch.serving.merge import merge
+    from moe_patch.serving.write import refuse_existing
 
     started = time.monotonic()
     limit = None if args.max_shard_size is None else bytes_of(args.max_shard_size)

@@ -46,9 +46,9 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from moe_patch.after.adapter import read_adapter
-    from moe_patch.after.checkpoint import Checkpoint
-    from moe_patch.after.proof import weights
+    from moe_patch.serving.adapter import read_adapter
+    from moe_patch.serving.checkpoint import Checkpoint
+    from moe_patch.serving.proof import weights
     from moe_patch.tools.base_identity import check_base
 
     check_base(args.adapter, folder)
@@ -64,9 +64,9 @@ def _merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _exported(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from moe_patch.after.adapter import read_adapter
-    from moe_patch.after.checkpoint import Checkpoint
-    from moe_patch.after.read_back import exported
+    from moe_patch.serving.adapter import read_adapter
+    from moe_patch.serving.checkpoint import Checkpoint
+    from moe_patch.serving.read_back import exported
     from moe_patch.tools.base_identity import check_base
 
     check_base(args.adapter, folder)
@@ -119,7 +119,7 @@ def _logits(
 
 
 def _round(model: Any, adapter: Any, merged: Any) -> None:
-    from moe_patch.after.names import units_of
+    from moe_patch.serving.names import units_of
 
     units = units_of(adapter.plain, merged.entries)
     named = dict(model.named_parameters())

@@ -31,7 +31,7 @@ LAYERS = (
     {"quant."},
     {"signals."},
     {"tools."},
-    {"after."},
+    {"serving."},
     {"__init__"},
     {"integrations.", "train."},
     {"cli."},

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moe_patch import lora_targets
-from moe_patch.after.checkpoint import Checkpoint
 from moe_patch.cli import adapted
 from moe_patch.cli.output import quiet_libraries
+from moe_patch.serving.checkpoint import Checkpoint
 from tests.support import tiny_models
 from tests.support.adapters import adapt
 

@@ -8,11 +8,11 @@ import shutil
 import pytest
 from safetensors.torch import save_file
 
-from moe_patch.after.adapter import read_adapter
-from moe_patch.after.checkpoint import Checkpoint
-from moe_patch.after.merge import merge
-from moe_patch.after.proof import weights
 from moe_patch.cli import CHECK_FAILED
+from moe_patch.serving.adapter import read_adapter
+from moe_patch.serving.checkpoint import Checkpoint
+from moe_patch.serving.merge import merge
+from moe_patch.serving.proof import weights
 from tests.support.cli_calls import answer, error_of
 from tests.support.merge_cases import plain, save_adapter, save_base, tensors
 

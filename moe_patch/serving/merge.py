@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.after.adapter import place, read_adapter
-from moe_patch.after.checkpoint import FP8, INDEX, PLAIN, Checkpoint, Entry, Part
-from moe_patch.after.edits import Edits
-from moe_patch.after.write import (
+from moe_patch.formats import fp8, mxfp4
+from moe_patch.serving.adapter import place, read_adapter
+from moe_patch.serving.checkpoint import FP8, INDEX, PLAIN, Checkpoint, Entry, Part
+from moe_patch.serving.edits import Edits
+from moe_patch.serving.write import (
     ShardFile,
     folder_in_one_step,
     index_text,
@@ -23,7 +24,6 @@ from moe_patch.after.write import (
     shards,
     side_files,
 )
-from moe_patch.formats import fp8, mxfp4
 from moe_patch.tools.base_identity import check_base
 
 CONFIG = "config.json"

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_patch.after.adapter import Adapter
-from moe_patch.after.changes import Added, Change
-from moe_patch.after.checkpoint import Checkpoint, Entry
-from moe_patch.after.names import Unit, by_expert, names_back, units_of
-from moe_patch.after.ties import untied
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.serving.adapter import Adapter
+from moe_patch.serving.changes import Added, Change
+from moe_patch.serving.checkpoint import Checkpoint, Entry
+from moe_patch.serving.names import Unit, by_expert, names_back, units_of
+from moe_patch.serving.ties import untied
 
 # Bytes of fp32 in one step over a stacked parameter; small, so that the allocator reuses them.
 _STEP = 1 << 24

@@ -10,8 +10,8 @@ from collections.abc import Container, Iterable
 
 import torch
 
-from moe_patch.after.adapter import Adapter
-from moe_patch.after.changes import Change, Replaced
+from moe_patch.serving.adapter import Adapter
+from moe_patch.serving.changes import Change, Replaced
 
 Changes = dict[str, list[Change]]
 

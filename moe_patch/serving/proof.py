@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moe_patch.after.adapter import Adapter
-from moe_patch.after.changes import Added, Change
-from moe_patch.after.checkpoint import FP8, MXFP4, PLAIN, Checkpoint
-from moe_patch.after.names import Unit, units_of
-from moe_patch.after.ties import untied
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.serving.adapter import Adapter
+from moe_patch.serving.changes import Added, Change
+from moe_patch.serving.checkpoint import FP8, MXFP4, PLAIN, Checkpoint
+from moe_patch.serving.names import Unit, units_of
+from moe_patch.serving.ties import untied
 
 # Largest relative error of one expert from encoding alone, with a margin.
 LIMITS = {FP8: 0.05, MXFP4: 0.2}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.after.changes import Added, Change, Replaced
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.serving.changes import Added, Change, Replaced
 from moe_patch.tools.adapter_files import CONFIG, WEIGHTS, installed_peft, rewrite
 
 NAME = "default"

@@ -1,7 +1,7 @@
 """Test moe-patch export: layouts of vLLM and SGLang, read back and compared with PEFT's deltas.
 
 The tests of the engines' sources need MOE_PATCH_ENGINES. It names a folder with the unpacked wheels
-of moe_patch/after/engines.py (``vllm/`` and ``sglang/``).
+of moe_patch/serving/engines.py (``vllm/`` and ``sglang/``).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_patch import UnsupportedModelError
-from moe_patch.after.adapter import read_adapter
-from moe_patch.after.checkpoint import Checkpoint
-from moe_patch.after.engines import ENGINES, PER_EXPERT, STACKED
-from moe_patch.after.export import export
-from moe_patch.after.read_back import exported
 from moe_patch.cli import CHECK_FAILED
+from moe_patch.serving.adapter import read_adapter
+from moe_patch.serving.checkpoint import Checkpoint
+from moe_patch.serving.engines import ENGINES, PER_EXPERT, STACKED
+from moe_patch.serving.export import export
+from moe_patch.serving.read_back import exported
 from tests.support.adapters import EXPERTS
 from tests.support.cli_calls import answer, error_of
 from tests.support.merge_cases import plain, save_adapter, save_base

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_patch.after import write
 from moe_patch.cli import INTERRUPTED, main
 from moe_patch.cli.merge import bytes_of
+from moe_patch.serving import write
 from moe_patch.tools.base_identity import Base, note_base
 from tests.support.cli_calls import answer, error_of
 from tests.support.merge_cases import save_adapter, save_base

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch.after.adapter import Adapter, read_adapter, read_config
-from moe_patch.after.changes import Added
-from moe_patch.after.checkpoint import PLAIN, Checkpoint
-from moe_patch.after.names import Unit, names_back, units_of
-from moe_patch.after.proof import Weight, ulp
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.serving.adapter import Adapter, read_adapter, read_config
+from moe_patch.serving.changes import Added
+from moe_patch.serving.checkpoint import PLAIN, Checkpoint
+from moe_patch.serving.names import Unit, names_back, units_of
+from moe_patch.serving.proof import Weight, ulp
 from moe_patch.tools.adapter_files import WEIGHTS
 
 _PREFIX = "base_model.model."

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.after.adapter import Adapter
-from moe_patch.after.changes import Added
-from moe_patch.after.checkpoint import Checkpoint
-from moe_patch.after.engines import ENGINES, LINEAR, PER_EXPERT, TOGETHER
-from moe_patch.after.names import Unit, by_expert, names_back, units_of
-from moe_patch.after.write import folder_in_one_step
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.runtime.peft_release import swaps_features
+from moe_patch.serving.adapter import Adapter
+from moe_patch.serving.changes import Added
+from moe_patch.serving.checkpoint import Checkpoint
+from moe_patch.serving.engines import ENGINES, LINEAR, PER_EXPERT, TOGETHER
+from moe_patch.serving.names import Unit, by_expert, names_back, units_of
+from moe_patch.serving.write import folder_in_one_step
 from moe_patch.tools.adapter_files import CONFIG, WEIGHTS
 
 
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 def export(adapter: Adapter, base: Checkpoint, to: str, out: Path) -> int:
-    """Write an adapter for an inference engine; see :mod:`moe_patch.after.engines` for sources.
+    """Write an adapter for an inference engine; see :mod:`moe_patch.serving.engines` for sources.
 
     The result has one rank for all modules and a scale of 1. Factors are padded with zeros, and
     each module's own scale is in its B.

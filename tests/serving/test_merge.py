@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from moe_patch import convert_adapter
-from moe_patch.after.checkpoint import INDEX, Checkpoint
-from moe_patch.after.merge import merge
 from moe_patch.formats import fp8, mxfp4
 from moe_patch.runtime.peft_release import rewrites_targets
+from moe_patch.serving.checkpoint import INDEX, Checkpoint
+from moe_patch.serving.merge import merge
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS
 from tests.support.merge_cases import (

@@ -17,8 +17,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from moe_patch.after.checkpoint import DTYPES, SINGLE, Entry, Part
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.serving.checkpoint import DTYPES, SINGLE, Entry, Part
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from moe_patch.after.merge import merge
+from moe_patch.serving.merge import merge
 from tests.support.merge_cases import plain, save_adapter, save_base, tensors
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed")

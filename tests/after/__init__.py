@@ -1,1 +1,0 @@
-"""Tests of the commands for after training: merge, export, verify."""
