@@ -25,6 +25,7 @@ from moe_patch.cli import (
     bench,
     families,
     inspect,
+    plan,
     replay,
     run,
     selftest,
@@ -39,7 +40,7 @@ from moe_patch.errors import MoePatchError
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
-SUBCOMMANDS = (families, inspect, verify, selftest, warmup, bench, train, run, replay)
+SUBCOMMANDS = (families, inspect, plan, verify, selftest, warmup, bench, train, run, replay)
 
 
 def make_parser() -> argparse.ArgumentParser:
