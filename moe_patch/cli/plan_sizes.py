@@ -104,7 +104,7 @@ def _weights(
         by_module = last == "weight" and _ends(path, targets.get("target_modules", []))
         adapted = by_module or _ends(name, targets.get("target_parameters", []))
         packable = packed_linear or name in projections
-        yield Weight(kind, tuple(parameter.shape), layer, adapted, packable)
+        yield Weight(kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize)
 
 
 def _kinds(model: Any, blocks: list[FoundBlock]) -> dict[int, str]:
@@ -144,6 +144,7 @@ def _layer(
         for m in owner.modules()
     }
     heads, attention, eager = 0, 0, False
+    partial = _is_partly_rotated(config)
     inputs: list[Input] = []
     mlps: list[int] = []
     norms: list[tuple[int, int]] = []
@@ -153,7 +154,9 @@ def _layer(
         here = f"{path}.{name}".rstrip(".")
         linears = {n: m for n, m in module.named_children() if type(m) is nn.Linear}
         in_block = any(f"{here}.".startswith(f"{block.path}.") for block in inside)
-        inputs += _inputs(here, linears, targets, config.hidden_size if in_block else 0)
+        copied = partial or "kv_b_proj" in linears
+        own = config.hidden_size if in_block else 0
+        inputs += _inputs(here, linears, targets, own, () if copied else OUT)
         norms += _norms(module, linears)
         if "down_proj" in linears and {"gate_proj", "gate_up_proj"} & linears.keys():
             mlps.append(linears["down_proj"].in_features)
@@ -162,25 +165,48 @@ def _layer(
             heads += config.num_attention_heads
             eager = not fused
     moe = moes[inside[0].path] if inside else None
-    return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), moe)
+    names = targets.get("target_parameters", [])
+    merged = sum(
+        p.numel()
+        for n, p in layer.named_parameters()
+        if p.dim() == 2 and _ends(f"{path}.{n}", names)
+    )
+    return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
+
+
+def _is_partly_rotated(config: Any) -> bool:
+    """Return whether q is concatenated after rotation.
+
+    The fused kernels lay their output out like q, so that the output projection then reads a copy.
+    """
+    rope = config.rope_parameters if hasattr(config, "rope_parameters") else None
+    kinds = [rope, *rope.values()] if rope else []
+    factors = (one.get("partial_rotary_factor") for one in kinds if isinstance(one, dict))
+    return any(factor not in (None, 1) for factor in factors)
 
 
 def _inputs(
-    path: str, linears: dict[str, nn.Linear], targets: dict[str, list[str]], kept: int
+    path: str,
+    linears: dict[str, nn.Linear],
+    targets: dict[str, list[str]],
+    kept: int,
+    outputs: tuple[str, ...],
 ) -> Iterator[Input]:
     """Yield the tensors that sibling Linear modules read; siblings of one width share one.
 
     ``kept`` is the width of the block's own input, which the experts keep; 0 outside a block.
+    ``outputs`` names output projections that read attention's own output rather than a copy.
     """
     modules, parameters = (targets.get(f"target_{k}", []) for k in ("modules", "parameters"))
-    groups: dict[tuple[int, bool], int] = {}
+    groups: dict[tuple[int, bool], list[int]] = {}
     for name, linear in linears.items():
         where = f"{path}.{name}"
-        adapted = _ends(where, modules) or _ends(f"{where}.weight", parameters)
-        key = linear.in_features, name in OUT or linear.in_features == kept
-        groups[key] = groups.get(key, 0) + int(adapted)
-    for (features, is_kept), adapted in groups.items():
-        yield Input(features, adapted, is_kept)
+        key = linear.in_features, name in outputs or linear.in_features == kept
+        counts = groups.setdefault(key, [0, 0])
+        counts[0] += _ends(where, modules)
+        counts[1] += _ends(f"{where}.weight", parameters)
+    for (features, is_kept), (adapted, merged) in groups.items():
+        yield Input(features, adapted, merged, is_kept)
 
 
 def _norms(module: nn.Module, linears: dict[str, nn.Linear]) -> Iterator[tuple[int, int]]:

@@ -30,7 +30,7 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     for one in sizes.weights:
         storage = {"experts": recipe.storage, "linear": recipe.linear}.get(one.kind, "bf16")
         if storage == "bf16" or not one.packable:
-            found[one.kind] += one.numel * sizes.itemsize
+            found[one.kind] += one.numel * one.itemsize
         else:
             E, rows, columns = (1, *one.shape)[-3:]
             found[one.kind] += packed_bytes((E, rows, columns), storage)
@@ -46,17 +46,17 @@ def adapter_tensors(weight: Weight, rank: int) -> tuple[int, ...]:
     return each * columns, each * rows
 
 
-def trained_tensors(sizes: Sizes, recipe: Recipe) -> list[tuple[str, int]]:
-    """Return (kind, values) of every trained tensor: all weights with ``full``, else adapters."""
+def trained_tensors(sizes: Sizes, recipe: Recipe) -> list[tuple[str, int, int]]:
+    """Return (kind, values, bytes of a value) of trained tensors: all weights, or the adapters."""
     if recipe.full:
-        return [(one.kind, one.numel) for one in sizes.weights]
-    return [("", n) for one in sizes.weights for n in adapter_tensors(one, recipe.rank)]
+        return [(one.kind, one.numel, one.itemsize) for one in sizes.weights]
+    each = recipe.adapter_bytes
+    return [("", n, each) for one in sizes.weights for n in adapter_tensors(one, recipe.rank)]
 
 
 def trained_bytes(sizes: Sizes, recipe: Recipe) -> int:
     """Return the bytes of all trained tensors, which their gradients take once more."""
-    itemsize = sizes.itemsize if recipe.full else recipe.adapter_bytes
-    return itemsize * sum(count for _, count in trained_tensors(sizes, recipe))
+    return sum(count * each for _, count, each in trained_tensors(sizes, recipe))
 
 
 def optimizer_bytes(sizes: Sizes, recipe: Recipe) -> int:
@@ -71,7 +71,7 @@ def optimizer_bytes(sizes: Sizes, recipe: Recipe) -> int:
     if recipe.optimizer == "adamw":
         return 2 * trained_bytes(sizes, recipe)
     total = 0
-    for kind, count in trained_tensors(sizes, recipe):
+    for kind, count, _ in trained_tensors(sizes, recipe):
         wide = count < 4096 or kind == "embeddings"
         total += 8 * count if wide else 2 * count + 8 * -(-count // 256)
     return total
@@ -92,13 +92,15 @@ def linear_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
 
     A frozen Linear keeps nothing; a trained one its input, once for all that read it. An adapter in
     fp32 casts its input for autocast, so each keeps its own copy; one in the model's dtype shares
-    it. B keeps R values a token.
+    it. B keeps R values a token. A weight with a merged adapter is like a trained one.
     """
     total = 0
     for one in layer.inputs:
-        copies = one.adapted
-        if recipe.full or (recipe.adapter_bytes == itemsize and one.adapted):
-            copies = 0 if one.kept else 1
+        own = recipe.adapter_bytes != itemsize and not recipe.full
+        copies = one.adapted if own else 0
+        shared = recipe.full or one.merged or (one.adapted and not own)
+        if shared and not one.kept:
+            copies += 1
         total += copies * one.features * itemsize
         total += 0 if recipe.full else one.adapted * recipe.rank * itemsize
     return total
@@ -137,24 +139,32 @@ def experts_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
 
 
 def kept_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
-    """Return the bytes that one layer keeps from forward to backward, without checkpointing."""
+    """Return the bytes that one layer keeps from forward to backward, without checkpointing.
+
+    They include the weights that PEFT merges in a call, W + s B A for shared experts and routers.
+    """
+    merged = 0 if recipe.full else layer.merged * itemsize
     token = norm_bytes(layer, recipe, itemsize) + linear_bytes(layer, recipe, itemsize)
     token += attention_bytes(layer, recipe, itemsize) + mlp_bytes(layer, itemsize)
     if layer.moe is None:
-        return token * recipe.tokens
+        return token * recipe.tokens + merged
     token += router_bytes(layer.moe, itemsize)
-    return token * recipe.tokens + experts_bytes(layer.moe, recipe, itemsize)
+    return token * recipe.tokens + experts_bytes(layer.moe, recipe, itemsize) + merged
 
 
 def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
     """Return the buffers into which the up and the down projection are decoded.
 
-    One of them is there at a time (formats.packed.decoded_at_once). Hopper needs none for few rows.
+    One of them is there at a time (formats.packed.decoded_at_once). For few rows Hopper decodes in
+    front of the product, and needs NF4's scales in fp32 alone: 4 bytes per 64 values.
     """
-    few = recipe.tokens * moe.top_k <= moe.experts * FRONT_ROWS.get(recipe.storage, 0)
-    if recipe.storage == "bf16" or (recipe.hopper and few):
+    if recipe.storage == "bf16":
         return 0, 0
     shapes = (moe.up, moe.hidden), (moe.hidden, moe.width)
+    few = recipe.tokens * moe.top_k <= moe.experts * FRONT_ROWS[recipe.storage]
+    if recipe.hopper and few:
+        each = [moe.experts * rows * columns // 16 for rows, columns in shapes]
+        return (each[0], each[1]) if recipe.storage == "nf4" else (0, 0)
     up, down = (
         decoded_at_once(moe.experts, rows, columns, itemsize) * rows * columns * itemsize
         for rows, columns in shapes
@@ -165,8 +175,9 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return the peak of one block's forward and backward beyond what it keeps, buffers included.
 
-    Rows a token: a and w a K F values, y and the rows of dx K D, out, dout and dx D. dh is written
-    over h. Forward holds a, y and out; backward dout and w a, then dout, the rows of dx and dx.
+    Values a token: K F in a and w a; K D in y and the rows of dx; D in out, dout and dx. dh is
+    written over h. Forward holds a, y and out. Backward holds dout and w a, later dout, dx and its
+    rows.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
     up, down = decode_bytes(moe, recipe, itemsize)
@@ -185,8 +196,8 @@ def logits_bytes(sizes: Sizes, recipe: Recipe) -> int:
     """Return the peak of head and loss over the vocabulary V, beyond the last hidden states.
 
     transformers: log-softmax, its gradient and that of the logits in fp32 at once: 12 T V bytes.
-    Liger's fused loss: one chunk of about T D / V rows of logits at a time, in the model's dtype
-    and fp32, the gradient of the hidden states, and with ``full`` that of the head.
+    Liger's fused loss makes logits in chunks of about T D / V rows, in the model's dtype and fp32.
+    It keeps the gradient of the hidden states, and with ``full`` that of the head.
     """
     T, V, D, b = recipe.tokens, sizes.vocab, sizes.hidden, sizes.itemsize
     if not recipe.liger:

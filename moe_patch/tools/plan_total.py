@@ -90,7 +90,7 @@ def gathered_bytes(sizes: Sizes, recipe: Recipe) -> int:
         return 0
     by_layer: dict[int, int] = {}
     for one in sizes.weights:
-        by_layer[one.layer] = by_layer.get(one.layer, 0) + one.numel * sizes.itemsize
+        by_layer[one.layer] = by_layer.get(one.layer, 0) + one.numel * one.itemsize
     largest = max((n for layer, n in by_layer.items() if layer >= 0), default=0)
     return (3 if recipe.full else 2) * largest
 

@@ -14,6 +14,7 @@ class Weight(NamedTuple):
     """One parameter: its kind (one of KINDS), shape, layer (-1: none), and if adapters target it.
 
     ``packable`` means a 3-D expert projection, or the weight of a Linear for bitsandbytes.
+    ``itemsize`` is its own: some routers stay in fp32.
     """
 
     kind: str
@@ -21,6 +22,7 @@ class Weight(NamedTuple):
     layer: int
     adapted: bool
     packable: bool
+    itemsize: int
 
     @property
     def numel(self) -> int:
@@ -30,11 +32,13 @@ class Weight(NamedTuple):
 class Input(NamedTuple):
     """Linear modules that read the same tensor of ``features`` values a token.
 
-    ``adapted`` of them have adapters. ``kept`` means that something else keeps the tensor anyway.
+    ``adapted`` of them have adapters of their own, and ``merged`` ones by their weight as a
+    parameter. ``kept`` means that something else keeps the tensor anyway.
     """
 
     features: int
     adapted: int
+    merged: int
     kept: bool
 
 
@@ -59,6 +63,7 @@ class Layer(NamedTuple):
         eager: the attention keeps its T x T probabilities, because it has no fused kernel.
         mlps: inner widths of gated MLPs outside the routed experts.
         inputs: of all Linear modules outside the routed experts.
+        merged: values of the 2-D weights with adapters by parameter; PEFT merges them in each call.
         moe: the MoE block, or None.
     """
 
@@ -68,6 +73,7 @@ class Layer(NamedTuple):
     eager: bool
     mlps: tuple[int, ...]
     inputs: tuple[Input, ...]
+    merged: int
     moe: Moe | None
 
 
