@@ -198,14 +198,15 @@ def _inputs(
     ``outputs`` names output projections that read attention's own output rather than a copy.
     """
     modules, parameters = (targets.get(f"target_{k}", []) for k in ("modules", "parameters"))
-    groups: dict[tuple[int, bool], list[int]] = {}
+    groups: dict[tuple[int, bool, bool], list[int]] = {}
     for name, linear in linears.items():
         where = f"{path}.{name}"
-        key = linear.in_features, name in outputs or linear.in_features == kept
+        is_kept = name in outputs or linear.in_features == kept
+        key = linear.in_features, name in OUT, is_kept
         counts = groups.setdefault(key, [0, 0])
         counts[0] += _ends(where, modules)
         counts[1] += _ends(f"{where}.weight", parameters)
-    for (features, is_kept), (adapted, merged) in groups.items():
+    for (features, _, is_kept), (adapted, merged) in groups.items():
         yield Input(features, adapted, merged, is_kept)
 
 
