@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import re
 from dataclasses import asdict
 from typing import Any
@@ -78,6 +80,8 @@ def command(args: argparse.Namespace) -> int:
         choices = {name: values for name, values in CHOICES.items() if name not in fixed}
         if "storage" in choices:
             choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
+        if "liger" in choices and not _may_run_on_liger(config.model_type):
+            choices["liger"] = (False,)
         recipe = fit(args, sizes, recipe, choices, memory)
     plan = make_plan(sizes, recipe)
     node = training_node(args, recipe, targets, dtype) if memory or args.recipe else None
@@ -172,6 +176,19 @@ def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
     return ("bf16", *(name for name in READABLE if name in found))
 
 
+def _may_run_on_liger(model_type: str) -> bool:
+    """Return whether Liger has kernels for a model type, or True if it is not installed here."""
+    from moe_patch.train.liger import check_liger_knows
+
+    if importlib.util.find_spec("liger_kernel") is None:
+        return True
+    try:
+        check_liger_knows(model_type)
+    except UnsupportedOptionError:
+        return False
+    return True
+
+
 def fit(
     args: argparse.Namespace,
     sizes: Sizes,
@@ -189,7 +206,7 @@ def fit(
         return found
     needed = make_plan(sizes, least).needed
     tokens = most_tokens(sizes, least, memory)
-    nearest = f"{tokens:,} tokens" if tokens else f"a card of {needed / 1e9:.1f} GB"
+    nearest = f"{tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
     missing = (needed - memory) / 2**30
     raise UnsupportedOptionError(
         f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens: the "

@@ -16,7 +16,6 @@ from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops import routing_op
 from moe_patch.tools import plan_memory as parts
-from moe_patch.tools.plan_total import first_fitting, make_plan, most_tokens
 from moe_patch.tools.plan_types import KINDS, Moe, Recipe
 from moe_patch.types import RouteSpec
 from tests.support import tiny_models
@@ -27,7 +26,6 @@ FAMILIES = [
     for name in ("qwen3_moe", "gpt_oss", "deepseek_v3", "glm4_moe", "olmoe", "mixtral")
 ]
 T = 48
-GIB = 2**30
 
 
 def sizes_of(model, full=False):
@@ -40,9 +38,6 @@ def with_adapters(model, rank, **options):
 
 def nbytes(parameter: Tensor) -> int:
     return parameter.weight.nbytes() if isinstance(parameter, QuantTensor) else parameter.nbytes
-
-
-# --- weights, adapters, gradients, states ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("storage", ["bf16", "nf4", "fp8"])
@@ -136,9 +131,6 @@ def test_states_of_8_bit_adamw():
         optimizer.init_state(optimizer.param_groups[0], p, 0, i)
     recipe = Recipe(rank=16, optimizer="adamw_8bit")
     assert parts.optimizer_bytes(sizes, recipe) == states(optimizer)
-
-
-# --- what autograd keeps --------------------------------------------------------------------------
 
 
 def kept_by(call, known) -> int:
@@ -237,7 +229,7 @@ def test_experts_keep(mode, recompute):
 
 
 def test_the_router_keeps():
-    """What the operator of the kernels keeps, on the meta device."""
+    """Tensors that the kernels' operator keeps, on the meta device."""
     moe, held = Moe(8, 2, 32, 32, 16, 2), []
     logits = torch.empty(T, moe.experts, dtype=torch.bfloat16, device="meta", requires_grad=True)
     spec = RouteSpec(top_k=moe.top_k, weights_dtype=torch.bfloat16)
@@ -264,9 +256,6 @@ def test_the_loss_holds_three_times_the_logits_in_fp32():
         ForCausalLMLoss(hidden @ head.T, labels, 1000).backward()
     found = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert found == pytest.approx(parts.logits_bytes(sizes, Recipe(tokens=T)), rel=0.05)
-
-
-# --- rows that were measured on a card ------------------------------------------------------------
 
 
 def rows(op, since="", **wanted):
@@ -312,113 +301,31 @@ def test_quantised_experts_as_measured():
         assert peak == pytest.approx(row["peak_bytes"], rel=0.05), (row["shape"], row["dtype"])
 
 
-# --- the sum, and what fits -----------------------------------------------------------------------
+def scaled(factor):
+    return lambda right: lambda *args: int(factor * right(*args))
 
 
-@pytest.fixture(scope="module")
-def sizes():
-    return sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE, vocab_size=4096))
-
-
-def test_the_peak_is_a_moment_that_holds_its_parts(sizes):
-    plan = make_plan(sizes, Recipe(tokens=512))
-    part = plan.parts
-    there = sum(plan.weights.values()) + part["adapters"] + part["optimizer"]
-    inputs = 512 * sizes.hidden * 2
-    assert part["kept"] == (len(sizes.layers) + 1) * inputs + 512 * 4 * (sizes.hidden + 1)
-    assert plan.moments == {
-        "loss": there + part["kept"] + part["logits_peak"],
-        "first backward": there + part["kept"] + part["one_layer"] + part["block_peak"],
-        "last backward": there
-        + part["gradients"]
-        + inputs
-        + part["one_layer"]
-        + part["block_peak"],
-        "step": there + part["gradients"],
-    }
-    assert plan.allocated == max(plan.moments.values())
-    assert plan.needed > plan.allocated + parts.CONTEXT
-
-
-CHANGES = [
-    # (option, the part that it changes, whether it lowers it)
-    ({"tokens": 1024}, "kept", False),
-    ({"checkpointing": False}, "kept", False),
-    ({"liger": True}, "logits_peak", True),
-    ({"recompute": True}, "one_layer", True),
-    ({"optimizer": "adamw_8bit"}, "optimizer", True),
-    ({"rank": 4}, "gradients", True),
-    ({"adapter_bytes": 2}, "adapters", True),
-    ({"storage": "nf4"}, "decode_buffer", False),
-    ({"storage": "nf4", "ranks": 2}, "ddp_buckets", False),
-    ({"ranks": 2}, "gathered_layers", False),
-    ({"ranks": 2}, "optimizer", True),
-    ({"full": True}, "adapters", True),
+MUTANTS = [
+    # (function, what it returns instead, the test that finds it)
+    ("packed_bytes", scaled(0.5), lambda: test_weights_by_kind("qwen3_moe", "nf4")),
+    ("trained_bytes", scaled(2), lambda: test_adapters_and_their_gradients("qwen3_moe")),
+    ("optimizer_bytes", scaled(0.5), lambda: test_states_of_adamw(False)),
+    ("norm_bytes", scaled(0.5), lambda: test_attention_and_norms_keep("qwen3_moe", "fp32", -1)),
+    ("linear_bytes", scaled(0), lambda: test_attention_and_norms_keep("qwen3_moe", "full", -1)),
+    ("attention_bytes", scaled(2), lambda: test_attention_and_norms_keep("glm4_moe", "bf16", -1)),
+    ("mlp_bytes", scaled(0), lambda: test_shared_experts_and_dense_layers_keep("glm4_moe", "fp32")),
+    ("experts_bytes", scaled(0.9), lambda: test_experts_keep("fp32", False)),
+    ("router_bytes", scaled(0.5), test_the_router_keeps),
+    ("logits_bytes", scaled(2 / 3), test_the_loss_holds_three_times_the_logits_in_fp32),
+    ("block_bytes", scaled(0), lambda: test_a_forward_as_measured("lora")),
+    ("decode_bytes", lambda _: lambda *args: (0, 0), test_quantised_experts_as_measured),
 ]
 
 
-@pytest.mark.parametrize(("change", "part", "lower"), CHANGES, ids=str)
-def test_each_option_reaches_its_part(sizes, change, part, lower):
-    before = make_plan(sizes, Recipe(tokens=512)).parts[part]
-    after = make_plan(sizes, replace(Recipe(tokens=512), **change)).parts[part]
-    assert after < before if lower else after > before
-
-
-def test_gradients_of_earlier_forwards_are_there_during_the_loss(sizes):
-    one, two = (make_plan(sizes, Recipe(accumulation=n)) for n in (1, 2))
-    for moment in ("loss", "first backward"):
-        assert two.moments[moment] - one.moments[moment] == one.parts["gradients"]
-
-
-def test_the_most_tokens_fit_and_one_more_does_not(sizes):
-    recipe = Recipe(storage="nf4")
-    memory = make_plan(sizes, replace(recipe, tokens=3000)).needed
-    most = most_tokens(sizes, recipe, memory)
-    assert make_plan(sizes, replace(recipe, tokens=most)).needed <= memory
-    assert make_plan(sizes, replace(recipe, tokens=most + 1)).needed > memory
-    assert most_tokens(sizes, recipe, parts.CONTEXT) == 0
-
-
-def test_what_gives_up_least_is_chosen(sizes):
-    choices = {"checkpointing": (False, True), "rank": (16, 4)}
-    order = [(False, 16), (True, 16), (False, 4), (True, 4)]
-    for at, (checkpointing, rank) in enumerate(order):
-        recipe = Recipe(checkpointing=checkpointing, rank=rank)
-        memory = make_plan(sizes, recipe).needed
-        found, least = first_fitting(sizes, Recipe(), choices, memory)
-        needs = [make_plan(sizes, Recipe(checkpointing=c, rank=r)).needed for c, r in order]
-        first = next(i for i, n in enumerate(needs) if n <= memory)
-        assert (found.checkpointing, found.rank) == order[first]
-        assert first <= at
-        assert make_plan(sizes, least).needed == min(needs)
-    found, _ = first_fitting(sizes, Recipe(), choices, parts.CONTEXT)
-    assert found is None
-
-
-QWEN3_30B = {
-    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
-    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-}  # fmt: skip
-FRUGAL = {"optimizer": "sgd", "liger": True, "adapter_bytes": 2}
-MEASURED = [
-    # (tokens, rank, options, GiB at the peak of a step on an H200)
-    (4096, 16, {}, 31.8),
-    (2048, 16, FRUGAL, 19.6),
-    (2048, 8, FRUGAL, 18.4),
-]
-
-
-@pytest.fixture(scope="module")
-def qwen3_30b():
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**QWEN3_30B), dtype=torch.bfloat16)
-    return sizes_of(model)
-
-
-@pytest.mark.parametrize(("tokens", "rank", "options", "gib"), MEASURED)
-def test_whole_runs_as_measured(qwen3_30b, tokens, rank, options, gib):
-    recipe = Recipe(tokens, rank, "nf4", hopper=True, **options)
-    assert make_plan(qwen3_30b, recipe).allocated / GIB == pytest.approx(gib, rel=0.02)
+@pytest.mark.parametrize(("name", "wrong", "check"), MUTANTS, ids=[m[0] for m in MUTANTS])
+@pytest.mark.families("glm4_moe")
+def test_a_part_left_out_or_with_another_factor_is_found(monkeypatch, name, wrong, check):
+    check()
+    monkeypatch.setattr(parts, name, wrong(getattr(parts, name)))
+    with pytest.raises(AssertionError):
+        check()
