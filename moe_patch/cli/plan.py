@@ -89,7 +89,7 @@ def command(args: argparse.Namespace) -> int:
     text = None if node is None else text_of(node, recipe, args.model)
     if text is not None and args.recipe:
         write(args.recipe, text)
-    result = _result(args, recipe, plan, memory, most, node)
+    result = _result(args, sizes, recipe, plan, memory, most, node)
     if args.json:
         print_json(result)
     else:
@@ -217,6 +217,7 @@ def fit(
 
 def _result(
     args: argparse.Namespace,
+    sizes: Sizes,
     recipe: Recipe,
     plan: Plan,
     memory: int | None,
@@ -233,8 +234,19 @@ def _result(
         "needed_bytes": plan.needed,
         "memory_bytes": memory,
         "most_tokens": most,
+        "notes": _notes(sizes),
         "recipe": node,
     }
+
+
+def _notes(sizes: Sizes) -> list[str]:
+    """Return sentences on what the plan cannot see."""
+    if not any(layer.eager for layer in sizes.layers):
+        return []
+    return [
+        "transformers has no fused attention for this model, so each layer keeps T x T "
+        "probabilities a head, which the plan counts; another attn_implementation needs less"
+    ]
 
 
 def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None) -> None:
@@ -252,5 +264,7 @@ def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None)
     )
     if result["memory_bytes"] is not None:
         print(f"fits {bytes_text(result['memory_bytes'])}; most tokens: {result['most_tokens']:,}")
+    for note in result["notes"]:
+        print(f"note: {note}")
     if text is not None:
         print(f"\n{text}", end="")

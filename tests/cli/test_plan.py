@@ -147,3 +147,13 @@ def test_checkpoints_that_are_quantised(capsys, tmp_path):
     found = answer(capsys, "plan", folder, "--memory", "1GB", "--tokens", "64")
     assert found["options"]["linear"] == "nf4"
     assert found["options"]["storage"] == "bf16"
+
+
+@pytest.mark.families("gpt_oss")
+def test_attention_without_a_fused_kernel_is_counted_and_named(capsys, tmp_path):
+    folder = only_config(tmp_path, "gpt_oss")
+    few, many = (answer(capsys, "plan", folder, "--tokens", str(n)) for n in (512, 1024))
+    assert many["parts"]["one_layer"] > 3 * few["parts"]["one_layer"]
+    assert "no fused attention" in few["notes"][0]
+    assert main(["plan", folder]) == 0
+    assert "note: transformers has no fused attention" in capsys.readouterr().out
