@@ -27,6 +27,7 @@ from moe_patch.cli import (
     families,
     inspect,
     merge,
+    plan,
     replay,
     run,
     selftest,
@@ -44,6 +45,7 @@ __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "ma
 SUBCOMMANDS = (
     families,
     inspect,
+    plan,
     verify,
     selftest,
     warmup,

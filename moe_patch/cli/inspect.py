@@ -120,7 +120,7 @@ def _total(rows: list[dict[str, Any]], key: str) -> int:
     return sum(row.get(key) or 0 for row in rows)
 
 
-def _sizes(found: FoundBlock) -> dict[str, Any]:
+def block_sizes(found: FoundBlock) -> dict[str, Any]:
     """Return E, K, D, F of a block, and the bytes that its experts keep per token."""
     if found.refused or not found.experts:
         return {}
@@ -158,7 +158,7 @@ def _row(row: BlockReport, found: FoundBlock | None) -> dict[str, Any]:
 
     patch_model skips the self-check on the meta device, so it would not find such a config.
     """
-    sizes = {} if found is None else _sizes(found)
+    sizes = {} if found is None else block_sizes(found)
     whole = {**asdict(row), **sizes}
     if found is None or row.tier == "refused" or "experts" not in sizes:
         return whole

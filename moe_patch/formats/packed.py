@@ -17,6 +17,20 @@ from moe_patch.types import ExpertWeights
 # Storages into which weights can be packed; READABLE adds those found only in checkpoints.
 STORAGES = ("nf4", "fp8")
 READABLE = (*STORAGES, "mxfp4")
+# Packed experts are decoded some at a time. Fewer parts mean fewer launches and fewer partial
+# waves, so take the fewest parts whose buffer has at most _SMALL_BUFFER bytes.
+_FEWEST, _MOST = 2, 4
+_SMALL_BUFFER = 512 << 20
+# Offsets of every part start at a multiple of 16 bytes, so all parts use one compiled kernel.
+_ALIGNED = 4
+
+
+def decoded_at_once(experts: int, rows: int, columns: int, itemsize: int) -> int:
+    """Return how many of ``experts`` weights [rows, columns] the decode buffer holds at a time."""
+    halves, quarters = (
+        min(experts, -(-experts // (parts * _ALIGNED)) * _ALIGNED) for parts in (_FEWEST, _MOST)
+    )
+    return halves if halves * rows * columns * itemsize <= _SMALL_BUFFER else quarters
 
 
 @dataclass(frozen=True)

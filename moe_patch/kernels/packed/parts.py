@@ -14,19 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe_patch.formats.packed import PackedWeight
-from moe_patch.kernels.common.device import cdiv
+from moe_patch.formats.packed import PackedWeight, decoded_at_once
 from moe_patch.kernels.packed.dequant import dequantize_into
 from moe_patch.kernels.plan.row_tiles import RowTiles, RowTiling
 
 # Products with expert weights; the thin products use low-rank factors instead.
 PACKED_OPS = ("up", "down", "dh", "dx")
-# Fewer parts mean fewer launches and fewer partial waves. Use the fewest parts if the buffer is at
-# most _SMALL_BUFFER bytes.
-_FEWEST, _MOST = 2, 4
-_SMALL_BUFFER = 512 << 20
-# Offsets of every part start at a multiple of 16 bytes, so all parts use one compiled kernel.
-_ALIGNED = 4
 
 
 class Part(NamedTuple):
@@ -70,12 +63,7 @@ class PackedParts:
 
     def size_for(self, rows: int, columns: int) -> int:
         """Return how many experts of rows x columns the buffer holds at a time."""
-        halves = self._divided(_FEWEST)
-        small = halves * rows * columns * self.dtype.itemsize <= _SMALL_BUFFER
-        return halves if small else self._divided(_MOST)
-
-    def _divided(self, parts: int) -> int:
-        return min(self.experts, cdiv(self.experts, parts * _ALIGNED) * _ALIGNED)
+        return decoded_at_once(self.experts, rows, columns, self.dtype.itemsize)
 
     def tiles(self, size: int) -> dict[int, RowTiles]:
         """Return the rows of each part of ``size`` experts, by its first expert; built once."""

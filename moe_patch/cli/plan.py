@@ -1,0 +1,270 @@
+"""``plan MODEL``: the memory of a training run, and a recipe that fits a card, from the config."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import re
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from moe_patch.cli import models
+from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
+from moe_patch.cli.plan_recipe import said, text_of, training_node, write
+from moe_patch.cli.plan_sizes import read_sizes
+from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats.packed import READABLE
+from moe_patch.quant.stored import stored
+from moe_patch.tools.plan_memory import CONTEXT, FRAGMENTATION
+from moe_patch.tools.plan_total import Plan, first_fitting, make_plan, most_tokens
+from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
+
+STORAGES = ("bf16", *READABLE)
+# What --memory may choose where the user did not, least preferred last; the last key to give up
+# is the rank.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "checkpointing": (False, True),
+    "liger": (False, True),
+    "storage": ("bf16", "fp8", "nf4"),
+    "optimizer": ("adamw", "adamw_8bit"),
+    "rank": (16, 8, 4),
+}
+UNITS = {"": 10**9, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
+
+
+def add(subparsers: Any) -> None:
+    """Add the subcommand's parser."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="memory of a training run, and a recipe that fits a card, from the config alone",
+        description="Memory of a training run by part. With --memory: the first recipe that fits, "
+        "the largest number of tokens, and a file for `moe-patch train`.",
+    )
+    models.add_model(parser)
+    flag = argparse.BooleanOptionalAction
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in one forward")
+    parser.add_argument("--rank", type=int, help="rank of the adapters; default 16")
+    parser.add_argument("--storage", choices=STORAGES, help="of the experts")
+    parser.add_argument("--linear", choices=("bf16", "nf4"), help="of frozen Linear modules")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default adamw")
+    parser.add_argument("--checkpointing", action=flag, help="default: on")
+    parser.add_argument("--recompute", action="store_true", help="keep the experts' plan alone")
+    parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
+    parser.add_argument("--full", action="store_true", help="train all weights, no adapters")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one a card")
+    parser.add_argument("--accumulation", type=int, default=1, help="forwards before a step")
+    parser.add_argument("--adapters", choices=("fp32", "bf16"), default="fp32", help="their dtype")
+    parser.add_argument("--memory", help="of the card, such as 24GB or 22.5GiB")
+    parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
+    add_json(parser)
+    parser.set_defaults(command=command)
+
+
+def command(args: argparse.Namespace) -> int:
+    """Print the plan; return 0."""
+    memory = None if args.memory is None else memory_bytes(args.memory)
+    device = models.device_of(args)
+    with progress(2, "reading the config") as steps:
+        config = models.load_config(args.model)
+        recipe, fixed = recipe_of(args, config, device)
+        dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
+        steps.step("building on the meta device")
+        model = models.build(config, dtype, "meta")
+        targets = {} if args.full else _targets(model)
+        sizes = read_sizes(model, targets)
+        storages = _storages(model, recipe)
+    if memory is not None:
+        choices = {name: values for name, values in CHOICES.items() if name not in fixed}
+        if "storage" in choices:
+            choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
+        if "liger" in choices and not _may_run_on_liger(config.model_type):
+            choices["liger"] = (False,)
+        recipe = fit(args, sizes, recipe, choices, memory)
+    plan = make_plan(sizes, recipe)
+    node = training_node(args, recipe, targets, dtype) if memory or args.recipe else None
+    most = None if memory is None else most_tokens(sizes, recipe, memory)
+    text = None if node is None else text_of(node, recipe, args.model)
+    if text is not None and args.recipe:
+        write(args.recipe, text)
+    result = _result(args, sizes, recipe, plan, memory, most, node)
+    if args.json:
+        print_json(result)
+    else:
+        _print(result, plan, recipe, text)
+    return 0
+
+
+def memory_bytes(text: str) -> int:
+    """Parse "24GB" (10^9 bytes each), "22.5GiB" (2^30 each), or a bare number of GB.
+
+    Raises:
+        UnsupportedOptionError: it is none of these.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if found is None or found[2] not in UNITS or not float(found[1]):
+        raise UnsupportedOptionError(f"--memory {text}: accepted: a size such as 24GB or 22.5GiB")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+def recipe_of(
+    args: argparse.Namespace, config: Any, device: torch.device
+) -> tuple[Recipe, dict[str, Any]]:
+    """Return the recipe of the options and the values that the user or the checkpoint fixed.
+
+    Raises:
+        UnsupportedOptionError: numbers below one, or options that exclude each other.
+        UnsupportedModelError: the checkpoint's experts are packed in a format that is not read.
+    """
+    for name in ("tokens", "rank", "ranks", "accumulation"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UnsupportedOptionError(f"--{name} {value}: accepted: 1 or more")
+    fixed = {name: getattr(args, name) for name in CHOICES if getattr(args, name) is not None}
+    linear = args.linear or "bf16"
+    if (quantised := stored(config)) is not None:
+        if not quantised.is_read:
+            raise UnsupportedModelError(f"MODEL {args.model!r}: {quantised.said}")
+        if quantised.method == "bitsandbytes":
+            linear = args.linear or "nf4"
+        elif fixed.setdefault("storage", quantised.method) != quantised.method:
+            raise UnsupportedOptionError(
+                f"--storage {fixed['storage']}: the checkpoint has its experts in "
+                f"{quantised.method}; accepted: {quantised.method}"
+            )
+    if args.full:
+        if fixed.get("storage", "bf16") != "bf16" or linear != "bf16":
+            raise UnsupportedOptionError(
+                "--full trains every weight, and packed ones are frozen; accepted: --storage bf16 "
+                "and --linear bf16, or adapters"
+            )
+        fixed["storage"] = "bf16"
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    recipe = Recipe(
+        tokens=args.tokens, linear=linear, recompute=args.recompute, full=args.full,
+        ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
+        adapter_bytes=4 if args.adapters == "fp32" else 2, **fixed,
+    )  # fmt: skip
+    return recipe, fixed
+
+
+def _targets(model: Any) -> dict[str, list[str]]:
+    from moe_patch.patching.discover import discover
+    from moe_patch.patching.lora_targets import lora_targets
+
+    return lora_targets(model) if discover(model) else {}
+
+
+def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
+    """Return the storages that the experts can have, in the order of STORAGES.
+
+    Raises:
+        UnsupportedOptionError: the recipe's is none of them; says which expert, and why.
+    """
+    from moe_patch.quant.memory import experts_memory
+
+    if recipe.full:
+        return ("bf16",)
+    try:
+        _, found, refused = experts_memory(model)
+    except UnsupportedModelError as error:
+        found, refused = {}, dict.fromkeys(READABLE, str(error))
+    if recipe.storage != "bf16" and recipe.storage not in found:
+        why = refused.get(recipe.storage, "only read from checkpoints that have their experts so")
+        raise UnsupportedOptionError(f"--storage {recipe.storage}: {why}")
+    return ("bf16", *(name for name in READABLE if name in found))
+
+
+def _may_run_on_liger(model_type: str) -> bool:
+    """Return whether Liger has kernels for a model type, or True if it is not installed here."""
+    from moe_patch.train.liger import check_liger_knows
+
+    if importlib.util.find_spec("liger_kernel") is None:
+        return True
+    try:
+        check_liger_knows(model_type)
+    except UnsupportedOptionError:
+        return False
+    return True
+
+
+def fit(
+    args: argparse.Namespace,
+    sizes: Sizes,
+    recipe: Recipe,
+    choices: dict[str, tuple[Any, ...]],
+    memory: int,
+) -> Recipe:
+    """Return the first recipe of the choices that fits.
+
+    Raises:
+        UnsupportedOptionError: none fits; says what is missing, and the nearest that does.
+    """
+    found, least = first_fitting(sizes, recipe, choices, memory)
+    if found is not None:
+        return found
+    needed = make_plan(sizes, least).needed
+    tokens = most_tokens(sizes, least, memory)
+    nearest = f"{tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
+    missing = (needed - memory) / 2**30
+    raise UnsupportedOptionError(
+        f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens: the "
+        f"smallest ({said(least)}) needs {needed / 2**30:.1f} GiB, {missing:.1f} GiB more than "
+        f"there is; the nearest that fits is {nearest}"
+    )
+
+
+def _result(
+    args: argparse.Namespace,
+    sizes: Sizes,
+    recipe: Recipe,
+    plan: Plan,
+    memory: int | None,
+    most: int | None,
+    node: dict[str, Any] | None,
+) -> dict[str, Any]:
+    return {
+        "model": args.model,
+        "options": asdict(recipe),
+        "weights": plan.weights,
+        "parts": plan.parts,
+        "moments": plan.moments,
+        "allocated_bytes": plan.allocated,
+        "needed_bytes": plan.needed,
+        "memory_bytes": memory,
+        "most_tokens": most,
+        "notes": _notes(sizes),
+        "recipe": node,
+    }
+
+
+def _notes(sizes: Sizes) -> list[str]:
+    """Return sentences on what the plan cannot see."""
+    if not any(layer.eager for layer in sizes.layers):
+        return []
+    return [
+        "transformers has no fused attention for this model, so each layer keeps T x T "
+        "probabilities a head, which the plan counts; another attn_implementation needs less"
+    ]
+
+
+def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None) -> None:
+    print(f"{result['model']}: {recipe.tokens:,} tokens, {said(recipe)}\n")
+    rows = [(f"weights: {kind}", bytes_text(n)) for kind, n in plan.weights.items() if n]
+    rows += [(name.replace("_", " "), bytes_text(n)) for name, n in plan.parts.items() if n]
+    print_table(("part", "bytes"), rows)
+    print()
+    print_table(
+        ("moment of a step", "allocated"), [(k, bytes_text(n)) for k, n in plan.moments.items()]
+    )
+    print(
+        f"\npeak {bytes_text(plan.allocated)}; with {FRAGMENTATION:.0%} for fragmentation and "
+        f"{bytes_text(CONTEXT)} for CUDA's context {bytes_text(plan.needed)} on each card"
+    )
+    if result["memory_bytes"] is not None:
+        print(f"fits {bytes_text(result['memory_bytes'])}; most tokens: {result['most_tokens']:,}")
+    for note in result["notes"]:
+        print(f"note: {note}")
+    if text is not None:
+        print(f"\n{text}", end="")

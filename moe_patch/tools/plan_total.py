@@ -1,0 +1,129 @@
+"""The parts of :mod:`moe_patch.tools.plan_memory` put together, and the search for what fits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_patch.tools import plan_memory as parts
+from moe_patch.tools.plan_types import Recipe, Sizes
+
+MOST_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of a training run.
+
+    Attributes:
+        weights: by kind.
+        parts: everything else by name.
+        moments: the sum that is allocated at each moment of a step.
+    """
+
+    weights: dict[str, int]
+    parts: dict[str, int]
+    moments: dict[str, int]
+
+    @property
+    def allocated(self) -> int:
+        """Return the peak of torch's allocator."""
+        return max(self.moments.values())
+
+    @property
+    def needed(self) -> int:
+        """Return the memory that a card needs: reserved by the allocator, and the context."""
+        return int(self.allocated * (1 + parts.FRAGMENTATION)) + parts.CONTEXT
+
+
+def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
+    """Return the bytes by part and the sums at the four moments that can be the peak.
+
+    "loss": everything kept, and the logits. "first backward": the last layer's, all kept, and only
+    gradients of earlier forwards. "last backward": the first layer's, all gradients, nothing else
+    kept. "step": gradients beside the states. States exist from the second step on.
+    """
+    b, layers = sizes.itemsize, sizes.layers
+    share = recipe.ranks if recipe.sharded else 1
+    weights = {k: n // share for k, n in parts.weight_bytes(sizes, recipe).items()}
+    trained = parts.trained_bytes(sizes, recipe)
+    gradients = trained // share
+    each = [parts.kept_bytes(layer, recipe, b) for layer in layers]
+    inputs = recipe.tokens * sizes.hidden * b
+    last = inputs + recipe.tokens * 4 * (sizes.hidden + 1)  # the norm before the head
+    kept = last + (len(layers) * inputs if recipe.checkpointing else sum(each))
+    again = max(each) if recipe.checkpointing else 0
+    blocks = [parts.block_bytes(layer.moe, recipe, b) for layer in layers if layer.moe]
+    buffers = [max(parts.decode_bytes(la.moe, recipe, b)) for la in layers if la.moe]
+    block, logits = max(blocks, default=0), parts.logits_bytes(sizes, recipe)
+    found = {
+        "adapters": 0 if recipe.full else gradients,
+        "gradients": gradients,
+        "optimizer": parts.optimizer_bytes(sizes, recipe) // share,
+        "ddp_buckets": trained if recipe.ranks > 1 and not recipe.sharded else 0,
+        "gathered_layers": gathered_bytes(sizes, recipe),
+        "kept": kept,
+        "one_layer": max(each),
+        "block_peak": block,
+        "decode_buffer": max(buffers, default=0),
+        "logits_peak": logits,
+        "context": parts.CONTEXT,
+    }
+    there = sum(weights.values()) + sum(
+        found[name] for name in ("adapters", "optimizer", "ddp_buckets", "gathered_layers")
+    )
+    earlier = gradients if recipe.accumulation > 1 else 0
+    moments = {
+        "loss": there + earlier + kept + logits,
+        "first backward": there + earlier + kept + again + block,
+        "last backward": there + gradients + inputs + max(each) + block,
+        "step": there + gradients,
+    }
+    return Plan(weights, found, moments)
+
+
+def gathered_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Return what FSDP2 gathers: the weights of one layer and of the next, and one's gradients."""
+    if not recipe.sharded:
+        return 0
+    by_layer: dict[int, int] = {}
+    for one in sizes.weights:
+        by_layer[one.layer] = by_layer.get(one.layer, 0) + one.numel * one.itemsize
+    largest = max((n for layer, n in by_layer.items() if layer >= 0), default=0)
+    return (3 if recipe.full else 2) * largest
+
+
+def most_tokens(sizes: Sizes, recipe: Recipe, memory: int) -> int:
+    """Return the largest number of tokens whose plan needs at most ``memory`` bytes; 0 if none."""
+    low, high = 0, MOST_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = make_plan(sizes, replace(recipe, tokens=middle)).needed <= memory
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
+
+
+def candidates(recipe: Recipe, choices: dict[str, tuple[Any, ...]]) -> Iterator[Recipe]:
+    """Yield recipes, those that give up least first.
+
+    Args:
+        recipe: values of all options that the user fixed.
+        choices: values of the others, in order of preference; the last key is given up last.
+    """
+    names = list(choices)
+    orders = itertools.product(*(range(len(choices[name])) for name in reversed(names)))
+    for order in orders:
+        picked = dict(zip(reversed(names), order, strict=True))
+        yield replace(recipe, **{name: choices[name][at] for name, at in picked.items()})
+
+
+def first_fitting(
+    sizes: Sizes, recipe: Recipe, choices: dict[str, tuple[Any, ...]], memory: int
+) -> tuple[Recipe | None, Recipe]:
+    """Return the first candidate that fits, or None, and the one that needs least."""
+    tried = list(candidates(recipe, choices))
+    needs = [make_plan(sizes, one).needed for one in tried]
+    fitting = next((one for one, n in zip(tried, needs, strict=True) if n <= memory), None)
+    return fitting, tried[needs.index(min(needs))]

@@ -1,0 +1,131 @@
+"""The sum of a plan's parts, the search for what fits, and whole runs that were measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_patch import lora_targets
+from moe_patch.cli.plan_sizes import read_sizes
+from moe_patch.tools import plan_memory as parts
+from moe_patch.tools.plan_total import first_fitting, make_plan, most_tokens
+from moe_patch.tools.plan_types import Recipe
+from tests.support import tiny_models
+
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 64}
+GIB = 2**30
+
+
+def sizes_of(model):
+    return read_sizes(model, lora_targets(model))
+
+
+@pytest.fixture(scope="module")
+def sizes():
+    return sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE, vocab_size=4096))
+
+
+def test_the_peak_is_a_moment_that_holds_its_parts(sizes):
+    plan = make_plan(sizes, Recipe(tokens=512))
+    part = plan.parts
+    there = sum(plan.weights.values()) + part["adapters"] + part["optimizer"]
+    inputs = 512 * sizes.hidden * 2
+    assert part["kept"] == (len(sizes.layers) + 1) * inputs + 512 * 4 * (sizes.hidden + 1)
+    assert plan.moments == {
+        "loss": there + part["kept"] + part["logits_peak"],
+        "first backward": there + part["kept"] + part["one_layer"] + part["block_peak"],
+        "last backward": there
+        + part["gradients"]
+        + inputs
+        + part["one_layer"]
+        + part["block_peak"],
+        "step": there + part["gradients"],
+    }
+    assert plan.allocated == max(plan.moments.values())
+    assert plan.needed > plan.allocated + parts.CONTEXT
+
+
+CHANGES = [
+    # (option, the part that it changes, whether it lowers it)
+    ({"tokens": 1024}, "kept", False),
+    ({"checkpointing": False}, "kept", False),
+    ({"liger": True}, "logits_peak", True),
+    ({"recompute": True}, "one_layer", True),
+    ({"optimizer": "adamw_8bit"}, "optimizer", True),
+    ({"rank": 4}, "gradients", True),
+    ({"adapter_bytes": 2}, "adapters", True),
+    ({"storage": "nf4"}, "decode_buffer", False),
+    ({"storage": "nf4", "ranks": 2}, "ddp_buckets", False),
+    ({"ranks": 2}, "gathered_layers", False),
+    ({"ranks": 2}, "optimizer", True),
+    ({"full": True}, "adapters", True),
+]
+
+
+@pytest.mark.parametrize(("change", "part", "lower"), CHANGES, ids=str)
+def test_each_option_reaches_its_part(sizes, change, part, lower):
+    before = make_plan(sizes, Recipe(tokens=512)).parts[part]
+    after = make_plan(sizes, replace(Recipe(tokens=512), **change)).parts[part]
+    assert after < before if lower else after > before
+
+
+def test_gradients_of_earlier_forwards_are_there_during_the_loss(sizes):
+    one, two = (make_plan(sizes, Recipe(accumulation=n)) for n in (1, 2))
+    for moment in ("loss", "first backward"):
+        assert two.moments[moment] - one.moments[moment] == one.parts["gradients"]
+
+
+def test_the_most_tokens_fit_and_one_more_does_not(sizes):
+    recipe = Recipe(storage="nf4")
+    memory = make_plan(sizes, replace(recipe, tokens=3000)).needed
+    most = most_tokens(sizes, recipe, memory)
+    assert make_plan(sizes, replace(recipe, tokens=most)).needed <= memory
+    assert make_plan(sizes, replace(recipe, tokens=most + 1)).needed > memory
+    assert most_tokens(sizes, recipe, parts.CONTEXT) == 0
+
+
+def test_what_gives_up_least_is_chosen(sizes):
+    choices = {"checkpointing": (False, True), "rank": (16, 4)}
+    order = [(False, 16), (True, 16), (False, 4), (True, 4)]
+    for at, (checkpointing, rank) in enumerate(order):
+        recipe = Recipe(checkpointing=checkpointing, rank=rank)
+        memory = make_plan(sizes, recipe).needed
+        found, least = first_fitting(sizes, Recipe(), choices, memory)
+        needs = [make_plan(sizes, Recipe(checkpointing=c, rank=r)).needed for c, r in order]
+        first = next(i for i, n in enumerate(needs) if n <= memory)
+        assert (found.checkpointing, found.rank) == order[first]
+        assert first <= at
+        assert make_plan(sizes, least).needed == min(needs)
+    found, _ = first_fitting(sizes, Recipe(), choices, parts.CONTEXT)
+    assert found is None
+
+
+QWEN3_30B = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+}  # fmt: skip
+FRUGAL = {"optimizer": "sgd", "liger": True, "adapter_bytes": 2}
+MEASURED = [
+    # (tokens, rank, options, GiB at the peak of a step on an H200)
+    (4096, 16, {}, 31.8),
+    (2048, 16, FRUGAL, 19.6),
+    (2048, 8, FRUGAL, 18.4),
+]
+
+
+@pytest.fixture(scope="module")
+def qwen3_30b():
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**QWEN3_30B), dtype=torch.bfloat16)
+    return sizes_of(model)
+
+
+@pytest.mark.parametrize(("tokens", "rank", "options", "gib"), MEASURED)
+def test_whole_runs_as_measured(qwen3_30b, tokens, rank, options, gib):
+    recipe = Recipe(tokens, rank, "nf4", hopper=True, **options)
+    assert make_plan(qwen3_30b, recipe).allocated / GIB == pytest.approx(gib, rel=0.02)
