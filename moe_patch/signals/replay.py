@@ -85,7 +85,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingCapture]:
         PatchStateError: there is no patched MoE block, or the model is already being recorded.
         UnsupportedModelError: a block routes in a way that cannot be replayed.
     """
-    _replayable(model, "record_routing")
+    replayable(model, "record_routing")
     with record(model) as recorder:
         yield RoutingCapture(recorder)
 
@@ -108,7 +108,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
         UnsupportedOptionError: the trace is of another model, or (from the forward) of another
             number of tokens.
     """
-    blocks = _replayable(model, "replay_routing")
+    blocks = replayable(model, "replay_routing")
     layers = _match(blocks, trace)
     tapped: list[ModulePatch] = []
     try:
@@ -206,7 +206,7 @@ def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
     return torch_route(logits_TE, free, bias_TE).weights_TK
 
 
-def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
+def replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = patched_blocks(model, caller)
     for block in blocks:
         if (why := why_no_logits(block)) is not None:
