@@ -87,7 +87,7 @@ def test_prescribed_experts_run_and_the_gate_learns(model_type, reentrant) -> No
 
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
 def test_the_routers_own_choice_is_counted_once_per_forward(reentrant) -> None:
-    """Of tokens that are prescribed; against the ids of a recorded forward."""
+    """Prescribed tokens only; against the ids of a recorded forward."""
     model = patched()
     batch = tiny_models.inputs(model)
     own = traced(model, batch)
