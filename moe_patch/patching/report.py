@@ -193,7 +193,7 @@ def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
 
     weight, layout = _a_weight(found), layout_of(found.experts[0][1], found.spec)
     capability, shared_memory, _ = device_at(device)
-    rows, columns = _whole_shape(weight)[1:]
+    rows, columns = whole_shape(weight)[1:]
     shape = (columns, rows) if layout.is_transposed else (rows, columns)
     dtype = compute_dtype(weight, weight, found.spec.experts_fp32)
     return _joined(
@@ -218,7 +218,7 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
     if spec.routing is None and by_block is None:
         return "torch", "the family routes in a forward of its own"
     rows, dtype = next(
-        (shape[0], p.dtype) for p in router.parameters() if len(shape := _whole_shape(p)) == 2
+        (shape[0], p.dtype) for p in router.parameters() if len(shape := whole_shape(p)) == 2
     )
     ties, bias = patch_of(router).config.ties, None  # type: ignore[union-attr]
     if by_block is not None:
@@ -237,14 +237,14 @@ def _router_backend(found: FoundBlock, experts_backend: str) -> tuple[str, str]:
 def _block_backend(found: FoundBlock) -> tuple[str, str]:
     """Return the backend for a block that chooses experts from its router's plain logits."""
     spec, block, ties = found.spec, found.block, patch_of(found.block).config.ties  # type: ignore[arg-type, union-attr]
-    E = _whole_shape(_a_weight(found))[0]
+    E = whole_shape(_a_weight(found))[0]
     chosen = spec.route_spec(block, E, ties)  # type: ignore[arg-type]
     bias = spec.bias_of(block, ())  # type: ignore[arg-type]
     why_not = why_not_route(torch.empty(1, E, device="meta"), chosen, bias)  # type: ignore[arg-type]
     return ("triton", "") if why_not is None else ("torch", f"routing: {why_not}")
 
 
-def _whole_shape(parameter: torch.Tensor) -> torch.Size:
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
     """Return a weight's full shape; ZeRO-3 leaves the weight empty between its module's calls."""
     return parameter.ds_shape if hasattr(parameter, "ds_shape") else parameter.shape
 

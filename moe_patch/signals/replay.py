@@ -26,7 +26,7 @@ from moe_patch.ops.routing import RouteImpl
 from moe_patch.ops.routing import route as torch_route
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.runtime.module_patch import ModulePatch, patch_of
-from moe_patch.runtime.taps import Taps
+from moe_patch.runtime.taps import Taps, inside_backward
 from moe_patch.signals.recorder import (
     Recorder,
     drop_idle,
@@ -85,13 +85,38 @@ def record_routing(model: nn.Module) -> Iterator[RoutingCapture]:
         PatchStateError: there is no patched MoE block, or the model is already being recorded.
         UnsupportedModelError: a block routes in a way that cannot be replayed.
     """
-    _replayable(model, "record_routing")
+    replayable(model, "record_routing")
     with record(model) as recorder:
         yield RoutingCapture(recorder)
 
 
+@dataclass(frozen=True)
+class Replay:
+    """The replay that :func:`replay_routing` yields."""
+
+    layers: tuple[LayerReplay, ...]
+
+    def counts(self) -> Tensor:
+        """Return int64 [2]: prescribed choices so far, and those that the router did not make.
+
+        A choice is one of a token's K experts in one layer. Recomputes in backward do not count.
+
+        Raises:
+            UnsupportedOptionError: the replay does not compare, or no forward has run.
+        """
+        found = [layer.counts_2 for layer in self.layers if layer.counts_2 is not None]
+        if not found:
+            raise UnsupportedOptionError(
+                "replay_routing: nothing was compared; accepted: compare=True and a forward inside "
+                "the `with`"
+            )
+        return torch.stack([counts_2.to(found[0].device) for counts_2 in found]).sum(0)
+
+
 @contextmanager
-def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
+def replay_routing(
+    model: nn.Module, trace: RoutingTrace, compare: bool = False
+) -> Iterator[Replay]:
     """Make every forward inside a ``with`` block use the experts of a trace.
 
     The weights follow the family's own formula at the prescribed experts, so the gate receives its
@@ -101,6 +126,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
     Args:
         model: a patched model.
         trace: has as many tokens as every forward inside.
+        compare: also run each router's own choice, for :meth:`Replay.counts`.
 
     Raises:
         PatchStateError: there is no patched MoE block.
@@ -108,8 +134,8 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
         UnsupportedOptionError: the trace is of another model, or (from the forward) of another
             number of tokens.
     """
-    blocks = _replayable(model, "replay_routing")
-    layers = _match(blocks, trace)
+    blocks = replayable(model, "replay_routing")
+    layers = _match(blocks, trace, compare)
     tapped: list[ModulePatch] = []
     try:
         for block, layer in zip(blocks, layers, strict=True):
@@ -123,7 +149,7 @@ def replay_routing(model: nn.Module, trace: RoutingTrace) -> Iterator[None]:
                     )
                 patch.taps.replay = layer
                 tapped.append(patch)
-        yield
+        yield Replay(tuple(layers))
     finally:
         for patch in tapped:
             patch.taps.replay = None
@@ -140,6 +166,8 @@ class LayerReplay:
         given_T: which tokens are prescribed; None if all are.
         highest: the largest id.
         experts: the trace's E, or 0.
+        compare: count how often the router's own choice differs.
+        counts_2: int64, prescribed choices and those that differ; None before the first.
     """
 
     ids_TK: Tensor
@@ -147,6 +175,8 @@ class LayerReplay:
     given_T: Tensor | None
     highest: int
     experts: int
+    compare: bool = False
+    counts_2: Tensor | None = None
 
     def impl(self, path: str, own: RouteImpl) -> RouteImpl:
         """Return a routing implementation that takes the prescribed experts instead of the best."""
@@ -155,9 +185,13 @@ class LayerReplay:
             self._check(path, logits_TE, spec)
             self._move(logits_TE.device)
             ids_TK = self.ids_TK
-            if self.given_T is not None:
-                own_TK = own(logits_TE, spec, bias_E).ids_TK.long()
-                ids_TK = torch.where(self.given_T.unsqueeze(1), ids_TK, own_TK)
+            counting = self.compare and not inside_backward()
+            if self.given_T is not None or counting:
+                own_TK = own(logits_TE.detach(), spec, bias_E).ids_TK.long()
+                if counting:
+                    self._count(own_TK)
+                if self.given_T is not None:
+                    ids_TK = torch.where(self.given_T.unsqueeze(1), ids_TK, own_TK)
             return Routing(ids_TK, weights_at(logits_TE, spec, ids_TK), logits_TE)
 
         return route
@@ -170,6 +204,14 @@ class LayerReplay:
         if self.given_T is None:
             return values_TK
         return torch.where(self.given_T.unsqueeze(1), values_TK, weights_TK)
+
+    def _count(self, own_TK: Tensor) -> None:
+        other_TK = (self.ids_TK.unsqueeze(2) != own_TK.unsqueeze(1)).all(-1)
+        given_TK = torch.ones_like(other_TK)
+        if self.given_T is not None:
+            given_TK = self.given_T.unsqueeze(1).expand_as(other_TK)
+        counts_2 = torch.stack([given_TK.sum(), (other_TK & given_TK).sum()])
+        self.counts_2 = counts_2 if self.counts_2 is None else self.counts_2 + counts_2
 
     def _check(self, path: str, logits_TE: Tensor, spec: RouteSpec) -> None:
         T, E = logits_TE.shape
@@ -206,7 +248,7 @@ def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
     return torch_route(logits_TE, free, bias_TE).weights_TK
 
 
-def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
+def replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = patched_blocks(model, caller)
     for block in blocks:
         if (why := why_no_logits(block)) is not None:
@@ -217,7 +259,7 @@ def _replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     return blocks
 
 
-def _match(blocks: list[FoundBlock], trace: RoutingTrace) -> list[LayerReplay]:
+def _match(blocks: list[FoundBlock], trace: RoutingTrace, compare: bool) -> list[LayerReplay]:
     """Split the trace by layer, and check it (values too) against the model once."""
     paths = tuple(block.path for block in blocks)
     L = trace.ids_TLK.shape[1]
@@ -239,5 +281,5 @@ def _match(blocks: list[FoundBlock], trace: RoutingTrace) -> list[LayerReplay]:
             )
         highest = int(ids_TK.max()) if ids_TK.numel() else -1
         given = None if bool(given_T.all()) else given_T
-        layers.append(LayerReplay(ids_TK, weights_TK, given, highest, trace.experts))
+        layers.append(LayerReplay(ids_TK, weights_TK, given, highest, trace.experts, compare))
     return layers

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_patch import (
+    UnsupportedOptionError,
     patch_model,
     record,
     replay_routing,
@@ -82,6 +83,37 @@ def test_prescribed_experts_run_and_the_gate_learns(model_type, reentrant) -> No
     gates = [p for n, p in model.named_parameters() if "gate.weight" in n or "router.weight" in n]
     assert gates
     assert all(gate.grad.any() for gate in gates)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpoint", "reentrant"])
+def test_the_routers_own_choice_is_counted_once_per_forward(reentrant) -> None:
+    """Prescribed tokens only; against the ids of a recorded forward."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    own = traced(model, batch)
+    ids_TLK = own.ids_TLK.flip(-1).clone()  # another order is no other choice
+    ids_TLK[3:, 0] = (ids_TLK[3:, 0] + 1) % own.experts
+    ids_TLK[5:7] = -1
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    with replay_routing(model, RoutingTrace(ids_TLK), compare=True) as replay:
+        step(model, batch)
+        prescribed, other = replay.counts().tolist()
+    T, L, K = ids_TLK.shape
+    assert prescribed == (T - 2) * L * K
+    with replay_routing(model, RoutingTrace(ids_TLK)), record(model) as recorder:
+        model(**batch)
+    wanted = 0
+    for index, layer in enumerate(recorder.layers.values()):
+        best = layer.logits.topk(K).indices.tolist()
+        rows = zip(ids_TLK[:, index].tolist(), best, strict=True)
+        wanted += sum(len({*row} - {*top}) for row, top in rows if row[0] >= 0)
+    assert 0 < other == wanted < prescribed
+    with replay_routing(model, own) as replay:
+        model(**batch)
+    with pytest.raises(UnsupportedOptionError, match="nothing was compared"):
+        replay.counts()
 
 
 def as_in_transformers(model: Any, trace: RoutingTrace, values: bool) -> list[Tensor]:
