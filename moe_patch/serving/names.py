@@ -88,26 +88,14 @@ def units_of(model: nn.Module, keys: Iterable[str]) -> dict[str, Unit]:
     Returns:
         Parameter name -> unit.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key
 
-    loaded: Any = model
-    mapping = get_model_conversion_mapping(loaded)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings, converters = _mapping_of(model)
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     there = model.state_dict()
-    prefix = loaded.base_model_prefix
     found: dict[str, Unit] = {}
     for key in sorted(keys, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, there)
-        if name not in there and key in there:
-            name, pattern = rename_source_key(key, [], [], prefix, there)
+        name, pattern = _renamed(key, renamings, converters, model, there)
         if name not in there:
             continue
         converter = None if pattern is None else by_pattern[pattern]
@@ -115,6 +103,29 @@ def units_of(model: nn.Module, keys: Iterable[str]) -> dict[str, Unit]:
         unit.keys.setdefault(pattern or key, []).append(key)
         unit.renamed[key] = _before_conversion(key, renamings) if converter else key
     return {name: unit for first in found.values() for name, unit in _filled(first, there)}
+
+
+def _mapping_of(model: Any) -> tuple[list[Any], list[Any]]:
+    """Return transformers' renamings and converters for a model."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
+
+
+def _renamed(
+    key: str, renamings: list[Any], converters: list[Any], model: Any, there: dict[str, Any]
+) -> tuple[str, str | None]:
+    """Return the parameter that a tensor fills, and the converter's pattern if there is one."""
+    from transformers.core_model_loading import rename_source_key
+
+    prefix = model.base_model_prefix
+    name, pattern = rename_source_key(key, renamings, converters, prefix, there)
+    if name not in there and key in there:
+        return rename_source_key(key, [], [], prefix, there)
+    return name, pattern
 
 
 def _before_conversion(key: str, renamings: list[Any]) -> str:

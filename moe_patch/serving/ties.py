@@ -34,11 +34,7 @@ def untied(
     apart: dict[str, tuple[str, list[Change]]] = {}
     notes = []
     for group in _groups(adapter, held):
-        added = [one for name in group for one in _added(adapter, name)]
-        added.sort(key=lambda one: not isinstance(one, Replaced))
-        values = {name: [*_replaced(adapter, name), *added] for name in group}
-        if len(group) > 1 and any(_replaced(adapter, name) for name in group):
-            values = {name: _replaced(adapter, name) or added for name in group}
+        added, values = _values(adapter, group)
         main, *others = group
         changes.update({one: value for one, value in values.items() if one in held and value})
         if main not in held:
@@ -55,6 +51,15 @@ def untied(
                 "merge; an adapter that was trained without ensure_weight_tying acted on one"
             )
     return changes, apart, notes
+
+
+def _values(adapter: Adapter, group: list[str]) -> tuple[list[Change], dict[str, list[Change]]]:
+    """Return the changes that a group shares, and all changes of each of its parameters."""
+    added = [one for name in group for one in _added(adapter, name)]
+    added.sort(key=lambda one: not isinstance(one, Replaced))
+    if len(group) > 1 and any(_replaced(adapter, name) for name in group):
+        return added, {name: _replaced(adapter, name) or added for name in group}
+    return added, {name: [*_replaced(adapter, name), *added] for name in group}
 
 
 def _groups(adapter: Adapter, held: Container[str]) -> Iterable[list[str]]:

@@ -64,17 +64,23 @@ class CheckpointHook:
         for group in self.groups:
             for name in group.files & given.keys():
                 self.kept[name] = state_dict.pop(given[name])
-        done = [group for group in self.groups if group.files <= self.kept.keys()]
-        if done:
-            stored = {name: self.kept.pop(name) for group in done for name in group.files}
-            if self.twin is None:
-                self.twin = _twin(model)
-            targets = {name for group in done for name in group.targets}
-            found = _converted(self.twin, stored, targets, _mapping(model))
-            state_dict.update({prefix + name: value for name, value in found.items()})
-            logger.info("moe_patch: %d weights put back by their stored names", len(found))
+        found = self._whole_groups(model)
+        state_dict.update({prefix + name: value for name, value in found.items()})
         if not self.kept:
             self.groups, self.twin = [], None
+
+    def _whole_groups(self, model: Any) -> dict[str, Tensor]:
+        """Convert the groups that are complete, and forget their entries."""
+        done = [group for group in self.groups if group.files <= self.kept.keys()]
+        if not done:
+            return {}
+        stored = {name: self.kept.pop(name) for group in done for name in group.files}
+        if self.twin is None:
+            self.twin = _twin(model)
+        targets = {name for group in done for name in group.targets}
+        found = _converted(self.twin, stored, targets, _mapping(model))
+        logger.info("moe_patch: %d weights put back by their stored names", len(found))
+        return found
 
     def check(self) -> None:
         """Raise if a load ended before all entries of a layer arrived.

@@ -68,7 +68,7 @@ def test_no_command_prints_help_and_version(capsys):
 USAGE_MISTAKES = [
     # (arguments, what stderr must say, whose help it names)
     (["nonsense"], "invalid choice: 'nonsense'", "moe-patch --help"),
-    (["verify"], "required: MODEL", "moe-patch verify --help"),
+    (["inspect"], "required: MODEL", "moe-patch inspect --help"),
     (["verify", "x", "--dtype", "int8"], "invalid choice: 'int8'", "moe-patch verify --help"),
     (["warmup", "x", "--tokens", "a"], "invalid int value: 'a'", "moe-patch warmup --help"),
     (["replay", "x", "--fast"], "unrecognized arguments: --fast", "moe-patch --help"),

@@ -29,7 +29,7 @@ QUANTISED = [
     ({"quant_method": "compressed-tensors"}, "compressed-tensors", NOT_READ, "refused"),
     ({"quant_method": "fp8", "weight_block_size": None}, "fp8", "blocks of None;", "refused"),
     ({"quant_method": "hqq"}, "hqq", f"{NOT_READ} hqq;", "refused"),
-    ({"quant_method": "own"}, "own", "by 'own'; it skips an unknown one", "refused"),
+    ({"quant_method": "own"}, "own", "by 'own'; it skips an unknown method", "refused"),
     ({"bits": 4}, "a method without a name", "packed experts at random values", "refused"),
     ({**BNB, "load_in_4bit": True}, "bitsandbytes", "packed in 4 bits", "full"),
     ({**BNB, "load_in_8bit": True}, "bitsandbytes", "packed in 8 bits", "full"),
@@ -159,11 +159,11 @@ def packed(capsys, tmp_path) -> Path:
 def test_a_quantisation_that_transformers_skips_is_refused_wherever_it_is_loaded(capsys, packed):
     """Refuse it: transformers loads it with a mere warning, and the experts are random."""
     folder = change(packed, quantization_config={"quant_method": "own"})
-    assert "no quantisation by 'own'" in error_of(capsys, "verify", folder, "--device", "cpu")
-    with pytest.raises(UnsupportedModelError, match="no quantisation by 'own'"):
+    assert "does not support quantisation by 'own'" in error_of(capsys, "verify", folder, "--device", "cpu")
+    with pytest.raises(UnsupportedModelError, match="does not support quantisation by 'own'"):
         load_quantized(folder, "nf4")
     config = make_config(node(model=folder, tokenizer="train"))
-    with pytest.raises(UnsupportedModelError, match="no quantisation by 'own'"):
+    with pytest.raises(UnsupportedModelError, match="does not support quantisation by 'own'"):
         build_base(config.model, train_tokenizer([TEXT], 300), seed=0)
 
 

@@ -128,13 +128,10 @@ class Launcher:
             made: compile-time arguments and Triton's options, created beforehand.
             constants: compile-time arguments and options if ``made`` is None, always in one order.
         """
-        notes = NOTES.launches
         if not self._direct:
-            if notes is not None:
-                notes.append(None)
-            constants = constants if made is None else made
-            compiling(self._kernel[grid], *_described(operands), *varying, *fixed, **constants)
+            self._through_triton(grid, operands, (*varying, *fixed), made or constants)
             return
+        notes = NOTES.launches
         active = compiling(_active_driver) if self._driver is None else driver.active
         if active is not self._driver:
             self._driver, self._compiled = active, {}
@@ -160,9 +157,19 @@ class Launcher:
             else:
                 launch(*sizes, stream, *settings, *handles, *varying, *fixed, *tail)
             return
-        if notes is not None:
-            notes.append(None)
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
+
+    def _through_triton(
+        self,
+        grid: tuple[int, ...],
+        operands: Sequence[Any],
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+    ) -> CompiledKernel:
+        """Launch as Triton does, which a recording cannot replay."""
+        if NOTES.launches is not None:
+            NOTES.launches.append(None)
+        return compiling(self._kernel[grid], *_described(operands), *numbers, **constants)
 
     def _first(
         self,
@@ -173,7 +180,7 @@ class Launcher:
         constants: dict[str, Any],
     ) -> None:
         """Compile and launch, and cache how to launch again."""
-        compiled = compiling(self._kernel[grid], *_described(operands), *numbers, **constants)
+        compiled = self._through_triton(grid, operands, numbers, constants)
         device = operands[-1].get_device()
         # Do not cache for host tensors: Triton accepts some (pinned, empty) and refuses others.
         here = all(o.get_device() == device for o in operands if isinstance(o, Tensor))
