@@ -7,6 +7,9 @@ shuffles and splits the batch. Needs TRL and datasets, which are no dependencies
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from http.server import HTTPServer
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,7 @@ from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, attention, lora_config
 from tests.support.numerics import assert_bits
 from tests.support.signals_cases import listening
+from tests.support.trl_engine import Engine, K, experts_of
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -28,14 +32,6 @@ datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 from tests.integrations.test_trl import COMMON, rows, texts, tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.slow
-
-E, L, K = 8, 2, 2
-
-
-def experts_of(token_N: Tensor) -> Tensor:
-    """The stand-in engine's experts, [N, L, K]."""
-    first_NL = token_N.unsqueeze(-1) * 3 + torch.arange(L)
-    return torch.stack([first_NL, first_NL + 1 + token_N.unsqueeze(-1) % 3], -1) % E
 
 
 def word_numbers(completions: list[str], **_: Any) -> list[float]:
@@ -91,6 +87,29 @@ def grpo(folder: Any, function: Any = rollout, lora: bool = False, **options: An
     )
 
 
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Options of a trainer that generates on the stand-in server, by TRL's real client."""
+    from trl.generation import vllm_client, vllm_generation
+
+    for module in (vllm_client, vllm_generation):
+        monkeypatch.setattr(module, "is_vllm_available", lambda: True)
+    # Weights travel by NCCL between cards, which no CPU has.
+    monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda *_, **__: None)
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", lambda _: None)
+    engine = HTTPServer(("127.0.0.1", 0), Engine)
+    thread = threading.Thread(target=engine.serve_forever, daemon=True)
+    thread.start()
+    yield {
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": f"http://127.0.0.1:{engine.server_port}",
+    }
+    engine.shutdown()
+    engine.server_close()
+    thread.join()
+
+
 def watch(trainer: Any, recorder: Any) -> list[bool]:
     """Compare the ids of every forward with those of its tokens; one entry per forward."""
     seen: list[bool] = []
@@ -132,6 +151,28 @@ def test_the_rollouts_experts_run_in_every_pass(lora, tmp_path) -> None:
     assert len(logged(trainer, "moe/replay_disagreement")) == 3
     assert set(logged(trainer, "moe/replay_free_tokens")) == {1.0}
     assert all(value > 0 for value in logged(trainer, "moe/rollout_kl"))
+
+
+def test_a_vllm_servers_answers_are_replayed(server, tmp_path, monkeypatch) -> None:
+    """TRL's own client and parsing; then a server that returns no routing."""
+    trainer = grpo(tmp_path, None, **server)
+    generate = trainer.vllm_generation.generate
+    handle = replay_rollouts(trainer)
+    with record(trainer.model) as recorder:
+        seen = watch(trainer, recorder)
+        trainer.train()
+    assert seen.count(True) == 3 * 2
+    assert seen.count(False) == 2 * 2
+    assert set(logged(trainer, "moe/replay_free_tokens")) == {1.0}
+    assert len(logged(trainer, "moe/rollout_kl")) == 2
+    handle.undo()
+    assert trainer.vllm_generation.generate == generate
+    assert "_post" not in vars(trainer.vllm_generation.vllm_client)
+    monkeypatch.setattr(Engine, "experts", False)
+    trainer = grpo(tmp_path, None, **server)
+    replay_rollouts(trainer)
+    with pytest.raises(UnsupportedOptionError, match="the engine returned no routing"):
+        trainer.train()
 
 
 def trained(trainer: Any, replay: bool) -> dict[str, Tensor]:
@@ -206,7 +247,7 @@ def wrong(change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda made: made.pop("routed_experts"), "rollout_func returned none"),
+        (lambda made: made.pop("routed_experts"), "the rollout returned none"),
         (lambda made: made["routed_experts"].pop(), "returned 3 entries .* for 4 completions"),
         (lambda made: made["routed_experts"].reverse(), "sequence [0-3]: routing of shape"),
         (
