@@ -10,7 +10,7 @@ import torch
 from moe_patch import lora_targets
 from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.tools import plan_memory as parts
-from moe_patch.tools.plan_total import first_fitting, make_plan, most_tokens
+from moe_patch.tools.plan_total import candidates, first_fitting, make_plan, most_tokens
 from moe_patch.tools.plan_types import Recipe
 from tests.support import tiny_models
 
@@ -53,6 +53,8 @@ CHANGES = [
     ({"checkpointing": False}, "kept", False),
     ({"liger": True}, "logits_peak", True),
     ({"recompute": True}, "one_layer", True),
+    ({"recompute": True}, "block_peak", False),
+    ({"adapter_bytes": 2}, "block_peak", True),
     ({"optimizer": "adamw_8bit"}, "optimizer", True),
     ({"rank": 4}, "gradients", True),
     ({"adapter_bytes": 2}, "adapters", True),
@@ -79,11 +81,33 @@ def test_gradients_of_earlier_forwards_are_there_during_the_loss(sizes):
 
 def test_the_most_tokens_fit_and_one_more_does_not(sizes):
     recipe = Recipe(storage="nf4")
-    memory = make_plan(sizes, replace(recipe, tokens=3000)).needed
-    most = most_tokens(sizes, recipe, memory)
-    assert make_plan(sizes, replace(recipe, tokens=most)).needed <= memory
-    assert make_plan(sizes, replace(recipe, tokens=most + 1)).needed > memory
+    for tokens in range(3000, 3008):
+        memory = make_plan(sizes, replace(recipe, tokens=tokens)).needed
+        most = most_tokens(sizes, recipe, memory)
+        assert make_plan(sizes, replace(recipe, tokens=most)).needed <= memory
+        assert make_plan(sizes, replace(recipe, tokens=most + 1)).needed > memory
     assert most_tokens(sizes, recipe, parts.CONTEXT) == 0
+
+
+def test_the_last_choice_is_given_up_last():
+    tried = candidates(Recipe(), {"checkpointing": (False, True), "rank": (16, 4)})
+    found = [(one.checkpointing, one.rank) for one in tried]
+    assert found == [(False, 16), (True, 16), (False, 4), (True, 4)]
+
+
+def test_liger_makes_the_gradient_of_a_trained_head_in_the_forward(sizes):
+    frozen, trained = (
+        parts.logits_bytes(sizes, Recipe(liger=True, full=full)) for full in (False, True)
+    )
+    assert trained - frozen == sizes.vocab * sizes.hidden * 2
+
+
+def test_merged_weights_are_kept(sizes):
+    layer = sizes.layers[-1]
+    router = layer.moe.experts * sizes.hidden
+    assert layer.merged == router
+    plain = parts.kept_bytes(layer._replace(merged=0), Recipe(), 2)
+    assert parts.kept_bytes(layer, Recipe(), 2) - plain == 2 * router
 
 
 def test_what_gives_up_least_is_chosen(sizes):
