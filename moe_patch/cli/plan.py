@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import math
 import re
+from collections.abc import Container
 from dataclasses import asdict
 from typing import Any
 
@@ -77,11 +78,7 @@ def command(args: argparse.Namespace) -> int:
         sizes = read_sizes(model, targets)
         storages = _storages(model, recipe)
     if memory is not None:
-        choices = {name: values for name, values in CHOICES.items() if name not in fixed}
-        if "storage" in choices:
-            choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
-        if "liger" in choices and not _may_run_on_liger(config.model_type):
-            choices["liger"] = (False,)
+        choices = _choices(fixed, storages, config.model_type)
         recipe = fit(args, sizes, recipe, choices, memory)
     plan = make_plan(sizes, recipe)
     node = training_node(args, recipe, targets, dtype) if memory or args.recipe else None
@@ -95,6 +92,18 @@ def command(args: argparse.Namespace) -> int:
     else:
         _print(result, plan, recipe, text)
     return 0
+
+
+def _choices(
+    fixed: dict[str, Any], storages: Container[str], model_type: str
+) -> dict[str, tuple[Any, ...]]:
+    """Return the values to try for each option that is not fixed."""
+    choices = {name: values for name, values in CHOICES.items() if name not in fixed}
+    if "storage" in choices:
+        choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
+    if "liger" in choices and not _may_run_on_liger(model_type):
+        choices["liger"] = (False,)
+    return choices
 
 
 def memory_bytes(text: str) -> int:
@@ -122,17 +131,7 @@ def recipe_of(
         if (value := getattr(args, name)) is not None and value < 1:
             raise UnsupportedOptionError(f"--{name} {value}: accepted: 1 or more")
     fixed = {name: getattr(args, name) for name in CHOICES if getattr(args, name) is not None}
-    linear = args.linear or "bf16"
-    if (quantised := stored(config)) is not None:
-        if not quantised.is_read:
-            raise UnsupportedModelError(f"MODEL {args.model!r}: {quantised.said}")
-        if quantised.method == "bitsandbytes":
-            linear = args.linear or "nf4"
-        elif fixed.setdefault("storage", quantised.method) != quantised.method:
-            raise UnsupportedOptionError(
-                f"--storage {fixed['storage']}: the checkpoint has its experts in "
-                f"{quantised.method}; accepted: {quantised.method}"
-            )
+    linear = _linear(args, config, fixed)
     if args.full:
         if fixed.get("storage", "bf16") != "bf16" or linear != "bf16":
             raise UnsupportedOptionError(
@@ -147,6 +146,23 @@ def recipe_of(
         adapter_bytes=4 if args.adapters == "fp32" else 2, **fixed,
     )  # fmt: skip
     return recipe, fixed
+
+
+def _linear(args: argparse.Namespace, config: Any, fixed: dict[str, Any]) -> str:
+    """Return the storage of Linear modules; a packed checkpoint fixes that of its experts."""
+    quantised = stored(config)
+    if quantised is None:
+        return args.linear or "bf16"
+    if not quantised.is_read:
+        raise UnsupportedModelError(f"MODEL {args.model!r}: {quantised.said}")
+    if quantised.method == "bitsandbytes":
+        return args.linear or "nf4"
+    if fixed.setdefault("storage", quantised.method) != quantised.method:
+        raise UnsupportedOptionError(
+            f"--storage {fixed['storage']}: the checkpoint has its experts in "
+            f"{quantised.method}; accepted: {quantised.method}"
+        )
+    return args.linear or "bf16"
 
 
 def _targets(model: Any) -> dict[str, list[str]]:

@@ -137,13 +137,8 @@ def _layer(
     fused: bool,
 ) -> Layer:
     inside = [block for block in blocks if block.path.startswith(f"{path}.")]
-    skipped = {
-        id(m)
-        for block in inside
-        for _, owner in (*block.experts, *block.routers)
-        for m in owner.modules()
-    }
-    heads, attention, eager = 0, 0, False
+    skipped = _owned(inside)
+    heads, attention = 0, 0
     partial = _is_partly_rotated(config)
     inputs: list[Input] = []
     mlps: list[int] = []
@@ -153,25 +148,45 @@ def _layer(
             continue
         here = f"{path}.{name}".rstrip(".")
         linears = {n: m for n, m in module.named_children() if type(m) is nn.Linear}
-        in_block = any(f"{here}.".startswith(f"{block.path}.") for block in inside)
+        own = config.hidden_size if _is_inside(here, inside) else 0
         copied = partial or "kv_b_proj" in linears
-        own = config.hidden_size if in_block else 0
         inputs += _inputs(here, linears, targets, own, () if copied else OUT)
         norms += _norms(module, linears)
-        if "down_proj" in linears and {"gate_proj", "gate_up_proj"} & linears.keys():
-            mlps.append(linears["down_proj"].in_features)
+        mlps += _mlp(linears)
         if "Attention" in type(module).__name__ and linears.keys() & {*OUT}:
             attention += _attention(linears)
             heads += config.num_attention_heads
-            eager = not fused
     moe = moes[inside[0].path] if inside else None
+    merged = _merged(path, layer, targets)
+    eager = heads > 0 and not fused
+    return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
+
+
+def _is_inside(path: str, blocks: list[FoundBlock]) -> bool:
+    return any(f"{path}.".startswith(f"{block.path}.") for block in blocks)
+
+
+def _owned(blocks: list[FoundBlock]) -> set[int]:
+    """Return the ids of all modules of experts and routers."""
+    owners = [owner for block in blocks for _, owner in (*block.experts, *block.routers)]
+    return {id(module) for owner in owners for module in owner.modules()}
+
+
+def _mlp(linears: dict[str, nn.Linear]) -> list[int]:
+    """Return the width of a gated MLP, or nothing for another module."""
+    if "down_proj" in linears and {"gate_proj", "gate_up_proj"} & linears.keys():
+        return [linears["down_proj"].in_features]
+    return []
+
+
+def _merged(path: str, layer: nn.Module, targets: dict[str, list[str]]) -> int:
+    """Return the numbers of 2-D parameters that PEFT adapts by a merged weight."""
     names = targets.get("target_parameters", [])
-    merged = sum(
+    return sum(
         p.numel()
         for n, p in layer.named_parameters()
         if p.dim() == 2 and _ends(f"{path}.{n}", names)
     )
-    return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
 
 
 def _is_partly_rotated(config: Any) -> bool:

@@ -47,7 +47,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     """
     b, layers = sizes.itemsize, sizes.layers
     share = recipe.ranks if recipe.sharded else 1
-    weights = {k: n // share for k, n in parts.weight_bytes(sizes, recipe).items()}
+    weights = _shares(parts.weight_bytes(sizes, recipe), share)
     trained = parts.trained_bytes(sizes, recipe)
     gradients = trained // share
     each = [parts.kept_bytes(layer, recipe, b) for layer in layers]
@@ -55,9 +55,10 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     last = inputs + recipe.tokens * 4 * (sizes.hidden + 1)  # the norm before the head
     kept = last + (len(layers) * inputs if recipe.checkpointing else sum(each))
     again = max(each) if recipe.checkpointing else 0
-    blocks = [parts.block_bytes(layer.moe, recipe, b) for layer in layers if layer.moe]
-    buffers = [max(parts.decode_bytes(la.moe, recipe, b)) for la in layers if la.moe]
-    block, logits = max(blocks, default=0), parts.logits_bytes(sizes, recipe)
+    moes = [layer.moe for layer in layers if layer.moe]
+    block = max((parts.block_bytes(moe, recipe, b) for moe in moes), default=0)
+    buffer = max((max(parts.decode_bytes(moe, recipe, b)) for moe in moes), default=0)
+    logits = parts.logits_bytes(sizes, recipe)
     found = {
         "adapters": 0 if recipe.full else gradients,
         "gradients": gradients,
@@ -67,7 +68,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
         "kept": kept,
         "one_layer": max(each),
         "block_peak": block,
-        "decode_buffer": max(buffers, default=0),
+        "decode_buffer": buffer,
         "logits_peak": logits,
         "context": parts.CONTEXT,
     }
@@ -82,6 +83,10 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
         "step": there + gradients,
     }
     return Plan(weights, found, moments)
+
+
+def _shares(bytes_by_kind: dict[str, int], ranks: int) -> dict[str, int]:
+    return {kind: count // ranks for kind, count in bytes_by_kind.items()}
 
 
 def gathered_bytes(sizes: Sizes, recipe: Recipe) -> int:

@@ -159,7 +159,9 @@ def packed(capsys, tmp_path) -> Path:
 def test_a_quantisation_that_transformers_skips_is_refused_wherever_it_is_loaded(capsys, packed):
     """Refuse it: transformers loads it with a mere warning, and the experts are random."""
     folder = change(packed, quantization_config={"quant_method": "own"})
-    assert "does not support quantisation by 'own'" in error_of(capsys, "verify", folder, "--device", "cpu")
+    assert "does not support quantisation by 'own'" in error_of(
+        capsys, "verify", folder, "--device", "cpu"
+    )
     with pytest.raises(UnsupportedModelError, match="does not support quantisation by 'own'"):
         load_quantized(folder, "nf4")
     config = make_config(node(model=folder, tokenizer="train"))
