@@ -160,11 +160,7 @@ class Launcher:
         self._first(key, grid, operands, (*varying, *fixed), constants if made is None else made)
 
     def _through_triton(
-        self,
-        grid: tuple[int, ...],
-        operands: Sequence[Any],
-        numbers: tuple[int | float, ...],
-        constants: dict[str, Any],
+        self, grid: tuple[int, ...], operands: Sequence[Any], numbers: tuple, constants: dict
     ) -> CompiledKernel:
         """Launch as Triton does, which a recording cannot replay."""
         if NOTES.launches is not None:
