@@ -116,7 +116,7 @@ class RolloutReplay:
         prompt_ids, completion_ids, extra = made[0], made[1], made[5]
         returned = extra.pop(FIELD, None)
         if returned is None or len(returned) != len(completion_ids):
-            found = "none" if returned is None else f"{len(returned)} entries"
+            found = "nothing" if returned is None else f"{len(returned)} entries"
             raise UnsupportedOptionError(
                 f"replay_rollouts: rollout_func returned {found} in {FIELD!r} for "
                 f"{len(completion_ids)} completions; accepted: one entry per completion"
@@ -170,8 +170,8 @@ class RolloutReplay:
             self._placed(input_ids.shape[1], logits_to_keep)
         if self.ids_BSLK is None:
             raise PatchStateError(
-                f"replay_rollouts: {PASS} ran outside a rollout and its loss; accepted: calls by "
-                "the trainer itself"
+                f"replay_rollouts: {PASS} was called outside a rollout and its loss; accepted: "
+                "calls by the trainer itself"
             )
         ids_BSLK, done = self.ids_BSLK, 0
 
@@ -189,8 +189,8 @@ class RolloutReplay:
                 self._close()
         if done != ids_BSLK.shape[0]:
             raise UnsupportedOptionError(
-                f"replay_rollouts: {done} of {ids_BSLK.shape[0]} sequences ran; accepted: every "
-                "sequence once"
+                f"replay_rollouts: the model ran {done} of {ids_BSLK.shape[0]} sequences; "
+                "accepted: each sequence exactly once"
             )
         return found
 
