@@ -116,7 +116,7 @@ class RolloutReplay:
         prompt_ids, completion_ids, extra = made[0], made[1], made[5]
         returned = extra.pop(FIELD, None)
         if returned is None or len(returned) != len(completion_ids):
-            found = "nothing" if returned is None else f"{len(returned)} entries"
+            found = "none" if returned is None else f"{len(returned)} entries"
             raise UnsupportedOptionError(
                 f"replay_rollouts: rollout_func returned {found} in {FIELD!r} for "
                 f"{len(completion_ids)} completions; accepted: one entry per completion"

@@ -72,9 +72,7 @@ class CheckpointHook:
             targets = {name for group in done for name in group.targets}
             found = _converted(self.twin, stored, targets, _mapping(model))
             state_dict.update({prefix + name: value for name, value in found.items()})
-            logger.info(
-                "moe_patch: converted %d weights from their names in the checkpoint", len(found)
-            )
+            logger.info("moe_patch: %d weights put back by their stored names", len(found))
         if not self.kept:
             self.groups, self.twin = [], None
 

@@ -206,7 +206,7 @@ def wrong(change: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda made: made.pop("routed_experts"), "rollout_func returned nothing"),
+        (lambda made: made.pop("routed_experts"), "rollout_func returned none"),
         (lambda made: made["routed_experts"].pop(), "returned 3 entries .* for 4 completions"),
         (lambda made: made["routed_experts"].reverse(), "sequence [0-3]: routing of shape"),
         (
