@@ -47,33 +47,22 @@ def add(subparsers: Any) -> None:
     )
     models.add_model(parser)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--tokens", type=int, default=2048, help="tokens per forward; default: 2048"
-    )
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per forward (2048)")
     parser.add_argument("--rank", type=int, help="rank of the adapters; default: 16")
     parser.add_argument("--storage", choices=STORAGES, help="storage of the experts")
-    parser.add_argument(
-        "--linear", choices=("bf16", "nf4"), help="storage of frozen Linear modules"
-    )
+    parser.add_argument("--linear", choices=("bf16", "nf4"), help="storage of frozen Linear layers")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     parser.add_argument("--checkpointing", action=flag, help="gradient checkpointing; default: on")
-    parser.add_argument(
-        "--recompute", action="store_true", help="recompute the experts; keep only their plan"
-    )
+    parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument(
-        "--adapters",
-        choices=("fp32", "bf16"),
-        default="fp32",
-        help="dtype of the adapters; default: fp32",
+        "--adapters", choices=("fp32", "bf16"), default="fp32", help="adapter dtype"
     )
     parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
-    parser.add_argument(
-        "--recipe", metavar="FILE", help="write the file for `moe-patch train` to FILE"
-    )
+    parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -145,7 +134,7 @@ def recipe_of(
             linear = args.linear or "nf4"
         elif fixed.setdefault("storage", quantised.method) != quantised.method:
             raise UnsupportedOptionError(
-                f"--storage {fixed['storage']}: the checkpoint stores its experts in "
+                f"--storage {fixed['storage']}: the checkpoint has its experts in "
                 f"{quantised.method}; accepted: {quantised.method}"
             )
     if args.full:
@@ -186,9 +175,7 @@ def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
     except UnsupportedModelError as error:
         found, refused = {}, dict.fromkeys(READABLE, str(error))
     if recipe.storage != "bf16" and recipe.storage not in found:
-        why = refused.get(
-            recipe.storage, "accepted only for checkpoints that store their experts in it"
-        )
+        why = refused.get(recipe.storage, "only for checkpoints that store their experts in it")
         raise UnsupportedOptionError(f"--storage {recipe.storage}: {why}")
     return ("bf16", *(name for name in READABLE if name in found))
 
@@ -223,9 +210,7 @@ def fit(
         return found
     needed = make_plan(sizes, least).needed
     tokens = most_tokens(sizes, least, memory)
-    nearest = (
-        f"at most {tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
-    )
+    nearest = f"{tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
     missing = (needed - memory) / 2**30
     raise UnsupportedOptionError(
         f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens; "
@@ -282,10 +267,7 @@ def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None)
         f"{FRAGMENTATION:.0%} for fragmentation and {bytes_text(CONTEXT)} for CUDA's context"
     )
     if result["memory_bytes"] is not None:
-        print(
-            f"fits in {bytes_text(result['memory_bytes'])}; largest number of tokens: "
-            f"{result['most_tokens']:,}"
-        )
+        print(f"fits {bytes_text(result['memory_bytes'])}; most tokens: {result['most_tokens']:,}")
     for note in result["notes"]:
         print(f"note: {note}")
     if text is not None:
