@@ -20,14 +20,16 @@ _WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py")
 def add_adapter(parser: argparse.ArgumentParser, *, option: bool = False) -> None:
     """Add the argument ADAPTER, or the option ``--adapter``, and ``--base``."""
     name = "--adapter" if option else "adapter"
-    parser.add_argument(name, metavar="ADAPTER", help="folder that PEFT's save_pretrained wrote")
+    parser.add_argument(name, metavar="ADAPTER", help="folder written by PEFT's save_pretrained")
     add_base(parser)
 
 
 def add_base(parser: argparse.ArgumentParser) -> None:
     """Add the option ``--base``."""
     parser.add_argument(
-        "--base", metavar="MODEL", help="folder or hub id; default: the one the adapter names"
+        "--base",
+        metavar="MODEL",
+        help="folder or hub id of the base model; default: the one that the adapter names",
     )
 
 
@@ -42,15 +44,15 @@ def base_folder(adapter: str, base: str | None) -> Path:
     name = base or config.get("base_model_name_or_path")
     if not name:
         raise UnsupportedOptionError(
-            f"ADAPTER {adapter!r} names no base model; accepted: --base MODEL"
+            f"ADAPTER {adapter!r} does not name its base model; accepted: --base MODEL"
         )
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
 
     with models.explained(
-        f"base model {name!r} is no folder and no hub id that can be reached (--base MODEL names "
-        "another place)"
+        f"base model {name!r} is neither a folder nor a hub id that can be reached (name another "
+        "with --base MODEL)"
     ):
         revision = None if base else config.get("revision")
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(_WANTED)))
@@ -70,8 +72,9 @@ def plain_model(folder: Path, adapter: str) -> tuple[Any, nn.Module]:
     found = stored(config)
     if found is not None and not (found.is_read and found.method in ("fp8", "mxfp4")):
         raise UnsupportedModelError(
-            f"base model {str(folder)!r} is quantised with {found.method}; accepted: 16 and 32 "
-            "bits, FP8 in blocks of 128 x 128, MXFP4; name the checkpoint that it was made of"
+            f"base model {str(folder)!r} is quantised with {found.method}; accepted: 16 or 32 "
+            "bits, FP8 in blocks of 128 x 128, MXFP4; name the checkpoint that it was quantised "
+            "from"
         )
     own = copy.deepcopy(config)
     for one in (own, own.get_text_config()):

@@ -19,15 +19,20 @@ def add(subparsers: Any) -> None:
     releases = ", ".join(one.release for one in ENGINES.values())
     parser = subparsers.add_parser(
         "export",
-        help="write an adapter in the layout that vLLM, SGLang or another PEFT reads",
-        description=f"The layouts are those of {releases}, and PEFT's own of 0.18 and 0.19. An "
-        "architecture whose experts the release loads no adapter for is refused; merge is the way "
-        "on.",
+        help="write an adapter in the layout of vLLM, SGLang or another release of PEFT",
+        description=f"Layouts: {releases}, and those of PEFT 0.18 and 0.19. An architecture is "
+        "refused if the release cannot load adapters on its experts; use merge instead.",
     )
     adapted.add_adapter(parser)
-    parser.add_argument("--to", choices=(*ENGINES, PEFT), required=True, help="the reader")
-    parser.add_argument("--release", metavar="X.Y", help="of PEFT; default: the installed one")
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
+    parser.add_argument(
+        "--to", choices=(*ENGINES, PEFT), required=True, help="program that will load the adapter"
+    )
+    parser.add_argument(
+        "--release",
+        metavar="X.Y",
+        help="release of PEFT, with --to peft; default: the installed one",
+    )
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to create")
     add_json(parser)
     parser.set_defaults(command=command)
 

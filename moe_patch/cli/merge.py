@@ -23,19 +23,27 @@ def add(subparsers: Any) -> None:
     """Add the parser of ``merge``."""
     parser = subparsers.add_parser(
         "merge",
-        help="write a checkpoint with an adapter merged into it",
-        description="W + scaling * B * A of every adapted weight in fp32, rounded once, streamed "
-        "over the base's safetensors files without its model in memory. The result has the base's "
-        "own names, layout and dtypes; FP8 (128 x 128) and MXFP4 weights are decoded, added to and "
-        "encoded again, with the error said.",
+        help="merge an adapter into its base and write the checkpoint",
+        description="Compute W + scaling * B * A in fp32 for every adapted weight, and round "
+        "once. The base's safetensors files are streamed, so the model is never in memory as a "
+        "whole. The result keeps the base's names, layout and dtypes. FP8 (128 x 128) and MXFP4 "
+        "weights are decoded, changed and re-encoded, and the error of re-encoding is printed.",
     )
     adapted.add_adapter(parser)
-    parser.add_argument("--out", metavar="DIR", required=True, help="folder to make")
-    parser.add_argument("--dtype", choices=tuple(models.DTYPES)[:3], help="of every weight")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder to create")
     parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help="of a file, as 5GB; default: the base's files"
+        "--dtype",
+        choices=tuple(models.DTYPES)[:3],
+        help="dtype of every weight; default: the base's",
     )
-    parser.add_argument("--device", default="cpu", help="where the sums are formed (default cpu)")
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="largest size of a file, such as 5GB; default: the base's files",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device that computes the sums (default: cpu)"
+    )
     add_json(parser)
     parser.set_defaults(command=command)
 
@@ -78,7 +86,7 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['seconds']:.1f} s"
     )
     for storage, error in result["errors"].items():
-        print(f"encoded again in {storage}: relative error {error:.1e} of the merged values")
+        print(f"merged values re-encoded in {storage}: relative error {error:.1e}")
     for note in result["notes"]:
         print(f"note: {note}")
 
@@ -93,7 +101,8 @@ def bytes_of(text: str) -> int:
     unit = _UNITS.get(found[2].upper()) if found else None
     if found is None or unit is None or float(found[1]) * unit < 1:
         raise UnsupportedOptionError(
-            f"--max-shard-size {text}: accepted: a number with one of {', '.join(_UNITS)[2:]}"
+            f"--max-shard-size {text}: accepted: a number of bytes, or a number with one of "
+            f"{', '.join(_UNITS)[2:]}"
         )
     return int(float(found[1]) * unit)
 

@@ -40,25 +40,29 @@ def add(subparsers: Any) -> None:
     """Add the subcommand's parser."""
     parser = subparsers.add_parser(
         "plan",
-        help="memory of a training run, and a recipe that fits a card, from the config alone",
-        description="Memory of a training run by part. With --memory: the first recipe that fits, "
-        "the largest number of tokens, and a file for `moe-patch train`.",
+        help="estimate the memory of a training run and find a recipe that fits a card, from the "
+        "config alone",
+        description="Print the memory of a training run by part. With --memory, find the first "
+        "recipe that fits and its largest number of tokens, and print a file for `moe-patch "
+        "train`.",
     )
     models.add_model(parser)
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens in one forward")
-    parser.add_argument("--rank", type=int, help="rank of the adapters; default 16")
-    parser.add_argument("--storage", choices=STORAGES, help="of the experts")
-    parser.add_argument("--linear", choices=("bf16", "nf4"), help="of frozen Linear modules")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default adamw")
-    parser.add_argument("--checkpointing", action=flag, help="default: on")
-    parser.add_argument("--recompute", action="store_true", help="keep the experts' plan alone")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per forward (2048)")
+    parser.add_argument("--rank", type=int, help="rank of the adapters; default: 16")
+    parser.add_argument("--storage", choices=STORAGES, help="storage of the experts")
+    parser.add_argument("--linear", choices=("bf16", "nf4"), help="storage of frozen Linear layers")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    parser.add_argument("--checkpointing", action=flag, help="gradient checkpointing; default: on")
+    parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
-    parser.add_argument("--full", action="store_true", help="train all weights, no adapters")
-    parser.add_argument("--ranks", type=int, default=1, help="processes, one a card")
-    parser.add_argument("--accumulation", type=int, default=1, help="forwards before a step")
-    parser.add_argument("--adapters", choices=("fp32", "bf16"), default="fp32", help="their dtype")
-    parser.add_argument("--memory", help="of the card, such as 24GB or 22.5GiB")
+    parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
+    parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
+    parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
+    parser.add_argument(
+        "--adapters", choices=("fp32", "bf16"), default="fp32", help="adapter dtype"
+    )
+    parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
     parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
     add_json(parser)
     parser.set_defaults(command=command)
@@ -72,7 +76,7 @@ def command(args: argparse.Namespace) -> int:
         config = models.load_config(args.model)
         recipe, fixed = recipe_of(args, config, device)
         dtype = models.DTYPES[args.dtype] if args.dtype else models.dtype_of(config)
-        steps.step("building on the meta device")
+        steps.step("building the model on the meta device")
         model = models.build(config, dtype, "meta")
         targets = {} if args.full else _targets(model)
         sizes = read_sizes(model, targets)
@@ -135,8 +139,8 @@ def recipe_of(
     if args.full:
         if fixed.get("storage", "bf16") != "bf16" or linear != "bf16":
             raise UnsupportedOptionError(
-                "--full trains every weight, and packed ones are frozen; accepted: --storage bf16 "
-                "and --linear bf16, or adapters"
+                "--full trains every weight, but packed weights are frozen; accepted: --storage "
+                "bf16 with --linear bf16, or adapters without --full"
             )
         fixed["storage"] = "bf16"
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -187,7 +191,7 @@ def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
     except UnsupportedModelError as error:
         found, refused = {}, dict.fromkeys(READABLE, str(error))
     if recipe.storage != "bf16" and recipe.storage not in found:
-        why = refused.get(recipe.storage, "only read from checkpoints that have their experts so")
+        why = refused.get(recipe.storage, "only for checkpoints that store their experts in it")
         raise UnsupportedOptionError(f"--storage {recipe.storage}: {why}")
     return ("bf16", *(name for name in READABLE if name in found))
 
@@ -225,9 +229,9 @@ def fit(
     nearest = f"{tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
     missing = (needed - memory) / 2**30
     raise UnsupportedOptionError(
-        f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens: the "
-        f"smallest ({said(least)}) needs {needed / 2**30:.1f} GiB, {missing:.1f} GiB more than "
-        f"there is; the nearest that fits is {nearest}"
+        f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens; "
+        f"the smallest ({said(least)}) needs {needed / 2**30:.1f} GiB, which is {missing:.1f} GiB "
+        f"too much; accepted: {nearest}"
     )
 
 
@@ -260,8 +264,8 @@ def _notes(sizes: Sizes) -> list[str]:
     if not any(layer.eager for layer in sizes.layers):
         return []
     return [
-        "transformers has no fused attention for this model, so each layer keeps T x T "
-        "probabilities a head, which the plan counts; another attn_implementation needs less"
+        "transformers has no fused attention for this model: each layer keeps T x T "
+        "probabilities per head, and the plan counts them; another attn_implementation needs less"
     ]
 
 
@@ -275,8 +279,8 @@ def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None)
         ("moment of a step", "allocated"), [(k, bytes_text(n)) for k, n in plan.moments.items()]
     )
     print(
-        f"\npeak {bytes_text(plan.allocated)}; with {FRAGMENTATION:.0%} for fragmentation and "
-        f"{bytes_text(CONTEXT)} for CUDA's context {bytes_text(plan.needed)} on each card"
+        f"\npeak {bytes_text(plan.allocated)}; each card needs {bytes_text(plan.needed)}, with "
+        f"{FRAGMENTATION:.0%} for fragmentation and {bytes_text(CONTEXT)} for CUDA's context"
     )
     if result["memory_bytes"] is not None:
         print(f"fits {bytes_text(result['memory_bytes'])}; most tokens: {result['most_tokens']:,}")

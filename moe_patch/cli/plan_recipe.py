@@ -38,7 +38,8 @@ def training_node(
     if args.adapters == "bf16" or args.linear == "nf4":
         option = "--adapters bf16" if args.adapters == "bf16" else "--linear nf4"
         raise UnsupportedOptionError(
-            f"{option}: a training file has no key for it; leave it out with --memory and --recipe"
+            f"{option}: a training file has no key for this option; leave it out with --memory or "
+            "--recipe"
         )
     name = str(dtype).removeprefix("torch.")
     rate = 1e-5 if recipe.full else 2e-4
@@ -85,4 +86,6 @@ def write(path: str, text: str) -> None:
         with Path(path).open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
-        raise UnsupportedOptionError(f"--recipe {path}: {error.strerror}") from error
+        raise UnsupportedOptionError(
+            f"--recipe {path}: {error.strerror}; accepted: a new file in an existing folder"
+        ) from error

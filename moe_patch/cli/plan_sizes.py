@@ -30,8 +30,8 @@ def read_sizes(model: Any, targets: dict[str, list[str]]) -> Sizes:
     blocks = discover(model)
     if not blocks:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no MoE block, and plan is for MoE models alone; "
-            "`moe-patch families` lists them"
+            f"{type(model).__name__} has no MoE block; accepted: MoE models (`moe-patch families` "
+            "lists them)"
         )
     moes = {block.path: _moe(block, targets) for block in blocks}
     layers = dict(_layers(model, blocks))
@@ -55,8 +55,9 @@ def _moe(block: FoundBlock, targets: dict[str, list[str]]) -> Moe:
     sizes = block_sizes(block)
     if "top_k" not in sizes:
         raise UnsupportedModelError(
-            f"{block.path}: its experts do not run on moe_patch's operator, so what they keep is "
-            "unknown; accepted: families of `moe-patch families` whose experts do"
+            f"{block.path}: its experts do not run on moe_patch's operator, so the memory of "
+            "their activations is unknown; accepted: families whose experts do (`moe-patch "
+            "families` lists them)"
         )
     path, experts = block.experts[0]
     layout = layout_of(experts, block.spec)
@@ -73,7 +74,10 @@ def _layers(model: nn.Module, blocks: list[FoundBlock]) -> Iterator[tuple[str, n
         parts = block.path.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         if at is None:
-            raise UnsupportedModelError(f"{block.path}: this block is in no list of layers")
+            raise UnsupportedModelError(
+                f"{block.path}: this block is not in a list of layers; accepted: models that keep "
+                "their layers in lists"
+            )
         lists[".".join(parts[:at])] = None
     for path in lists:
         for name, layer in model.get_submodule(path).named_children():

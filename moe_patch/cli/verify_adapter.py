@@ -25,16 +25,22 @@ LOGITS = 1e-3
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``verify --adapter``; here the base is MODEL."""
     group = parser.add_argument_group("after training")
-    group.add_argument("--adapter", metavar="DIR", help="compare MODEL and this adapter with ..")
-    group.add_argument("--merged", metavar="DIR", help=".. the checkpoint that merge wrote")
-    group.add_argument("--exported", metavar="DIR", help=".. the adapter that export wrote")
-    group.add_argument("--no-logits", action="store_true", help="weights alone, no model in memory")
+    group.add_argument(
+        "--adapter", metavar="DIR", help="adapter whose base is MODEL; compare both with one of:"
+    )
+    group.add_argument("--merged", metavar="DIR", help="the checkpoint that merge wrote")
+    group.add_argument("--exported", metavar="DIR", help="the adapter that export wrote")
+    group.add_argument(
+        "--no-logits", action="store_true", help="compare only the weights, without loading a model"
+    )
 
 
 def command(args: argparse.Namespace) -> int:
     """Compare and print; return status 1 if a check fails."""
     if (args.merged is None) == (args.exported is None):
-        raise UnsupportedOptionError("verify --adapter: name one of --merged DIR, --exported DIR")
+        raise UnsupportedOptionError(
+            "verify --adapter: accepted: exactly one of --merged DIR and --exported DIR"
+        )
     folder = adapted.base_folder(args.adapter, args.model)
     result = _merged(args, folder) if args.merged else _exported(args, folder)
     result = {"adapter": args.adapter, "base": str(folder), **result}
@@ -138,7 +144,7 @@ def _quiet() -> Iterator[None]:
 
 def _ids(model: Any, args: argparse.Namespace) -> Tensor:
     generator = torch.Generator().manual_seed(args.seed)
-    with models.explained("MODEL takes no token ids (--no-logits compares the weights alone)"):
+    with models.explained("MODEL takes no token ids (--no-logits compares only the weights)"):
         vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (args.batch, args.length), generator=generator)
     return ids.to(model.device)
@@ -147,7 +153,7 @@ def _ids(model: Any, args: argparse.Namespace) -> Tensor:
 @torch.no_grad()
 def _run(model: Any, ids: Tensor) -> Tensor:
     with models.explained(
-        "MODEL does not run on token ids alone (--no-logits compares the weights alone)"
+        "MODEL cannot run on token ids alone (--no-logits compares only the weights)"
     ):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.double().cpu()
@@ -160,21 +166,25 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 def _print(result: dict[str, Any]) -> None:
     if result["failed"]:
         print_table(
-            ("weight", "ulps off", "share of its delta", "relative error"),
+            ("weight", "error in ulps", "share of the delta", "relative error"),
             [
                 (one["name"], f"{one['ulps']:.1f}", f"{one['share']:.3f}", f"{one['error']:.1e}")
                 for one in result["failed"][:20]
             ],
         )
     print(
-        f"{result['result']}: {result['weights']} weights and experts, {len(result['failed'])} "
-        f"wrong; at most {result['worst_ulps']:.2f} ulps off"
+        f"{result['result']}: {result['weights']} weights and experts compared, "
+        f"{len(result['failed'])} wrong; largest error {result['worst_ulps']:.2f} ulps"
     )
     if result["logits"]:
         one = result["logits"]
         print(
-            f"logits: {one['merged']:.1e} from PEFT's merge (limit {LOGITS:.0e}), "
-            f"{one['rounding']:.1e} from the adapter unmerged, which is {one['adapter']:.1e} from "
-            "the base"
+            f"logits: relative error {one['merged']:.1e} against PEFT's merge (limit "
+            f"{LOGITS:.0e}) and {one['rounding']:.1e} against the unmerged adapter; the base "
+            f"alone differs by {one['adapter']:.1e}"
         )
-    print("the result is base and adapter" if result["passed"] else "the result is NOT")
+    print(
+        "the result is the base plus the adapter"
+        if result["passed"]
+        else "the result is NOT the base plus the adapter"
+    )

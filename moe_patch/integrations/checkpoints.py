@@ -70,6 +70,7 @@ def _refuse_unseen(model: Any) -> None:
     """
     if isinstance(model, PreTrainedModel) and any(True for _ in conversion_groups(model)):
         raise UnsupportedOptionError(
-            "Trainer: model_init and resume_from_checkpoint together leave merged experts as they "
-            "were built, and no callback sees the model before; accepted: Trainer(model=...)"
+            "Trainer: model_init and resume_from_checkpoint together would leave merged experts "
+            "at their initial values, because no callback gets the model before the checkpoint "
+            "is loaded; accepted: Trainer(model=...)"
         )

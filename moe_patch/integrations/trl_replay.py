@@ -223,8 +223,8 @@ class RolloutReplay:
             self._placed(input_ids.shape[1], logits_to_keep)
         if self.ids_BSLK is None:
             raise PatchStateError(
-                f"replay_rollouts: {PASS} ran outside a rollout and its loss; accepted: calls by "
-                "the trainer itself"
+                f"replay_rollouts: {PASS} was called outside a rollout and its loss; accepted: "
+                "calls by the trainer itself"
             )
         ids_BSLK, done = self.ids_BSLK, 0
 
@@ -242,8 +242,8 @@ class RolloutReplay:
                 self._close()
         if done != ids_BSLK.shape[0]:
             raise UnsupportedOptionError(
-                f"replay_rollouts: {done} of {ids_BSLK.shape[0]} sequences ran; accepted: every "
-                "sequence once"
+                f"replay_rollouts: the model ran {done} of {ids_BSLK.shape[0]} sequences; "
+                "accepted: each sequence exactly once"
             )
         return found
 

@@ -81,14 +81,14 @@ def read_config(path: str, about: dict[str, Any], storage: str) -> Any:
 
     if storage != about["storage"]:
         raise UnsupportedModelError(
-            f"{path}: the checkpoint has its experts in {about['storage']}, asked for {storage}; "
+            f"{path}: the checkpoint stores its experts in {about['storage']}, not in {storage}; "
             f"accepted: {about['storage']!r}"
         )
     model_type = about["config"].get("model_type")
     if about["format"] != FORMAT or model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
-            f"{path}: format {about['format']} of {model_type!r}; accepted: format {FORMAT} of a "
-            "model that the installed transformers has"
+            f"{path}: format {about['format']} of {model_type!r}; accepted: format {FORMAT}, and "
+            "a model type that the installed transformers has"
         )
     return CONFIG_MAPPING[model_type].from_dict(about["config"])
 
@@ -109,12 +109,13 @@ def read_tensors(path: str, hub: dict[str, Any]) -> dict[str, Tensor]:
                 found |= {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise UnsupportedOptionError(
-            f"{path}: a file of this checkpoint is missing or broken: {error}"
+            f"{path}: a file of this checkpoint is missing or broken: {error}; accepted: a "
+            "complete checkpoint"
         ) from error
     if missing := sorted(index["weight_map"].keys() - found.keys()):
         raise UnsupportedOptionError(
-            f"{path}: {missing[0]} and {len(missing) - 1} more tensors of {INDEX} are not in its "
-            "files; accepted: a whole checkpoint"
+            f"{path}: {missing[0]} is in {INDEX} but not in the files (first of {len(missing)}); "
+            "accepted: a complete checkpoint"
         )
     return found
 
@@ -146,8 +147,8 @@ def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
         if module is None or own is None or own.shape != (E, rows, 2 * half):
             found = None if own is None else tuple(own.shape)
             raise UnsupportedModelError(
-                f"{where}: the checkpoint gives {(E, rows, 2 * half)}, the config asks for {found}"
-                "; accepted: files and config.json of one save"
+                f"{where}: the checkpoint has shape {(E, rows, 2 * half)}, but config.json needs "
+                f"{found}; accepted: files and config.json from the same save"
             )
         del module._parameters[name]
         for part, (shape, dtype) in parts.items():

@@ -116,8 +116,9 @@ def _storages(packed: dict[str, QuantTensor]) -> set[str]:
     found = {value.stored_in for value in packed.values()}
     if len(found) > 1:
         raise UnsupportedModelError(
-            f"save_pretrained: experts are stored in {' and '.join(sorted(found))}, and a "
-            "checkpoint has one quantisation; accepted: one storage, or model.state_dict()"
+            f"save_pretrained: experts are stored in {' and '.join(sorted(found))}, but a "
+            "checkpoint can have only one quantisation; accepted: one storage for all experts, "
+            "or model.state_dict()"
         )
     return found
 
@@ -132,14 +133,13 @@ def _refuse_other_packing(model: Any) -> None:
     for path, module in model.named_modules():
         if peft is not None and isinstance(module, peft.BaseTunerLayer):
             raise UnsupportedModelError(
-                f"save_pretrained: {path} holds adapters, which a checkpoint of the model does "
-                "not; accepted: save_pretrained of the PEFT model, or unload() before this"
+                f"save_pretrained: {path} holds adapters, which a model checkpoint cannot hold; "
+                "accepted: save_pretrained of the PEFT model, or unload() first"
             )
         if type(module).__module__.startswith(("bitsandbytes.", "transformers.integrations.")):
             raise UnsupportedModelError(
-                f"save_pretrained: {path} is a {type(module).__name__}, whose storage is not this "
-                "library's to write; accepted: packed experts in a model that is plain otherwise, "
-                "or model.state_dict()"
+                f"save_pretrained: {path} is a {type(module).__name__}, which moe_patch cannot "
+                "write; accepted: models in which only experts are packed, or model.state_dict()"
             )
 
 
@@ -153,8 +153,8 @@ def _refuse_tied(model: Any, packed: dict[str, QuantTensor]) -> None:
     for name, p in model.named_parameters(remove_duplicate=False):
         if isinstance(p, QuantTensor) and (first := seen[p.packed.data_ptr()]) != name:
             raise UnsupportedModelError(
-                f"save_pretrained: {first} and {name} are one packed parameter; accepted: experts "
-                "that are not tied, or model.state_dict()"
+                f"save_pretrained: {first} and {name} share one packed parameter; accepted: "
+                "experts that are not tied, or model.state_dict()"
             )
 
 
@@ -201,15 +201,15 @@ def _check_cut(model_type: str, values: dict[str, Tensor], experts: int) -> None
     name, value = next(iter(values.items()))
     if value.dim() != 2:
         raise UnsupportedModelError(
-            f"save_pretrained: checkpoints of {model_type} have all experts in one tensor, {name}, "
-            "of which transformers reads no FP8; accepted: nf4, model.state_dict(), or "
-            "dequantize_experts first"
+            f"save_pretrained: checkpoints of {model_type} hold all experts in one tensor "
+            f"({name}), which transformers cannot read in FP8; accepted: nf4, model.state_dict(), "
+            "or dequantize_experts first"
         )
     if len(values) > experts and value.shape[0] % fp8.BLOCK:
         raise UnsupportedModelError(
-            f"save_pretrained: {name} has {value.shape[0]} rows, and a checkpoint has gate and up "
-            f"apart, which share a block of {fp8.BLOCK} here; accepted: multiples of {fp8.BLOCK}, "
-            "nf4, model.state_dict(), or dequantize_experts first"
+            f"save_pretrained: {name} has {value.shape[0]} rows; a checkpoint stores gate and up "
+            f"separately, but here they share a block of {fp8.BLOCK} rows; accepted: multiples of "
+            f"{fp8.BLOCK} rows, nf4, model.state_dict(), or dequantize_experts first"
         )
 
 

@@ -86,19 +86,22 @@ def new_folder(target: str | Path, nbytes: int) -> Iterator[Path]:
     target = Path(target).absolute()
     where = f"save_pretrained: {target}"
     if target.is_file() or any(file for pattern in _MODEL for file in target.glob(pattern)):
-        raise UnsupportedOptionError(f"{where} holds a model or is a file; name another folder")
+        raise UnsupportedOptionError(
+            f"{where} already holds a model, or is a file; accepted: a folder without a model"
+        )
     partial = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if free < nbytes + _SPARE:
             raise UnsupportedOptionError(
-                f"{where}: {nbytes} bytes are to be written and {free} are free there; make room "
-                "or name another disk"
+                f"{where}: {nbytes} bytes are needed, but only {free} are free; free some space "
+                "or name a folder on another disk"
             )
         if partial.exists():
             raise UnsupportedOptionError(
-                f"{where}: {partial} is in use or left by an interrupted save; delete it"
+                f"{where}: {partial} exists: another save is running, or one was interrupted; if "
+                "none is running, delete it"
             )
         partial.mkdir()
     except OSError as error:
@@ -118,6 +121,7 @@ def _bytes(size: int | str) -> int:
     found = re.fullmatch(r"(\d+)\s*([KMGT]B|)", str(size).upper())
     if found is None:
         raise UnsupportedOptionError(
-            f"save_pretrained: max_shard_size is {size!r}; accepted: bytes, or as '5GB'"
+            f"save_pretrained: max_shard_size is {size!r}; accepted: a number of bytes, or a size "
+            "such as '5GB'"
         )
     return int(found[1]) * _UNITS[found[2]]

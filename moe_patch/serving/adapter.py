@@ -51,30 +51,30 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UnsupportedOptionError(
-                f"ADAPTER {str(folder)!r} has no {name}; accepted: a folder that PEFT's "
-                "save_pretrained wrote whole, in safetensors"
+                f"ADAPTER {str(folder)!r} has no {name}; accepted: a complete folder from PEFT's "
+                "save_pretrained, in safetensors"
             )
     try:
         found = json.loads((folder / CONFIG).read_bytes())
     except ValueError as error:
         raise UnsupportedOptionError(
-            f"{folder / CONFIG}: not JSON: {error}; accepted: a folder that PEFT's "
-            "save_pretrained wrote whole"
+            f"{folder / CONFIG}: not valid JSON: {error}; accepted: a complete folder from PEFT's "
+            "save_pretrained"
         ) from error
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
         kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
-        raise UnsupportedModelError(f"{folder / CONFIG}: peft_type {kind!r}; accepted: 'LORA'")
+        raise UnsupportedModelError(f"{folder / CONFIG}: peft_type is {kind!r}; accepted: 'LORA'")
     start = str(found.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGE_THE_BASE):
         raise UnsupportedModelError(
-            f"{folder / CONFIG}: init_lora_weights={start!r} also changed the base's weights; "
-            "accepted: the adapter as save_pretrained(path_initial_model_for_weight_conversion=..) "
-            "writes it"
+            f"{folder / CONFIG}: init_lora_weights={start!r} also changed the base's weights, so "
+            "the adapter is only part of the change; accepted: an adapter saved with "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     if found.get("lora_bias"):
         raise UnsupportedModelError(
-            f"{folder / CONFIG}: lora_bias=True; accepted: lora_bias=False; merge such an adapter "
-            "with PEFT's merge_and_unload"
+            f"{folder / CONFIG}: lora_bias=True; accepted: lora_bias=False; merge this adapter "
+            "with PEFT's merge_and_unload instead"
         )
     return found
 
@@ -107,8 +107,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UnsupportedOptionError(
-            f"{folder / WEIGHTS}: not a whole safetensors file: {error}; accepted: a folder that "
-            "PEFT's save_pretrained wrote whole"
+            f"{folder / WEIGHTS}: not a complete safetensors file: {error}; accepted: a complete "
+            "folder from PEFT's save_pretrained"
         ) from error
 
 
@@ -124,8 +124,8 @@ def _named(folder: Path) -> Iterator[None]:
     except Exception as error:  # PEFT raises ValueError, KeyError, RuntimeError ..
         said = " ".join(str(error).split())
         raise UnsupportedModelError(
-            f"ADAPTER {str(folder)!r} does not fit the base: {said[:300]}; accepted: an adapter "
-            "and the base it was trained on"
+            f"ADAPTER {str(folder)!r} does not fit the base: {said[:300]}; accepted: the base "
+            "that the adapter was trained on"
         ) from error
 
 
@@ -142,14 +142,13 @@ def _wrapped(folder: Path, plain: nn.Module, tensors: dict[str, Tensor]) -> Any:
         result = nn.Module.load_state_dict(model, placed, strict=False, assign=True)
     if unexpected := sorted(result.unexpected_keys):
         raise UnsupportedModelError(
-            f"{folder / WEIGHTS}: {unexpected[0]} and {len(unexpected) - 1} more belong to modules "
-            "or experts that the base does not have; accepted: the base that the adapter was "
-            "trained on"
+            f"{folder / WEIGHTS}: the base has no module or expert for {unexpected[0]} (first of "
+            f"{len(unexpected)}); accepted: the base that the adapter was trained on"
         )
     if missing := [name for name, value in _own(model) if value.is_meta]:
         raise UnsupportedOptionError(
-            f"{folder / WEIGHTS}: {missing[0]} and {len(missing) - 1} more are not in the file; "
-            "accepted: a folder that PEFT's save_pretrained wrote whole"
+            f"{folder / WEIGHTS}: {missing[0]} is missing (first of {len(missing)}); accepted: a "
+            "complete folder from PEFT's save_pretrained"
         )
     return model
 
@@ -245,8 +244,9 @@ def _refuse_without_weight(path: str, module: Any) -> None:
     weight = module.get_base_layer()._parameters.get("weight")
     if weight is None or not weight.is_floating_point():
         raise UnsupportedModelError(
-            f"{path}: PEFT adapts it with {type(module).__name__}; accepted: layers with one "
-            "floating-point weight (Linear, Embedding, convolutions) and target_parameters"
+            f"{path}: PEFT adapts this layer with {type(module).__name__}; accepted: adapters on "
+            "layers with one floating-point weight (Linear, Embedding, convolution) and on "
+            "target_parameters"
         )
 
 

@@ -86,8 +86,8 @@ class Checkpoint:
                 self._where[name] = file
         if missing := sorted(set(self._index) - set(parts)):
             raise UnsupportedOptionError(
-                f"{self.folder / INDEX} names {missing[0]}, which {self._index[missing[0]]} does "
-                "not hold; accepted: a whole checkpoint (download it again)"
+                f"{self.folder / INDEX} lists {missing[0]} in {self._index[missing[0]]}, but that "
+                "file does not have it; accepted: a complete checkpoint (download it again)"
             )
         self.entries = {one.name: one for one in self._entries(parts)}
 
@@ -109,8 +109,8 @@ class Checkpoint:
         """
         if not entry.is_number:
             raise UnsupportedModelError(
-                f"{self.folder}: {entry.name} is stored in {entry.parts[0].dtype}; accepted: 16, "
-                "32 and 64 bits, FP8 in blocks of 128 x 128, and MXFP4 experts"
+                f"{self.folder}: {entry.name} is stored as {entry.parts[0].dtype}; accepted: 16-, "
+                "32- or 64-bit floating point, FP8 in blocks of 128 x 128, MXFP4 experts"
             )
         first, *scales = (self._rows(part, rows) for part in entry.parts)
         if entry.storage == FP8:
@@ -133,22 +133,22 @@ class Checkpoint:
             path = self.folder / file
             if not path.is_file():
                 raise UnsupportedOptionError(
-                    f"{path} is not there; {INDEX} names it; accepted: a whole checkpoint "
-                    "(download it again)"
+                    f"{path} does not exist, but {INDEX} lists it; accepted: a complete "
+                    "checkpoint (download it again)"
                 )
             try:
                 self._opened[file] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
                 raise UnsupportedOptionError(
-                    f"{path}: not a whole safetensors file: {error}; accepted: a whole checkpoint "
-                    "(download it again)"
+                    f"{path}: not a complete safetensors file: {error}; accepted: a complete "
+                    "checkpoint (download it again)"
                 ) from error
         return self._opened[file]
 
     def _dtype(self, file: str, name: str, view: Any) -> torch.dtype:
         if view.get_dtype() not in DTYPES:
             raise UnsupportedModelError(
-                f"{self.folder / file}: {name} is stored in {view.get_dtype()}; accepted: "
+                f"{self.folder / file}: {name} is stored as {view.get_dtype()}; accepted: "
                 f"{', '.join(DTYPES)}"
             )
         return DTYPES[view.get_dtype()]
@@ -185,14 +185,14 @@ def _index(folder: Path) -> dict[str, str]:
         if (folder / SINGLE).is_file():
             return _names_of(folder / SINGLE)
         raise UnsupportedOptionError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; accepted: a checkpoint in safetensors"
+            f"{folder} holds neither {SINGLE} nor {INDEX}; accepted: a safetensors checkpoint"
         )
     try:
         found: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise UnsupportedOptionError(
-            f"{path}: not an index of safetensors files; accepted: a whole checkpoint (download "
-            "it again)"
+            f"{path}: not an index of safetensors files; accepted: a complete checkpoint "
+            "(download it again)"
         ) from error
     return found
 
@@ -205,6 +205,6 @@ def _names_of(path: Path) -> dict[str, str]:
             return dict.fromkeys(opened.keys(), path.name)
     except (OSError, SafetensorError) as error:
         raise UnsupportedOptionError(
-            f"{path}: not a whole safetensors file: {error}; accepted: a whole checkpoint "
+            f"{path}: not a complete safetensors file: {error}; accepted: a complete checkpoint "
             "(download it again)"
         ) from error

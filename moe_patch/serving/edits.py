@@ -156,9 +156,9 @@ class Edits:
             wanted = there[target].shape
             if values[target].shape != wanted:
                 raise UnsupportedModelError(
-                    f"{self.checkpoint.folder}: the tensors of {target} make "
-                    f"{tuple(values[target].shape)}, config.json says {tuple(wanted)}; accepted: a "
-                    "whole checkpoint of the model that its config describes"
+                    f"{self.checkpoint.folder}: the tensors of {target} give shape "
+                    f"{tuple(values[target].shape)}, but config.json gives {tuple(wanted)}; "
+                    "accepted: a complete checkpoint that matches its config.json"
                 )
         names_back(unit, unit.backward(values, self.plain), name)
         self._of_entry.update(dict.fromkeys(unit.sources, unit))

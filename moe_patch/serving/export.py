@@ -81,14 +81,15 @@ def export(adapter: Adapter, base: Checkpoint, to: str, out: Path) -> int:
 
 def _refused(to: str, what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{ENGINES[to].release} {what}; accepted: moe-patch merge, whose result every engine reads"
+        f"{ENGINES[to].release} {what}; accepted: the merged checkpoint that moe-patch merge "
+        "writes, which every engine reads"
     )
 
 
 def _layout(adapter: Adapter, to: str) -> str:
     name = type(adapter.plain).__name__
     if name not in ENGINES[to].layouts:
-        raise _refused(to, f"loads no adapter on the experts of {name}")
+        raise _refused(to, f"cannot load an adapter on the experts of {name}")
     return ENGINES[to].layouts[name]
 
 
@@ -99,14 +100,14 @@ def _added(adapter: Adapter, to: str) -> dict[str, Added]:
         UnsupportedModelError: a change is not one pair, or the engine does not run it.
     """
     if adapter.config.get("use_dora"):
-        raise _refused(to, "does not run DoRA")
+        raise _refused(to, "does not support DoRA")
     found = {}
     for name, changes in adapter.changes.items():
         change = changes[0]
         base = change.wrapper.get_base_layer() if isinstance(change, Added) else None
         has_factors = isinstance(change, Added) and hasattr(change.wrapper, "lora_A")
         if len(changes) > 1 or not isinstance(change, Added) or not has_factors:
-            raise _refused(to, f"reads nothing but pairs of factors, and {name} is saved whole")
+            raise _refused(to, f"reads only LoRA factors, but {name} is saved in full")
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         if change.experts == 1 and (leaf not in LINEAR or not isinstance(base, nn.Linear)):
             raise _refused(to, f"is not known to run an adapter on {name}")
@@ -138,7 +139,7 @@ def _scaled(b: Tensor, scale: float) -> Tensor:
 
 def _linear(name: str, units: dict[str, Unit], to: str) -> str:
     if name not in units or units[name].converter is not None:
-        raise _refused(to, f"has {name} under another name or fused with others")
+        raise _refused(to, f"has {name} under another name, or fused with other weights")
     return units[name].sources[0].removesuffix(".weight")
 
 
@@ -155,7 +156,8 @@ def _single_experts(plain: nn.Module, unit: Unit, change: Added, to: str) -> dic
     ):
         raise _refused(
             to,
-            f"reads one expert at a time, and the checkpoint has no such tensors for {unit.target}",
+            "reads one tensor per expert, but the checkpoint has no such tensors for "
+            f"{unit.target}",
         )
     pair = _pair(change)
     found = unit.backward({unit.target: pair.b}, plain)

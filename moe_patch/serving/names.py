@@ -175,8 +175,9 @@ def names_back(unit: Unit, found: Iterable[str], where: str) -> dict[str, str]:
     back = {renamed: key for key, renamed in unit.renamed.items()}
     if unknown := sorted(set(found) - set(back)):
         raise UnsupportedModelError(
-            f"{where}: transformers' conversion gives {unknown[0]} on the way back, the checkpoint "
-            f"holds {', '.join(unit.sources[:3])}; accepted: checkpoints whose conversion can be "
-            "reversed; load the base with transformers, merge with PEFT and save it"
+            f"{where}: transformers converts it back to {unknown[0]}, but the checkpoint has "
+            f"{', '.join(unit.sources[:3])}; accepted: checkpoints whose conversion can be "
+            "reversed; for this one, load the base with transformers, merge with PEFT and save "
+            "the result"
         )
     return back

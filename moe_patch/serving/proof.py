@@ -133,7 +133,7 @@ class _Reader:
     def _unit(self, name: str) -> Unit:
         if name not in self.units:
             raise UnsupportedModelError(
-                f"{self.checkpoint.folder} has no tensor for {name}; accepted: a whole checkpoint "
-                "of the adapter's base model"
+                f"{self.checkpoint.folder} has no tensor for {name}; accepted: a complete "
+                "checkpoint of the adapter's base model"
             )
         return self.units[name]

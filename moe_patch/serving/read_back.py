@@ -52,7 +52,10 @@ def exported(adapter: Adapter, base: Checkpoint, folder: str | Path) -> Iterator
         else:
             yield from _singles(unit, delta, factors, adapter)
     if left := factors.left():
-        raise UnsupportedModelError(f"{folder / WEIGHTS}: {left[0]} is of no weight of the adapter")
+        raise UnsupportedModelError(
+            f"{folder / WEIGHTS}: {left[0]} is not of a weight that the adapter changes; "
+            "accepted: an export of this adapter"
+        )
 
 
 def _singles(unit: Unit, delta: Tensor, factors: _Factors, adapter: Adapter) -> Iterator[Weight]:
@@ -68,7 +71,9 @@ def _transposed(adapter: Adapter, name: str) -> bool:
 
 def _taken(found: dict[str, Tensor], name: str, folder: Path) -> Tensor:
     if name not in found:
-        raise UnsupportedModelError(f"{folder / WEIGHTS} has nothing for {name}")
+        raise UnsupportedModelError(
+            f"{folder / WEIGHTS} has no factors for {name}; accepted: an export of this adapter"
+        )
     return found[name]
 
 
@@ -77,7 +82,9 @@ def _delta(adapter: Adapter, name: str) -> Tensor:
     value = torch.zeros(adapter.plain.get_parameter(name).shape)
     for change in adapter.changes[name]:
         if not isinstance(change, Added):
-            raise UnsupportedModelError(f"{name} is saved whole, and only factors are compared")
+            raise UnsupportedModelError(
+                f"{name} is saved in full; accepted: adapters that hold only LoRA factors"
+            )
         value = change.apply(value)
     return value
 
@@ -119,7 +126,9 @@ class _Factors:
         """
         keys = [f"{_PREFIX}{name}.lora_{letter}.weight" for letter in "AB"]
         if missing := [key for key in keys if key not in self._tensors]:
-            raise UnsupportedModelError(f"{self.folder / WEIGHTS} has no {missing[0]}")
+            raise UnsupportedModelError(
+                f"{self.folder / WEIGHTS} has no {missing[0]}; accepted: an export of this adapter"
+            )
         self._used |= {*keys}
         a, b = (self._tensors[key].float() for key in keys)
         return a, b

@@ -42,13 +42,14 @@ def untied(
         if any(not _alike(values[main], values[one]) for one in others):
             apart.update({one: (main, values[one]) for one in others if one not in held})
             notes.append(
-                f"{' and '.join(group)} no longer share their values: the adapter holds one of "
-                "them whole; tie_word_embeddings is false in the new config"
+                f"{' and '.join(group)} no longer share their values, because the adapter holds "
+                "one of them in full; tie_word_embeddings is false in the new config"
             )
         elif others and added:
             notes.append(
-                f"{' and '.join(group)} share their values, so both have changed, as in PEFT's "
-                "merge; an adapter that was trained without ensure_weight_tying acted on one"
+                f"{' and '.join(group)} share their values, so the merge changes both, as PEFT's "
+                "merge does; an adapter trained without ensure_weight_tying changed only one of "
+                "them in training"
             )
     return changes, apart, notes
 

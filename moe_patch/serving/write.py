@@ -117,8 +117,8 @@ def folder_in_one_step(out: Path, needed: int) -> Iterator[Path]:
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise UnsupportedOptionError(
-            f"--out {out}: {needed:,} bytes are needed, its disk has {free:,} free; accepted: a "
-            "folder on another disk"
+            f"--out {out}: the result needs {needed:,} bytes, but the disk has {free:,} free; "
+            "accepted: a folder on a disk with enough space"
         )
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
     try:
@@ -127,7 +127,7 @@ def folder_in_one_step(out: Path, needed: int) -> Iterator[Path]:
         unfinished.rename(out)
     except OSError as error:
         raise UnsupportedOptionError(
-            f"--out {out}: cannot be written: {error}; nothing of it is left"
+            f"--out {out}: cannot be written: {error}; the partial result was removed"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -140,10 +140,12 @@ def refuse_existing(out: Path) -> None:
         UnsupportedOptionError: ``out`` exists, or its parent is not a folder.
     """
     if out.exists() or out.is_symlink():
-        raise UnsupportedOptionError(f"--out {out} exists; accepted: a folder to be made")
+        raise UnsupportedOptionError(
+            f"--out {out} already exists; accepted: the name of a new folder"
+        )
     if not out.parent.is_dir():
         raise UnsupportedOptionError(
-            f"--out {out}: {out.parent} is no folder; accepted: a folder to be made in one there is"
+            f"--out {out}: {out.parent} is not a folder; accepted: a new folder in an existing one"
         )
 
 

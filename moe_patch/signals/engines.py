@@ -146,8 +146,9 @@ def engine_trace(
     counts = mask_BS.sum(-1).tolist() if lengths is None else list(lengths)
     if len(counts) != len(outputs) or sum(counts) != int(mask_BS.sum()):
         raise UnsupportedOptionError(
-            f"engine_trace: the batch has {int(mask_BS.sum())} tokens in sequences of {counts}, "
-            f"the engine returned {len(outputs)} sequences; accepted: one output per sequence"
+            f"engine_trace: the batch has {int(mask_BS.sum())} tokens in sequences of lengths "
+            f"{counts}, but the engine returned {len(outputs)} sequences; accepted: one output "
+            "per sequence"
         )
     ids_TLK = torch.full((mask_BS.numel(), len(layers.paths), layers.top_k), -1, dtype=torch.int32)
     positions = mask_BS.reshape(-1).nonzero().squeeze(1).split(counts)
@@ -168,8 +169,8 @@ def _placed(layers: EngineLayers, output: EngineRows, count: int, where: str) ->
     left, right = output.cut
     if min(left, right, output.first) < 0 or output.tokens - left - right != count:
         raise UnsupportedOptionError(
-            f"{where}: the batch has {count} tokens, the engine {output.tokens} of which "
-            f"{output.cut} are cut (left, right); accepted: the same tokens on both sides"
+            f"{where}: the batch has {count} tokens, but the engine has {output.tokens} before "
+            f"the cut of {output.cut} (left, right); accepted: the same tokens on both sides"
         )
     ids_RLK = _checked(layers, _read(layers, output, where), where)
     full_NLK = ids_RLK.new_full((output.tokens, *ids_RLK.shape[1:]), -1)
@@ -182,8 +183,8 @@ def _read(layers: EngineLayers, output: EngineRows, where: str) -> Tensor:
     check_choice(f"{where}: engine", output.engine, ENGINES)
     if output.data is None:
         raise UnsupportedOptionError(
-            f"{where}: the engine returned no routing; vLLM needs enable_return_routed_experts, "
-            "SGLang enable_return_routed_experts and return_routed_experts in the request"
+            f"{where}: the engine returned no routing; vLLM needs enable_return_routed_experts; "
+            "SGLang needs enable_return_routed_experts, and return_routed_experts in the request"
         )
     array = torch.as_tensor(_decoded(output, where))
     rows, K = output.tokens - 1 - output.first, layers.top_k
@@ -198,9 +199,9 @@ def _read(layers: EngineLayers, output: EngineRows, where: str) -> Tensor:
     shape = tuple(array.shape)
     if len(shape) != 3 or shape[0] != rows or shape[2] != K or shape[1] not in accepted:
         raise UnsupportedOptionError(
-            f"{where}: routing of shape {shape}; accepted: [{rows}, {layers.total}, {K}] (tokens "
-            f"after the first {output.first} and without the last, decoder layers, K), or "
-            f"{len(layers.paths)} MoE layers ({layers.paths[0]} to {layers.paths[-1]})"
+            f"{where}: routing of shape {shape}; accepted: [{rows}, {layers.total}, {K}], or "
+            f"{len(layers.paths)} MoE layers ({layers.paths[0]} to {layers.paths[-1]}) instead of "
+            f"{layers.total} layers; the first {output.first} tokens and the last one have no row"
         )
     if array.dtype.is_floating_point or array.dtype == torch.bool:
         raise UnsupportedOptionError(f"{where}: ids are {array.dtype}; accepted: integers")
@@ -266,6 +267,6 @@ def _shape_of(block: FoundBlock) -> tuple[int, int]:
     if chosen is None:
         raise UnsupportedModelError(
             f"EngineLayers.of: {block.path}: {spec.decided_by} decides K at each call; accepted: "
-            "families whose K is a setting"
+            "families with a fixed K"
         )
     return experts, chosen.top_k

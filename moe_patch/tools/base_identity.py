@@ -85,13 +85,14 @@ def weight_files(folder: str | Path) -> list[Path]:
         names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise UnsupportedOptionError(
-            f"{folder / INDEX}: not an index of safetensors files ({type(error).__name__}: {error})"
+            f"{folder / INDEX}: not an index of safetensors files ({type(error).__name__}: "
+            f"{error}); accepted: a complete checkpoint"
         ) from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UnsupportedOptionError(
-            f"{folder}: {len(missing)} of the {len(names)} files that {INDEX} names are missing, "
-            f"{missing[0]} first; accepted: a whole checkpoint"
+            f"{folder}: missing {len(missing)} of the {len(names)} files that {INDEX} lists "
+            f"(first: {missing[0]}); accepted: a complete checkpoint"
         )
     return [folder / name for name in names]
 
@@ -107,17 +108,19 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if length > size:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
+                raise ValueError(f"header of {length} bytes in a file of {size} bytes")
             header: dict[str, Any] = json.loads(opened.read(length))
         header.pop("__metadata__", None)
         entries = {name: _entry(file, 8 + length, one) for name, one in header.items()}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnsupportedOptionError(f"{file}: not a safetensors file: {error}") from error
+        raise UnsupportedOptionError(
+            f"{file}: not a safetensors file: {error}; accepted: a complete safetensors file"
+        ) from error
     end = max((one.end for one in entries.values()), default=0)
     if end > size:
         raise UnsupportedOptionError(
-            f"{file}: is cut off: its header needs {end} bytes, it has {size}; accepted: a whole "
-            "file"
+            f"{file} is truncated: its header describes {end} bytes, but the file has {size}; "
+            "accepted: a complete file"
         )
     return entries
 
@@ -215,9 +218,9 @@ def check_base(adapter: str | Path, base: str | Path) -> None:
     found = base_hash(base)
     if found not in (None, noted.sha256):
         raise UnsupportedModelError(
-            f"{adapter}: this adapter was trained on another base ({noted.name}) than {base}, "
-            "by the hash over tensors' names, shapes and some values; accepted: that base, or, "
-            f"where both are known to hold the same model, {adapter} without its {RECORD}"
+            f"{adapter} was trained on another base ({noted.name}), not on {base}: tensor names, "
+            "shapes, dtypes or sampled values differ; accepted: the adapter's own base; "
+            f"if you are sure that both are the same model, delete {adapter / RECORD}"
         )
 
 
@@ -229,7 +232,7 @@ def read_record(adapter: Path) -> Base | None:
     """
     if not (adapter / ADAPTER).is_file():
         raise UnsupportedOptionError(
-            f"{adapter}: no {ADAPTER} in it; accepted: a folder that PEFT's save_pretrained wrote"
+            f"{adapter} has no {ADAPTER}; accepted: a folder written by PEFT's save_pretrained"
         )
     if not (adapter / RECORD).is_file():
         return None
@@ -238,8 +241,8 @@ def read_record(adapter: Path) -> Base | None:
         return Base(str(noted["base"]), str(noted["sha256"]))
     except (ValueError, LookupError, TypeError) as error:
         raise UnsupportedOptionError(
-            f"{adapter / RECORD}: not what moe_patch writes there ({type(error).__name__}: "
-            f"{error}); delete it to use the adapter unchecked"
+            f"{adapter / RECORD}: not a record written by moe_patch ({type(error).__name__}: "
+            f"{error}); delete it to use the adapter without this check"
         ) from error
 
 

@@ -94,8 +94,8 @@ class CheckpointHook:
         missing = sorted({name for group in begun for name in group.files} - self.kept.keys())
         self.kept, self.groups, self.twin = {}, [], None
         raise UnsupportedOptionError(
-            f"checkpoint: {len(missing)} weights are not in its files, {missing[0]} first, and "
-            "their layers were left as they are; accepted: a whole checkpoint of this model"
+            f"checkpoint: {missing[0]} is missing (first of {len(missing)}), so layers that need "
+            "missing weights were not loaded; accepted: a complete checkpoint of this model"
         )
 
 
@@ -193,13 +193,16 @@ def _converted(
         info = convert_and_load_state_dict_in_model(twin, stored, how, None)[0]
     if info.conversion_errors:
         name, why = next(iter(info.conversion_errors.items()))
-        raise UnsupportedOptionError(f"checkpoint: {name} cannot be converted: {why}")
+        raise UnsupportedOptionError(
+            f"checkpoint: {name} cannot be converted: {why}; accepted: a checkpoint of this model"
+        )
     loaded = twin.state_dict()
     found = {name: loaded[name] for name in targets}
     if unfit := sorted(name for name, value in found.items() if value.is_meta):
         raise UnsupportedOptionError(
-            f"checkpoint: {unfit[0]} {tuple(found[unfit[0]].shape)} and {len(unfit) - 1} more "
-            "weights have other sizes in its files; accepted: a checkpoint of this model"
+            f"checkpoint: {unfit[0]} does not have the model's shape "
+            f"{tuple(found[unfit[0]].shape)} (first of {len(unfit)}); accepted: a checkpoint of "
+            "this model"
         )
     twin.load_state_dict({name: _meta(v) for name, v in found.items()}, strict=False, assign=True)
     return found

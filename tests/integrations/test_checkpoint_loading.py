@@ -91,7 +91,7 @@ def test_a_missing_expert_is_named_and_the_next_load_is_whole(tmp_path):
     (state,) = saved(model, tmp_path)
     missing = "model.layers.1.mlp.experts.3.down_proj.weight"
     found.load_state_dict({k: v for k, v in state.items() if k != missing}, strict=False)
-    with pytest.raises(UnsupportedOptionError, match=rf"1 weights .* {missing} first"):
+    with pytest.raises(UnsupportedOptionError, match=rf"{missing} is missing \(first of 1\)"):
         check_loaded(found)
     assert_bits(found.model.layers[1].mlp.experts.down_proj, before)
     check_loaded(found)
@@ -101,7 +101,7 @@ def test_a_missing_expert_is_named_and_the_next_load_is_whole(tmp_path):
 
 def test_experts_of_another_size_are_refused(tmp_path):
     (state,) = saved(tiny_models.build("qwen3_moe", moe_intermediate_size=24), tmp_path)
-    with pytest.raises(UnsupportedOptionError, match="experts.down_proj .* other sizes"):
+    with pytest.raises(UnsupportedOptionError, match="down_proj does not have the model's shape"):
         other("qwen3_moe").load_state_dict(state, strict=False)
 
 

@@ -125,9 +125,9 @@ def test_projections_without_an_adapter_get_zeros(tmp_path):
     ("model_type", "options", "said"),
     [
         ("olmoe", {"parameters": [*EXPERTS, "gate.weight"]}, r"run an adapter on .*gate\.weight"),
-        ("qwen3_moe", {"parameters": [], "use_dora": True}, "does not run DoRA"),
-        ("qwen3_moe", {"modules_to_save": ["lm_head"]}, "lm_head.weight is saved whole"),
-        ("llama4", {}, "loads no adapter on the experts of Llama4ForCausalLM"),
+        ("qwen3_moe", {"parameters": [], "use_dora": True}, "does not support DoRA"),
+        ("qwen3_moe", {"modules_to_save": ["lm_head"]}, "lm_head.weight is saved in full"),
+        ("llama4", {}, "cannot load an adapter on the experts of Llama4ForCausalLM"),
     ],
 )
 def test_what_an_engine_does_not_read_is_refused(model_type, options, said, tmp_path):

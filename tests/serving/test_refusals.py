@@ -85,11 +85,11 @@ def trained_on_another(folder):
 
 FAULTS = {
     "a fine-tuning of the base": (trained_on_another, "trained on another base (elsewhere)"),
-    "half an adapter": (lambda f: cut(f / "adapter" / WEIGHTS), "not a whole safetensors file"),
+    "half an adapter": (lambda f: cut(f / "adapter" / WEIGHTS), "not a complete safetensors file"),
     "no adapter file": (lambda f: (f / "adapter" / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
-    "half a config": (lambda f: cut(f / "adapter" / CONFIG), "not JSON"),
-    "a missing factor": (without_key, "are not in the file; accepted: a folder that PEFT's"),
-    "layers that the base lacks": (of_more_layers, "modules or experts that the base does not"),
+    "half a config": (lambda f: cut(f / "adapter" / CONFIG), "not valid JSON"),
+    "a missing factor": (without_key, "is missing (first of 1); accepted: a complete folder"),
+    "layers that the base lacks": (of_more_layers, "the base has no module or expert for"),
     "experts that the base lacks": (
         lambda f: other_config(f, num_local_experts=4),
         "does not fit the base",
@@ -97,18 +97,18 @@ FAULTS = {
     "another base": (lambda f: other_config(f, hidden_size=64), "does not fit the base"),
     "a shard is missing": (
         lambda f: next((f / "base").glob("model-00002*")).unlink(),
-        "is not there; model.safetensors.index.json names it",
+        "does not exist, but model.safetensors.index.json lists it",
     ),
     "half a shard": (
         lambda f: cut(next((f / "base").glob("model-00002*"))),
-        "not a whole safetensors file",
+        "not a complete safetensors file",
     ),
     "no weights": (
         lambda f: [p.unlink() for p in (f / "base").glob("model*")],
         "holds neither model.safetensors nor model.safetensors.index.json",
     ),
-    "an output folder": (lambda f: (f / "out").mkdir(), "exists; accepted: a folder to be made"),
-    "another kind": (lambda f: adapter_config(f, peft_type="IA3"), "peft_type 'IA3'; accepted"),
+    "an output folder": (lambda f: (f / "out").mkdir(), "already exists; accepted: the name of"),
+    "another kind": (lambda f: adapter_config(f, peft_type="IA3"), "peft_type is 'IA3'; accepted"),
     "pissa": (lambda f: adapter_config(f, init_lora_weights="pissa"), "also changed the base"),
     "a quantised base": (
         lambda f: other_config(f, quantization_config={"quant_method": "awq", "bits": 4}),
@@ -133,10 +133,10 @@ def test_a_full_disk(capsys, folder, monkeypatch):
     usage = shutil.disk_usage(folder)
     with monkeypatch.context() as patched:
         patched.setattr(write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        assert "its disk has 1,000 free" in error_of(capsys, *argv(folder))
+        assert "the disk has 1,000 free" in error_of(capsys, *argv(folder))
     with monkeypatch.context() as patched:
         patched.setattr(write.ShardFile, "write", after(3, OSError(28, "No space left on device")))
-        assert "No space left on device; nothing of it is left" in error_of(capsys, *argv(folder))
+        assert "device; the partial result was removed" in error_of(capsys, *argv(folder))
     with monkeypatch.context() as patched:
         patched.setattr(write.ShardFile, "write", after(30, KeyboardInterrupt()))
         assert main(argv(folder)) == INTERRUPTED

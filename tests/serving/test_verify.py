@@ -87,5 +87,5 @@ def test_the_command(capsys, result, tmp_path):
     wrong = answer(capsys, *argv, "--merged", base, "--no-logits", status=CHECK_FAILED)
     assert len(wrong["failed"]) == wrong["weights"]
     assert abs(wrong["least_share"]) < 1e-6
-    assert "name one of --merged DIR, --exported DIR" in error_of(capsys, *argv)
+    assert "exactly one of --merged DIR and --exported DIR" in error_of(capsys, *argv)
     assert "name MODEL, or --adapter DIR" in error_of(capsys, "verify")

@@ -166,7 +166,7 @@ WRONG = {
     ),
     "another tokenisation": (
         EngineRows(columns(expected(1, 8)), 8),
-        r"sequence 1: the batch has 7 tokens, the engine 8 of which \(0, 0\) are cut",
+        r"sequence 1: the batch has 7 tokens, but the engine has 8 before the cut of \(0, 0\)",
     ),
     "floats": (EngineRows(FULL.astype("float32"), 7), "sequence 1: ids are torch.float32"),
     "none": (EngineRows(None, 7), "sequence 1: the engine returned no routing"),
