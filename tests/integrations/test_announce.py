@@ -19,6 +19,7 @@ from tests.support.adapters import EXPERTS, adapt, lora_config
 
 PATCHED = "moe_patch: 2 of 2 MoE blocks patched (2 full), experts on torch, LoRA "
 ARGUMENTS = SimpleNamespace(use_liger_kernel=False, n_gpu=0)
+STATE = SimpleNamespace(global_step=0)
 
 
 def lines(caplog, name="moe_patch"):
@@ -34,10 +35,10 @@ def test_the_callback_says_once_what_it_patched(model, caplog):
     caplog.set_level(logging.INFO, "moe_patch")
     callback = MoePatchCallback()
     callback.on_init_end(ARGUMENTS, None, None, model=model)
-    callback.on_train_begin(ARGUMENTS, None, None, model=model)
+    callback.on_train_begin(ARGUMENTS, STATE, None, model=model)
     assert lines(caplog) == [f"{PATCHED}none"]
     adapted = adapt(model, lora_config(EXPERTS))
-    callback.on_train_begin(ARGUMENTS, None, None, model=adapted)
+    callback.on_train_begin(ARGUMENTS, STATE, None, model=adapted)
     assert lines(caplog)[1:] == [f"{PATCHED}fused (down_proj, gate_up_proj)"]
 
 
