@@ -111,7 +111,7 @@ def test_the_table_of_several_cards():
     assert "Several cards" not in compat.document([])
 
 
-def test_the_table_of_releases(compat):
+def test_the_table_of_releases():
     """The newest run of each combination and suite, older releases first, whole suites last."""
     columns = ("result", "passed", "failed", "skipped", "seconds", "cpu_seconds")
     common = dict.fromkeys(columns, 1) | {"commit": "0" * 40, "suite": "window"}
