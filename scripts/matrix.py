@@ -147,7 +147,7 @@ def unseen_triton(interpreter: Path) -> str:
     return (
         f"triton {', '.join(unseen)} has no row in TRITON_VERSIONS "
         "(moe_patch/kernels/common/versions.py): unpack its wheel, run "
-        "tests/support/offline_launches.py and scripts/kernels/compile_tiles.py --capability 9.0 "
+        "tests/support/offline_launches.py and scripts/tiles/compile_tiles.py --capability 9.0 "
         "with it first on PYTHONPATH, add a row"
     )
 

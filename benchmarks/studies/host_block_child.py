@@ -31,7 +31,7 @@ from unittest import mock
 import torch
 
 TREE, OPTIONS = Path(sys.argv[1]).resolve(), json.loads(sys.argv[2])
-sys.path[:0] = [str(TREE), str(TREE / "scripts" / "kernels"), str(TREE / "tests" / "support")]
+sys.path[:0] = [str(TREE), str(TREE / "scripts" / "tiles"), str(TREE / "tests" / "support")]
 CARD = OPTIONS["device"] == "cuda"
 # (D, F, E, K) of Qwen3-30B on a card; elsewhere the smallest that use the same kernels.
 D, F, E, K = (2048, 768, 128, 8) if CARD else (16, 16, 2, 2)

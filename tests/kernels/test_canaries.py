@@ -1,7 +1,7 @@
 """No kernel reads or writes outside its tensors: every operand and allocation between guard bands.
 
 Runs natively on a GPU (``-m gpu``) and, on a CPU, under Triton's interpreter. On a GPU
-``bash scripts/kernels/memcheck.sh`` checks the same calls, with one allocation per tensor.
+``bash scripts/tiles/memcheck.sh`` checks the same calls, with one allocation per tensor.
 """
 
 from __future__ import annotations

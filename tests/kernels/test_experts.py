@@ -80,7 +80,7 @@ def test_default_tiles_compile() -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
         "PYTHONPATH": str(ROOT)
     }
-    script = str(ROOT / "scripts" / "kernels" / "compile_tiles.py")
+    script = str(ROOT / "scripts" / "tiles" / "compile_tiles.py")
     result = subprocess.run(
         [sys.executable, script, "--default", "--no-lora", "--bucket=many", "--dtype=bf16", *hot],
         env=env, capture_output=True, text=True, timeout=HANG_S, check=False,

@@ -1,6 +1,6 @@
 """Rules that no run can show, read from the kernels' source.
 
-TF32, atomics, tuning, synchronisation. Also: scripts/kernels/compile_tiles.py reports the faults
+TF32, atomics, tuning, synchronisation. Also: scripts/tiles/compile_tiles.py reports the faults
 that it exists to find.
 """
 
@@ -110,7 +110,7 @@ def test_the_readers_find_what_they_are_for(reader, source) -> None:
 @pytest.fixture
 def compile_tiles(monkeypatch) -> ModuleType:
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
-    monkeypatch.syspath_prepend(str(PACKAGE.parent / "scripts" / "kernels"))
+    monkeypatch.syspath_prepend(str(PACKAGE.parent / "scripts" / "tiles"))
     before = set(sys.modules)
     yield importlib.import_module("compile_tiles")
     for name in ("compile_tiles", "compile_only", "compile_others"):

@@ -1,4 +1,4 @@
-"""A kernel that leaves its tensor: what scripts/kernels/memcheck.sh has to find.
+"""A kernel that leaves its tensor: what scripts/tiles/memcheck.sh has to find.
 
 python tests/support/memcheck_control.py read|write
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "kernels")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "tiles")]
 
 import torch  # noqa: E402
 import triton  # noqa: E402

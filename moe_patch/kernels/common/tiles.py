@@ -1,7 +1,7 @@
 """Tile sizes of the grouped GEMMs: a table and pure functions. Nothing is tuned at run time.
 
 A tile depends on the device's capability and shared memory, the dtype of the operands, and the mean
-number of rows per expert. It never depends on the device's name. In scripts/kernels,
+number of rows per expert. It never depends on the device's name. In scripts/tiles,
 ``tune_tiles.py`` searches candidates offline, and ``compile_tiles.py`` checks that every entry
 compiles and fits.
 """

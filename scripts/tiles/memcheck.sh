@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run CUDA's memory checker over the kernels. First run it over a kernel that reads, and one that
 # writes, past its tensor: a checker that misses those would prove nothing.
-# Usage: bash scripts/kernels/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
+# Usage: bash scripts/tiles/memcheck.sh [tests...]     (tests/kernels/test_canaries.py)
 # Do not use it for tests of torch's memory cache, which is off here. Put options of pytest into
 # PYTEST_ADDOPTS.
 # SANITIZER names compute-sanitizer if it is not on the PATH, TOOL one of its tools (memcheck), and

@@ -4,7 +4,7 @@ This never runs inside training: winners are copied by hand into
 ``moe_patch/kernels/common/tiles.py``. Candidates are first compiled in parallel, without the GPU,
 and then timed one after the other.
 
-    python scripts/kernels/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
+    python scripts/tiles/tune_tiles.py --shape qwen3_30b --tokens 32768 --op up down
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ therefore makes PTX for the given capability, and that text is loaded in place o
 package's self-test then runs with the tiles that such a card would choose. This shows that the
 kernels are right and fit that card's shared memory. It says nothing about their speed.
 
-    python scripts/kernels/other_tiles.py 8.0 8.6 8.9
+    python scripts/tiles/other_tiles.py 8.0 8.6 8.9
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ GEMMs must not spill registers, and kernels below 9.0 must not use tensor descri
 may be written while a matrix instruction may read it. The package's own launchers run over meta
 tensors, under a driver that compiles for a chosen target and launches nothing.
 
-    python scripts/kernels/compile_tiles.py                      the whole table, all capabilities
-    python scripts/kernels/compile_tiles.py --capability 9.0 --default      one's defaults
+    python scripts/tiles/compile_tiles.py                      the whole table, all capabilities
+    python scripts/tiles/compile_tiles.py --capability 9.0 --default      one's defaults
 """
 
 from __future__ import annotations
