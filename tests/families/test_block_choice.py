@@ -20,7 +20,7 @@ from moe_patch import (
     unpatch_model,
 )
 from moe_patch.cli import inspect
-from moe_patch.cli.models import stir
+from moe_patch.cli.models import perturb
 from moe_patch.families import lookup
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.ops.routing import sigmoid_topk
@@ -125,14 +125,14 @@ def test_tools_read_what_a_block_chooses_by(registry, monkeypatch):
     model = patch_model(ChoosingModel())
     (found,) = discover(model)
     assert found.choosers == [(model.layers[0], found.spec)]
-    assert inspect._sizes(found)["top_k"] == 2
+    assert inspect.block_sizes(found)["top_k"] == 2
     choice = BackendChoice("triton", "for this test")
     monkeypatch.setattr(warmup, "choose_backend", lambda *_: choice)
     (row,) = warmup.warmup(model, [3], progress=False)
     assert (row.tokens, row.skipped) == ([3], "")
     assert warmup._route(found, 3).ids_TK.shape == (3, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    stir(model, seed=1)
+    perturb(model, seed=1)
     changed = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
     assert {"layers.0.gate.weight", "layers.0.gate.bias"} <= changed
 

@@ -248,6 +248,6 @@ if __name__ == "__main__":
 def test_a_mask_of_other_tokens_is_refused(loss, shape):
     """Refuse the mask: the kernel reads one number per row, also past the end of a mask."""
     layers = [torch.randn(12, 8), torch.randn(12, 8)]
-    with pytest.raises(UnsupportedOptionError, match=r"attention_mask is \(.* are of 12; accepted"):
+    with pytest.raises(UnsupportedOptionError, match=r"attention_mask is \(.* have 12; accepted"):
         loss(layers, attention_mask=torch.ones(shape))
     assert torch.isfinite(loss(layers, attention_mask=torch.ones(2, 6)))
