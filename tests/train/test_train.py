@@ -187,7 +187,7 @@ def test_adapters_note_their_base_and_do_not_resume_on_another(tmp_path, text_fi
         tmp_path, text_file, model={"path": str(other)}, tokenizer=tokenizer,
         training=options | {"resume_from_checkpoint": str(checkpoint)},
     )  # fmt: skip
-    with pytest.raises(UnsupportedModelError, match=r"another base \(.*base\) than .*other"):
+    with pytest.raises(UnsupportedModelError, match=r"another base \(.*base\), not on .*other"):
         run.run(config, overwrite=True)
     assert read_record(second.folder / "adapter") == noted
 
