@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8, mxfp4
+from moe_patch.tools.base_identity import INDEX, SINGLE
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
 # Names of dtypes in the header of a safetensors file.
 DTYPES = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_patch.formats import fp8, mxfp4
 from moe_patch.serving.adapter import place, read_adapter
-from moe_patch.serving.checkpoint import FP8, INDEX, PLAIN, Checkpoint, Entry, Part
+from moe_patch.serving.checkpoint import FP8, PLAIN, Checkpoint, Entry, Part
 from moe_patch.serving.edits import Edits
 from moe_patch.serving.write import (
     ShardFile,
@@ -24,7 +24,7 @@ from moe_patch.serving.write import (
     shards,
     side_files,
 )
-from moe_patch.tools.base_identity import check_base
+from moe_patch.tools.base_identity import INDEX, check_base
 
 CONFIG = "config.json"
 

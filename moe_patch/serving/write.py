@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.serving.checkpoint import DTYPES, SINGLE, Entry, Part
+from moe_patch.serving.checkpoint import DTYPES, Entry, Part
+from moe_patch.tools.base_identity import SINGLE
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".h5", ".msgpack")
