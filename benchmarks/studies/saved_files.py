@@ -2,17 +2,18 @@
 """Measure saving and loading: memory of an adapter on experts, time of packed experts.
 
     python benchmarks/studies/saved_files.py adapter --folder /tmp/study
-    python benchmarks/studies/saved_files.py packed --folder /tmp/study
+    python benchmarks/studies/saved_files.py packed --folder /tmp/study --storage fp8
 
 ``adapter``: layers of Qwen3-30B's shape without values, adapters of 0.64 billion parameters in fp32
 by a high rank. One process saves and another one loads. Meanwhile this one reads their RssAnon
 (memory that belongs to no file). It prints the peak above the resident memory before, in bytes of
 the adapter.
 
-``packed``: one layer with its experts in nf4 is saved by save_pretrained and read by
-load_quantized. A plain read of the same files by ``safetensors`` is timed beside it. Both end with
-a sum over every byte, because either may map files without reading them. The files are in the page
-cache.
+``packed``: layers with their experts in nf4, fp8 (Qwen3-30B's shape) or mxfp4 (gpt-oss's shape), of
+about a gigabyte, are saved by save_pretrained and read by load_quantized. A plain read of the same
+files into memory is timed beside it. Both end with a sum over every byte, because loading may map
+files without reading them. Times are with the files in the page cache, and with the files dropped
+from it before each read.
 
 The folder is made and deleted again.
 """
@@ -20,8 +21,10 @@ The folder is made and deleted again.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
+import os
 import shutil
 import statistics
 import time
@@ -120,8 +123,13 @@ def study_adapter(folder: Path) -> dict[str, Any]:
 
 
 def touched(tensors: Any) -> int:
-    """Read every byte."""
-    return sum(int(t.contiguous().view(-1).view(torch.uint8).sum()) for t in tensors)
+    """Read every byte, eight at a time."""
+    total = 0
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        whole = len(flat) // 8 * 8
+        total += int(flat[:whole].view(torch.int64).sum()) + int(flat[whole:].sum())
+    return total
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -131,30 +139,85 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def study_packed(folder: Path, repeats: int = 5) -> dict[str, Any]:
-    """Seconds of a plain read and of load_quantized, in turn, and their ratio."""
-    from safetensors.torch import load_file
+def drop(folder: Path) -> None:
+    """Take the files of a folder out of the page cache; no tensor may still map them."""
+    gc.collect()
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    from moe_patch import load_quantized, quantize_experts
 
-    model = base(1)
+def write_packed(folder: Path, storage: str) -> None:
+    """Write about a gigabyte with experts in the storage, no value left unwritten."""
+    from moe_patch import quantize_experts
+
+    if storage == "mxfp4":
+        write_gpt_oss(folder)
+        return
+    model = base(3 if storage == "nf4" else 2)
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
-    quantize_experts(model, "nf4").save_pretrained(folder, max_shard_size="100MB")
-    del model
+    quantize_experts(model, storage).save_pretrained(folder, max_shard_size="100MB")
+
+
+def write_gpt_oss(folder: Path) -> None:
+    """Write layers of gpt-oss-20b's shape, in the names and with the config of published files."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, GptOssConfig
+
+    config = GptOssConfig(num_hidden_layers=3, num_local_experts=32, vocab_size=1024)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    tensors = {}
+    for name, value in empty.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            E, inputs, out = value.shape
+            tensors[f"{name}_blocks"] = torch.ones(E, out, inputs // 32, 16, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.full((E, out, inputs // 32), 120, dtype=torch.uint8)
+        else:
+            tensors[name] = torch.full(value.shape, 0.01, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config.architectures, config.dtype = ["GptOssForCausalLM"], "bfloat16"
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.save_pretrained(folder)
+
+
+def read_into_memory(path: Path) -> torch.Tensor:
+    """Read a file into new memory."""
+    found = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    with path.open("rb", buffering=0) as file:
+        file.readinto(found.numpy())  # type: ignore[attr-defined]
+    return found
+
+
+def study_packed(folder: Path, storage: str, repeats: int = 5) -> dict[str, Any]:
+    """Seconds of a plain read and of load_quantized, in turn, and their ratio."""
+    from moe_patch import load_quantized
+
+    write_packed(folder, storage)
+    files = sorted(folder.glob("*.safetensors"))
 
     def plain() -> int:
-        return touched(
-            t for f in sorted(folder.glob("*.safetensors")) for t in load_file(f).values()
-        )
+        return touched(map(read_into_memory, files))
 
     def ours() -> int:
-        return touched(load_quantized(str(folder), "nf4").state_dict().values())
+        return touched(load_quantized(str(folder), storage).state_dict().values())
 
-    times = [(timed(plain), timed(ours)) for _ in range(repeats + 1)][1:]
-    read, loaded = (statistics.median(column) for column in zip(*times, strict=True))
-    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return {"bytes": size, "plain_s": read, "loaded_s": loaded, "speed": round(read / loaded, 3)}
+    size = sum(file.stat().st_size for file in files)
+    found: dict[str, Any] = {"storage": storage, "bytes": size}
+    for cache in ("warm", "cold"):
+        times = []
+        for _ in range(repeats + 1):
+            pair = []
+            for work in (plain, ours):
+                if cache == "cold":
+                    drop(folder)
+                pair.append(timed(work))
+            times.append(pair)
+        read, loaded = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        found[cache] = {"plain_s": read, "loaded_s": loaded, "speed": round(read / loaded, 3)}
+    return found
 
 
 def main() -> None:
@@ -162,11 +225,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("study", choices=("adapter", "packed"))
     parser.add_argument("--folder", type=Path, required=True, help="to make; deleted at the end")
+    parser.add_argument("--storage", choices=("nf4", "fp8", "mxfp4"), default="nf4")
     args = parser.parse_args()
     args.folder.mkdir(parents=True)
     try:
-        study = study_adapter if args.study == "adapter" else study_packed
-        print(json.dumps(study(args.folder)))
+        if args.study == "adapter":
+            print(json.dumps(study_adapter(args.folder)))
+        else:
+            print(json.dumps(study_packed(args.folder, args.storage)))
     finally:
         shutil.rmtree(args.folder)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.formats import fp8
 from moe_patch.formats.packed import READABLE, check_packable, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
-from moe_patch.quant import memory, mxfp4_checkpoint, packed_checkpoint, saving, state
+from moe_patch.quant import fp8_loading, memory, mxfp4_checkpoint, packed_checkpoint, saving, state
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.schema import check_choice
@@ -48,8 +49,8 @@ def load_quantized(
 
     A checkpoint with experts in FP8 (storage "fp8") or MXFP4 (gpt-oss, storage "mxfp4") is used as
     it is. The same holds for NF4 experts that ``save_pretrained`` wrote. If no device supports FP8,
-    transformers dequantises such a checkpoint. The experts are then quantised again, with a
-    warning.
+    transformers dequantises the other weights of an FP8 checkpoint, but not its experts. Only if
+    these have other blocks than 128 x 128 are they quantised again, with a warning.
 
     Args:
         path: a local folder or hub id.
@@ -78,6 +79,7 @@ def load_quantized(
     stored = stored_method(config)
     _check_stored(path, stored, storage)
     if stored == "fp8":
+        options["config"] = fp8_loading.with_quantizer(config)
         model = load(path, device_map=str(device), **options)
         _warn_of_plain_experts(path, model)
         return quantize_experts(model, storage)
@@ -130,15 +132,19 @@ def _check_options(storage: str, options: dict[str, Any]) -> None:
 
 
 def _warn_of_plain_experts(path: str, model: Any) -> None:
-    """Warn if transformers dequantised an FP8 checkpoint, so its experts are quantised again."""
+    """Warn if transformers dequantised all experts of a checkpoint, which are quantised again."""
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
-    if not any(isinstance(module, FP8Experts) for module in model.modules()):
+    kept = any(isinstance(module, FP8Experts) for module in model.modules())
+    if not kept and not any(isinstance(one, QuantTensor) for one in model.parameters()):
         logger.warning(
             "moe_patch: %s: transformers has dequantised this FP8 checkpoint, because there is no "
-            "device of compute capability 8.9 or more; its experts are quantised again, with a "
-            "second rounding",
+            "device of compute capability 8.9 or more, and moe_patch does not read its experts as "
+            "they are stored (blocks other than %d x %d, or shared by gate and up); they are "
+            "quantised again, with a second rounding",
             path,
+            fp8.BLOCK,
+            fp8.BLOCK,
         )
 
 

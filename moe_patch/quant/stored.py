@@ -31,7 +31,7 @@ class Stored(NamedTuple):
 
 def stored_method(config: Any) -> str | None:
     """Return the quantisation method of a checkpoint by its config; None if not quantised."""
-    found = _quantisation(config)
+    found = quantisation(config)
     return None if found is None else _method(found)
 
 
@@ -41,7 +41,7 @@ def stored(config: Any) -> Stored | None:
     Returns:
         None if the checkpoint is not quantised.
     """
-    found = _quantisation(config)
+    found = quantisation(config)
     if found is None:
         return None
     method = _method(found)
@@ -82,8 +82,12 @@ def refuse_unknown(config: Any, what: str) -> None:
         raise UnsupportedModelError(f"{what}: {found.said}")
 
 
-def _quantisation(config: Any) -> Mapping[str, Any] | None:
-    """Return the quantization_config as a mapping; like transformers, also try the text config."""
+def quantisation(config: Any) -> Mapping[str, Any] | None:
+    """Return the quantization_config as a mapping; like transformers, also try the text config.
+
+    Returns:
+        None if the checkpoint is not quantised.
+    """
     for one in (config, config.get_text_config(decoder=True)):
         found = one.quantization_config if hasattr(one, "quantization_config") else None
         if found is not None:

@@ -35,9 +35,14 @@ loads_fp8 = pytest.mark.skipif(
 @pytest.fixture
 def checkpoint(tmp_path: Path, capsys: Any) -> Path:
     """Every projection of experts and attention in e4m3 with ``weight_scale_inv`` beside it."""
-    model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=WIDTH)
-    model.save_pretrained(tmp_path)
+    write_fp8(tmp_path, WIDTH)
     capsys.readouterr()  # its progress
+    return tmp_path
+
+
+def write_fp8(tmp_path: Path, width: int) -> None:
+    model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=width)
+    model.save_pretrained(tmp_path)
     tensors = {}
     for name, value in load_file(tmp_path / "model.safetensors").items():
         tensors[name] = value
@@ -51,15 +56,20 @@ def checkpoint(tmp_path: Path, capsys: Any) -> Path:
         "fmt": "e4m3",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
 
 
 @loads_fp8
+@pytest.mark.parametrize("computes", [True, False])
 def test_bytes_and_scales_are_those_of_the_file(
-    checkpoint: Path, monkeypatch: Any, caplog: Any
+    computes: bool, checkpoint: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """Keep the file's bytes and scales on a device that computes in FP8 (pretended here)."""
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    """Keep the file's bytes and scales on a device that computes in FP8 (pretended here) or not."""
+    if computes:
+        monkeypatch.setattr(
+            FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None
+        )
+    elif torch.cuda.is_available():
+        pytest.skip("this device may compute in FP8")
     model = load_quantized(str(checkpoint), "fp8", dtype=torch.float32)
     assert not [record for record in caplog.records if record.name == "moe_patch"]
     stored = load_file(checkpoint / "model.safetensors")
@@ -74,10 +84,23 @@ def test_bytes_and_scales_are_those_of_the_file(
                 key = f"{path}.experts.{e}.{name}_proj.weight"
                 assert_bits(packed.view(torch.uint8), stored[key].view(torch.uint8), key)
                 assert_bits(scales, stored[f"{key}_scale_inv"], key)
+    if not computes:
+        assert_linears_are_dequantised(model, stored)
+        return
+    assert model.config.quantization_config.quant_method == "fp8"
     # Linear modules of such a model are packed by transformers.
     with pytest.raises(UnsupportedModelError, match="q_proj is a FP8Linear"):
         patch_model(model).save_pretrained(checkpoint / "again")
     assert not (checkpoint / "again").exists()
+
+
+def assert_linears_are_dequantised(model: Any, stored: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    wide = fp8.dequantize(stored[name], stored[f"{name}_scale_inv"], torch.float32)
+    assert_bits(model.get_parameter(name).data, wide)
+    assert "quantization_config" not in model.config.to_dict()
+    # Every weight of the model takes part in a forward.
+    assert logits(patch_model(model)).isfinite().all()
 
 
 @loads_fp8
@@ -103,14 +126,28 @@ def test_inspect_says_what_is_taken_as_stored(checkpoint: Path, capsys: Any) -> 
 
 
 @loads_fp8
-def test_a_checkpoint_that_transformers_dequantises_is_named(checkpoint: Path, caplog: Any) -> None:
+@pytest.mark.parametrize("key", ["up_proj.weight_scale_inv", "up_proj.weight"])
+def test_a_missing_part_is_named(key: str, checkpoint: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    for name in [one for one in tensors if one.endswith(key) and "layers.1." in one]:
+        del tensors[name]
+    save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+    # transformers reports a failed conversion itself.
+    with pytest.raises((UnsupportedModelError, RuntimeError), match="no FP8|conversion of the w"):
+        load_quantized(str(checkpoint), "fp8")
+
+
+@loads_fp8
+def test_a_checkpoint_that_is_quantised_again_is_named(tmp_path: Path, caplog: Any) -> None:
+    """Gate and up of 64 rows have scales of their own, but here they would share a block."""
     if torch.cuda.is_available():
         pytest.skip("this device may compute in FP8")
-    model = load_quantized(str(checkpoint), "fp8", dtype=torch.float32)
+    write_fp8(tmp_path, WIDTH // 2)
+    model = load_quantized(str(tmp_path), "fp8", dtype=torch.float32)
     (line,) = (record for record in caplog.records if record.name == "moe_patch")
     assert "has dequantised this FP8 checkpoint" in line.message
     assert len(quantised(model)) == 4
-    plain = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=WIDTH)
+    plain = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=WIDTH // 2)
     for name, value in plain.named_parameters():
         if "_proj" in name:
             value.data *= 1.37

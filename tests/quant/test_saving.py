@@ -90,6 +90,7 @@ def test_fp8_is_read_by_transformers(size: str, tmp_path: Path, monkeypatch: Any
     assert not hasattr(model.config, "quantization_config")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **EAGER)
     assert_same(plain, dequantize_experts(copy.deepcopy(model)))
+    assert_same(load_quantized(str(tmp_path), "fp8", dtype=torch.float32, **EAGER), model)
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
     assert_same(load_quantized(str(tmp_path), "fp8", dtype=torch.float32, **EAGER), model)
 
