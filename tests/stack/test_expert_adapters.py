@@ -1,0 +1,147 @@
+"""Adapters on experts under expert parallelism equal PEFT's own in one process.
+
+Each rank holds the factors of its experts. Loss, gradients, clipping, an optimiser's step, the
+saved file, what is loaded from it and generated tokens are compared. Ranks communicate through NCCL
+if there are enough CUDA devices, else through gloo.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from moe_patch import patch_model
+from moe_patch.expert_parallel import (
+    attach_adapter,
+    clip_gradients,
+    load_adapter,
+    shard_adapters,
+)
+from tests.support import expert_adapters as cases
+from tests.support import tiny_models, window
+from tests.support.dist_helpers import device, run_ranks
+from tests.support.numerics import FP32, assert_bits, assert_close
+
+pytestmark = window.expert_adapters
+FILE = "adapter_model.safetensors"
+
+
+def layouts(world):
+    """Return options and the number of batches of each way to divide experts over ``world``."""
+    shared = {"tp_size": world, "ep_size": world}
+    found = {
+        "all_to_all": (shared | {"ep_implementation": "all_to_all"}, 1),
+        "all_reduce": (shared | {"ep_implementation": "all_reduce"}, 1),
+        "fsdp": ({"fsdp_size": world, "ep_size": world}, world),
+    }
+    if world == 4:
+        found["fsdp and copies"] = ({"fsdp_size": 4, "ep_size": 2}, 4)
+        found["tp and fsdp"] = ({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 2)
+        found["tp in ep"] = ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, 2)
+    return found
+
+
+def ranks(rank, name, model_class, folder, world):
+    found = {}
+    for layout, (options, batches) in layouts(world).items():
+        own = (rank * batches // world, 9)  # 9: the second pass of one step
+        model = cases.load(model_class, folder, options)
+        torch.manual_seed(0)
+        model = patch_model(attach_adapter(model, cases.config(name, batches == world)))
+        runs = {kind: cases.run(model, kind, own) for kind in cases.BATCHES}
+        sizes = {p.to_local().numel() for p in model.parameters() if is_factor(p)}
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        runs["checkpointed"] = cases.run(model, "any", own)
+        model.gradient_checkpointing_disable()
+        runs["norm"] = {"norm": clip_gradients(model, 0.1)}
+        cases.step(model)
+        model.save_pretrained(f"{folder}/{layout}")
+        found[layout] = {"runs": runs, "tokens": cases.decode(model), "sizes": sizes}
+        again = load_adapter(cases.load(model_class, folder, options), f"{folder}/{layout}")
+        found[layout]["loaded"] = cases.run(patch_model(again), "any", own)["loss"]
+        found[layout]["after"] = cases.run(model, "any", own)["loss"]
+    return found
+
+
+def is_factor(p):
+    return p.requires_grad and isinstance(p, DTensor)
+
+
+def expected(base, name, batches, dense, rank_batch):
+    """Return one process's runs on all batches of a step, its model after it, and its tokens."""
+    model = cases.reference(copy.deepcopy(base), name, dense)
+    runs = {}
+    for kind in (*cases.BATCHES, "checkpointed"):
+        every = tuple(range(batches)) + (9,) * batches
+        found = cases.run(model, "any" if kind == "checkpointed" else kind, every)
+        mean = {key: t / batches for key, t in found.items()}
+        own = [model(**on(model, kind, number)).loss.detach() for number in (rank_batch, 9)]
+        runs[kind] = mean | {"loss": torch.stack(own).sum()}
+    cases.run(model, "any", every)
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad /= batches
+    trained = [p for p in model.parameters() if p.grad is not None]
+    runs["norm"] = {"norm": torch.nn.utils.clip_grad_norm_(trained, 0.1)}
+    cases.step(model)
+    return model, runs
+
+
+def on(model, kind, number):
+    kind = "any" if kind == "checkpointed" else kind
+    return {key: t.to(model.device) for key, t in cases.batch(kind, number).items()}
+
+
+def check_ranks(tmp_path, name, world, **over):
+    base = cases.make(name, **over)
+    base.save_pretrained(tmp_path)
+    base.to(device(world))
+    results = run_ranks(ranks, name, type(base), str(tmp_path), world, world=world)
+    wanted = {}
+    for rank, found in enumerate(results):
+        for layout, (_, batches) in layouts(world).items():
+            key = batches, batches == world, rank * batches // world
+            if key not in wanted:
+                wanted[key] = expected(base, name, *key)
+            (model, runs), got = wanted[key], found[layout]
+            for kind, run in runs.items():
+                assert got["runs"][kind].keys() == run.keys()
+                for one, value in run.items():
+                    assert_close(got["runs"][kind][one], value.cpu(), FP32, f"{layout} {one}")
+            assert_bits(got["loaded"], got["after"])
+            assert torch.equal(got["tokens"], cases.decode(model).cpu())
+            model.save_pretrained(tmp_path / "one")
+            same_file(tmp_path / layout / FILE, tmp_path / "one" / FILE)
+            whole = {
+                p.numel() for n, p in model.named_parameters() if ".experts." in n and "lora" in n
+            }
+            share = layouts(world)[layout][0]["ep_size"]
+            assert got["sizes"] == {size // share for size in whole}
+    return base, wanted
+
+
+def same_file(path, reference):
+    got, want = load_file(path), load_file(reference)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert_close(got[name], value, FP32, name)
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_ranks_equal_one_process(tmp_path, name):
+    base, wanted = check_ranks(tmp_path, name, 2)
+    if name == "qwen3_moe":  # rank 1 held experts without tokens
+        (_, runs), half = wanted[1, False, 0], len(base.model.layers[0].mlp.experts.up_proj) // 2
+        del runs, half
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_four_ranks_equal_one_process(tmp_path, name):
+    check_ranks(tmp_path, name, 4, num_key_value_heads=4)
