@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.expert_parallel.gradients import average_factors, average_replicas
 from moe_patch.expert_parallel.layout import (
-    EXPERTS_NDIM,
     Held,
     batch_groups,
     experts_wrappers,
@@ -63,14 +62,8 @@ def attach_adapter(
             ranks. The adapter is taken off again.
         PatchStateError: another rank failed.
     """
-    from peft import PeftModel, get_peft_model
-
-    with together("attach_adapter"), _placeholders(model):
-        if isinstance(model, PeftModel):
-            model.add_adapter(adapter_name, peft_config, **options)
-            found: Any = model
-        else:
-            found = get_peft_model(model, peft_config, adapter_name=adapter_name, **options)  # type: ignore[arg-type]
+    with together("attach_adapter"):
+        found = _attached(model, peft_config, adapter_name, options)
     return _divided_or_removed(found, model, adapter_name)
 
 
@@ -87,22 +80,21 @@ def load_adapter(
         model, adapter_name: as for :func:`attach_adapter`.
         folder: what ``save_pretrained`` wrote; the same on every rank.
         is_trainable: False freezes the adapter.
-        options: options of ``PeftModel.from_pretrained`` (for a PeftModel of its ``load_adapter``).
+        options: options of PeftModel's ``load_adapter``.
 
     Raises:
         UnsupportedModelError, PatchStateError: as :func:`attach_adapter`.
     """
-    from peft import PeftModel
+    from peft import PeftConfig
 
-    given = {"adapter_name": adapter_name, "is_trainable": is_trainable, **options}
-    if several():  # PEFT reads a file onto the device where a single process would need it
-        given.setdefault("torch_device", "cpu")
-    with together("load_adapter"), _placeholders(model):
-        if isinstance(model, PeftModel):
-            model.load_adapter(str(folder), **given)
-            found: Any = model
-        else:
-            found = PeftModel.from_pretrained(model, str(folder), **given)  # type: ignore[arg-type]
+    with together("load_adapter"):
+        peft_config = PeftConfig.from_pretrained(str(folder))
+        peft_config.inference_mode = not is_trainable
+        found = _attached(model, peft_config, adapter_name, {})
+        # The adapter exists already, so that PEFT only reads the file, onto the CPU.
+        found.load_adapter(
+            str(folder), adapter_name, is_trainable=is_trainable, torch_device="cpu", **options
+        )
     return _divided_or_removed(found, model, adapter_name)
 
 
@@ -150,6 +142,17 @@ def shard_adapters(model: Any) -> Any:
     return model
 
 
+def _attached(model: nn.Module, peft_config: Any, name: str, options: dict[str, Any]) -> Any:
+    """Return PEFT's model with a new adapter, whose factors of divided experts are on the CPU."""
+    from peft import PeftModel, get_peft_model
+
+    with _placeholders(model):
+        if isinstance(model, PeftModel):
+            model.add_adapter(name, peft_config, **options)
+            return model
+        return get_peft_model(model, peft_config, adapter_name=name, **options)  # type: ignore[arg-type]
+
+
 def _divided_or_removed(found: Any, model: nn.Module, adapter_name: str) -> Any:
     """Divide a new adapter; take it off again if that is refused."""
     divided = False
@@ -192,9 +195,8 @@ def _placeholders(model: nn.Module) -> Iterator[None]:
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and isinstance(p, DTensor) and p.ndim == EXPERTS_NDIM:
-                if held_experts(p, f"{path}.{name}") is not None:
-                    stored.append((module, name, p))
+            if p is not None and held_experts(p, f"{path}.{name}") is not None:
+                stored.append((module, name, p))
     for holder in meshes:
         holder.__dict__[_MESH] = None
     for module, name, p in stored:

@@ -11,9 +11,10 @@ import copy
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from moe_patch import patch_model
 from moe_patch.expert_parallel import (
@@ -23,7 +24,7 @@ from moe_patch.expert_parallel import (
     shard_adapters,
 )
 from tests.support import expert_adapters as cases
-from tests.support import tiny_models, window
+from tests.support import window
 from tests.support.dist_helpers import device, run_ranks
 from tests.support.numerics import FP32, assert_bits, assert_close
 
@@ -63,7 +64,9 @@ def ranks(rank, name, model_class, folder, world):
         cases.step(model)
         model.save_pretrained(f"{folder}/{layout}")
         found[layout] = {"runs": runs, "tokens": cases.decode(model), "sizes": sizes}
-        again = load_adapter(cases.load(model_class, folder, options), f"{folder}/{layout}")
+        again = load_adapter(
+            cases.load(model_class, folder, options), f"{folder}/{layout}", is_trainable=True
+        )
         found[layout]["loaded"] = cases.run(patch_model(again), "any", own)["loss"]
         found[layout]["after"] = cases.run(model, "any", own)["loss"]
     return found
@@ -118,12 +121,49 @@ def check_ranks(tmp_path, name, world, **over):
             assert torch.equal(got["tokens"], cases.decode(model).cpu())
             model.save_pretrained(tmp_path / "one")
             same_file(tmp_path / layout / FILE, tmp_path / "one" / FILE)
-            whole = {
-                p.numel() for n, p in model.named_parameters() if ".experts." in n and "lora" in n
-            }
+            factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
             share = layouts(world)[layout][0]["ep_size"]
-            assert got["sizes"] == {size // share for size in whole}
-    return base, wanted
+            assert got["sizes"] == {p.numel() // share for p in factors}
+    return wanted
+
+
+def peft_first(rank, model_class, folder):
+    """Let transformers divide the experts of a model that carries adapters."""
+    model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = cases.reference(model.to(device(2, rank)), "qwen3_moe", False)
+    mesh = init_device_mesh(device(2).type, (2,), mesh_dim_names=("ep",))
+    plan = {}
+    for path, module in model.named_modules():
+        if path.endswith("experts.base_layer.base_layer"):
+            plan |= {f"{path}.{name}": "grouped_gemm" for name in module._parameters}
+            plan[path] = "ep_dispatch_experts"
+    apply_expert_parallelism(model, mesh, mesh, plan)
+    return cases.run(patch_model(shard_adapters(model)), "any", (0,))
+
+
+def peft_after(rank, model_class, folder):
+    """Let PEFT attach whole factors to a model that transformers has distributed."""
+    model = cases.load(model_class, folder, {"fsdp_size": 2, "ep_size": 2})
+    model = cases.reference(model, "qwen3_moe", True)
+    return cases.run(patch_model(shard_adapters(model)), "any", (rank,))
+
+
+def test_adapters_that_peft_attached(tmp_path):
+    base = cases.make("qwen3_moe")
+    base.save_pretrained(tmp_path)
+    base.to(device(2))
+    found = run_ranks(peft_first, type(base), str(tmp_path))
+    wanted = cases.run(cases.reference(copy.deepcopy(base), "qwen3_moe", False), "any", (0,))
+    after = run_ranks(peft_after, type(base), str(tmp_path))
+    mean = cases.run(cases.reference(base, "qwen3_moe", True), "any", (0, 1))
+    for one, other in zip(found, after, strict=True):
+        assert one.keys() == wanted.keys()
+        assert other.keys() == mean.keys()
+        for key, value in wanted.items():
+            assert_close(one[key], value.cpu(), FP32, key)
+        for key, value in mean.items():
+            if key != "loss":
+                assert_close(other[key], value.cpu() / 2, FP32, key)
 
 
 def same_file(path, reference):
@@ -135,10 +175,15 @@ def same_file(path, reference):
 
 @pytest.mark.parametrize("name", cases.MODELS)
 def test_ranks_equal_one_process(tmp_path, name):
-    base, wanted = check_ranks(tmp_path, name, 2)
-    if name == "qwen3_moe":  # rank 1 held experts without tokens
-        (_, runs), half = wanted[1, False, 0], len(base.model.layers[0].mlp.experts.up_proj) // 2
-        del runs, half
+    wanted = check_ranks(tmp_path, name, 2)
+    if name != "deepseek_v3":  # where groups of experts are excluded, others step in
+        _, runs = wanted[1, False, 0]
+        factors = [t for key, t in runs["few"].items() if key.endswith("lora_A.default.weight")]
+        assert len(factors) == 4
+        for grad in factors:  # rank 1 had no token at all
+            first, last = grad.chunk(2)
+            assert first.any()
+            assert not last.any()
 
 
 @pytest.mark.slow
