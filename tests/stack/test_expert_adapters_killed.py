@@ -7,6 +7,7 @@ connection at once.
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -56,8 +57,8 @@ def test_the_others_end_with_an_error(tmp_path, when):
         ranks.processes[1].join(MARGIN_S)
         assert ranks.processes[1].exitcode == -signal.SIGKILL
         assert ranks.pipes[0].poll(GROUP_S + MARGIN_S), "rank 0 hangs"
-        report = ranks.pipes[0].recv()
-        assert "Error" in report, report
+        report = ranks._answer(0) or ""  # NCCL's watchdog ends the process without a report
+        assert re.search("Error|exit code [^0]", report), report
         assert not (tmp_path / "adapter" / "adapter_model.safetensors").exists()
     finally:
         ranks.kill()
