@@ -6,7 +6,7 @@ Rows are appended to benchmarks/results/parallel.jsonl, with the adapters' rank 
 
 A step is forward and backward in bf16 with fp32 adapters on both projections of all experts,
 without an optimizer. The model has 12 layers of Qwen3-30B-A3B's sizes with random weights. Every
-rank has its own batch, except under ``ep`` before transformers 5.21, where ranks share one.
+rank has its own batch, except under ``ep`` in releases of transformers that do not exchange tokens.
 ``peft`` is PEFT on transformers' own experts; it cannot run on divided experts.
 """
 
@@ -43,7 +43,7 @@ THREADS = 8  # PEFT draws the factors on the CPU
 
 def expert_parallel(world: int) -> tuple[dict[str, Any], int]:
     """Return transformers' options for experts over all ranks, and the batches of one step."""
-    if "ep_size" in {field.name for field in fields(DistributedConfig)}:
+    if "ep_implementation" in {field.name for field in fields(DistributedConfig)}:
         return {"fsdp_size": world, "ep_size": world}, world
     return {"tp_size": world, "enable_expert_parallel": True}, 1
 

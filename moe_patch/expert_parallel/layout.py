@@ -1,8 +1,8 @@
 """Read from transformers' DTensor weights which experts a rank holds and who has other batches.
 
     release       experts over    batches over                 copies of an expert
-    5.17 - 5.20   "tp"            "fsdp"                       "fsdp"
-    from 5.21     "ep"            "dp_replicate" and "fsdp"    "dp_replicate" and "efsdp"
+    5.17, 5.18    "tp"            "fsdp"                       "fsdp"
+    from 5.19     "ep"            "dp_replicate" and "fsdp"    "dp_replicate" and "efsdp"
 
 FSDP2 shards the copies of an expert further and gathers them for each forward.
 """
@@ -62,8 +62,8 @@ def held_experts(parameter: Tensor, where: str) -> Held | None:
         raise UnsupportedModelError(
             f"{where}: tensor parallelism ({placement} over {size} ranks of {name!r}) divides each "
             "expert, and no adapter fits a part of an expert; accepted: whole experts on each "
-            f"rank; load with DistributedConfig(tp_size={size}, ep_size={size}), from transformers "
-            f"5.21, or with tp_size={size} and enable_expert_parallel=True before"
+            f"rank; load with DistributedConfig(tp_size={size}, ep_size={size}), or before "
+            f"transformers 5.19 with tp_size={size} and enable_expert_parallel=True"
         )
     total = parameter.shape[0]
     if total % size:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from moe_patch import patch_model
 from moe_patch.expert_parallel import (
@@ -29,31 +28,16 @@ from tests.support.dist_helpers import device, run_ranks
 from tests.support.numerics import FP32, assert_close
 
 pytestmark = window.expert_adapters
-FILE = "adapter_model.safetensors"
-
-
-def layouts(world):
-    """Return options and the number of batches of each way to divide experts over ``world``."""
-    shared = {"tp_size": world, "ep_size": world}
-    found = {
-        "all_to_all": (shared | {"ep_implementation": "all_to_all"}, 1),
-        "all_reduce": (shared | {"ep_implementation": "all_reduce"}, 1),
-        "fsdp": ({"fsdp_size": world, "ep_size": world}, world),
-    }
-    if world == 4:
-        found["fsdp and copies"] = ({"fsdp_size": 4, "ep_size": 2}, 4)
-        found["tp and fsdp"] = ({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 2)
-        found["tp in ep"] = ({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, 2)
-    return found
+FILE, A = "adapter_model.safetensors", "lora_A.default.weight"
 
 
 def ranks(rank, name, model_class, folder, world):
     found = {}
-    for layout, (options, batches) in layouts(world).items():
+    for layout, (options, batches, _, dense) in cases.layouts(world).items():
         own = (rank * batches // world, 9)  # 9: the second pass of one step
         model = cases.load(model_class, folder, options)
         torch.manual_seed(0)
-        model = patch_model(attach_adapter(model, cases.config(name, batches == world)))
+        model = patch_model(attach_adapter(model, cases.config(name, dense)))
         runs = {kind: cases.run(model, kind, own) for kind in cases.BATCHES}
         sizes = {p.to_local().numel() for p in model.parameters() if is_factor(p)}
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -108,8 +92,8 @@ def check_ranks(tmp_path, name, world, **over):
     results = run_ranks(ranks, name, type(base), str(tmp_path), world, world=world)
     wanted = {}
     for rank, found in enumerate(results):
-        for layout, (_, batches) in layouts(world).items():
-            key = batches, batches == world, rank * batches // world
+        for layout, (_, batches, ep, dense) in cases.layouts(world).items():
+            key = batches, dense, rank * batches // world
             if key not in wanted:
                 wanted[key] = expected(base, name, *key)
             (model, runs), got = wanted[key], found[layout]
@@ -122,13 +106,14 @@ def check_ranks(tmp_path, name, world, **over):
             model.save_pretrained(tmp_path / "one")
             same_file(tmp_path / layout / FILE, tmp_path / "one" / FILE)
             factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
-            share = layouts(world)[layout][0]["ep_size"]
-            assert got["sizes"] == {p.numel() // share for p in factors}
+            assert got["sizes"] == {p.numel() // ep for p in factors}
     return wanted
 
 
 def peft_first(rank, model_class, folder):
     """Let transformers divide the experts of a model that carries adapters."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
     model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model = cases.reference(model.to(device(2, rank)), "qwen3_moe", False)
     mesh = init_device_mesh(device(2).type, (2,), mesh_dim_names=("ep",))
@@ -148,6 +133,7 @@ def peft_after(rank, model_class, folder):
     return cases.run(patch_model(shard_adapters(model)), "any", (rank,))
 
 
+@cases.dispatches
 def test_adapters_that_peft_attached(tmp_path):
     base = cases.make("qwen3_moe")
     base.save_pretrained(tmp_path)
@@ -177,8 +163,8 @@ def same_file(path, reference):
 def test_ranks_equal_one_process(tmp_path, name):
     wanted = check_ranks(tmp_path, name, 2)
     if name != "deepseek_v3":  # where groups of experts are excluded, others step in
-        _, runs = wanted[1, False, 0]
-        factors = [t for key, t in runs["few"].items() if key.endswith("lora_A.default.weight")]
+        _, runs = wanted[1, not cases.DISPATCHES, 0]
+        factors = [t for key, t in runs["few"].items() if key.endswith(A) and ".experts." in key]
         assert len(factors) == 4
         for grad in factors:  # rank 1 had no token at all
             first, last = grad.chunk(2)

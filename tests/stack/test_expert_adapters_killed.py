@@ -21,7 +21,7 @@ from tests.support.dist_helpers import Ranks
 
 pytestmark = [window.expert_adapters, pytest.mark.slow]
 GROUP_S, MARGIN_S = 20.0, 40.0
-FSDP = {"fsdp_size": 2, "ep_size": 2}
+LAYOUT = list(cases.layouts(2).values())[-1]
 
 
 def die(*_):
@@ -30,7 +30,9 @@ def die(*_):
 
 def worker(rank, model_class, folder, when):
     model = patch_model(
-        attach_adapter(cases.load(model_class, folder, FSDP), cases.config("qwen3_moe", False))
+        attach_adapter(
+            cases.load(model_class, folder, LAYOUT.options), cases.config("qwen3_moe", False)
+        )
     )
     cases.run(model, "any", (rank,))
     if rank and when == "forward":

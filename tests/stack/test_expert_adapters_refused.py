@@ -12,11 +12,10 @@ from transformers.distributed import DistributedConfig
 from moe_patch import MoePatchError, patch_model
 from moe_patch.expert_parallel import attach_adapter, shard_adapters
 from tests.support import expert_adapters as cases
-from tests.support import window
 from tests.support.adapters import EXPERTS, attention, lora_config
 from tests.support.dist_helpers import run_ranks
 
-pytestmark = window.expert_adapters
+pytestmark = cases.dispatches
 TP, EP = {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}
 FSDP = {"fsdp_size": 2, "ep_size": 2}
 

@@ -7,8 +7,10 @@ ranks have batches of their own.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -23,6 +25,48 @@ LEARNING_RATE = 0.5
 HALF, VOCABULARY, FEW = 50, 100, 2
 BATCHES = ("few", "any")
 MODELS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+# Older releases do not exchange tokens by default; their flag divides the experts alone.
+DISPATCHES = "ep_implementation" in {field.name for field in fields(DistributedConfig)}
+dispatches = pytest.mark.skipif(not DISPATCHES, reason="no ep_implementation in DistributedConfig")
+
+
+class Layout(NamedTuple):
+    """Options of transformers' config, and what follows from them.
+
+    Attributes:
+        options: arguments of DistributedConfig.
+        batches: number of batches in one step; rank r has batch r * batches // world.
+        ep: number of ranks that hold all experts together.
+        dense: whether dense modules are whole on each rank, so that they can carry adapters.
+    """
+
+    options: dict[str, Any]
+    batches: int
+    ep: int
+    dense: bool
+
+
+def layouts(world: int) -> dict[str, Layout]:
+    """Return each way to divide experts over ``world`` ranks."""
+    if not DISPATCHES:
+        shared = {"tp_size": world, "enable_expert_parallel": True}
+        found = {"all_reduce": Layout(shared, 1, world, True)}
+        if world == 4:
+            both = {"fsdp_size": 2, "tp_size": 2, "enable_expert_parallel": True}
+            found["fsdp and copies"] = Layout(both, 2, 2, True)
+        return found
+    shared = {"tp_size": world, "ep_size": world}
+    found = {
+        "all_to_all": Layout(shared | {"ep_implementation": "all_to_all"}, 1, world, False),
+        "all_reduce": Layout(shared | {"ep_implementation": "all_reduce"}, 1, world, False),
+        "fsdp": Layout({"fsdp_size": world, "ep_size": world}, world, world, True),
+    }
+    if world == 4:
+        both = {"fsdp_size": 2, "tp_size": 2}
+        found["fsdp and copies"] = Layout({"fsdp_size": 4, "ep_size": 2}, 4, 2, True)
+        found["tp and fsdp"] = Layout(both | {"ep_size": 2}, 2, 2, False)
+        found["tp in ep"] = Layout(both | {"ep_size": 4}, 2, 4, False)
+    return found
 
 
 def make(name: str, **over: Any) -> Any:
