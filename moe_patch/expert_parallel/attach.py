@@ -188,8 +188,8 @@ def _refuse(model: nn.Module) -> None:
 def _placeholders(model: nn.Module) -> Iterator[None]:
     """Put CPU tensors of the whole shape, without memory, in place of divided expert weights.
 
-    The model's mesh is hidden too: with it, PEFT would follow the tensor-parallel plan, whose rules
-    for experts do not apply where transformers divides by experts.
+    The model's mesh is hidden too. With it, PEFT would follow the rules for experts of the
+    tensor-parallel plan, which do not apply under expert parallelism.
     """
     meshes = {m: m.__dict__[_MESH] for m in model.modules() if _MESH in m.__dict__}
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
