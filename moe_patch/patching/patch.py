@@ -21,6 +21,7 @@ from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.patching.bindings import bindings_of, watched
 from moe_patch.patching.by_name import ExpertsPatch, register_experts
 from moe_patch.patching.checks import self_checks
+from moe_patch.patching.data_parallel import leave_packed_out, readmit_packed
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.lora_targets import missed_experts
 from moe_patch.patching.merging import PATCH, free_merging, guard_merging
@@ -75,6 +76,7 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
         patched_blocks = [b for b in blocks if b.path not in refused]
         probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
     guard_merging(model, PATCH)
+    leave_packed_out(model)
     if again:
         logger.info("moe_patch: already patched with an equal config; bound %d new modules", bound)
     else:
@@ -123,6 +125,7 @@ def unpatch_model(model: Model) -> Model:
     for module in touched:
         _undo(module)
     free_merging(model, PATCH)
+    readmit_packed(model)
     return model
 
 

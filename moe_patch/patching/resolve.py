@@ -26,7 +26,7 @@ from moe_patch.patching.discover import (
 )
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
-from moe_patch.runtime.adapters import is_param_wrapper, why_not_fused
+from moe_patch.runtime.adapters import HELD_KEY, is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.module_patch import origin_of, patch_of
@@ -286,6 +286,10 @@ def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:
 
 
 def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
+    for path, wrapper in block.wrappers:
+        if config.fuse_lora == "off" and HELD_KEY in wrapper.__dict__:
+            why = "fuse_lora='off' cannot hold on experts divided over ranks; use 'auto'"
+            raise UnsupportedModelError(f"{path}: {why}")
     if config.fuse_lora != "require":
         return
     for path, wrapper in block.wrappers:

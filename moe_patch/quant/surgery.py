@@ -14,7 +14,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import STORAGES, PackedWeight, check_packable, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.formats.weights import foreign_class
-from moe_patch.patching import merging
+from moe_patch.patching import data_parallel, merging
 from moe_patch.patching.discover import FoundBlock, discover, selected, unmatched
 from moe_patch.quant import saving, state
 from moe_patch.quant.fp8_checkpoint import adopt
@@ -115,10 +115,10 @@ def _put(group: list[list[Projection]], packed: PackedWeight) -> None:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel to ignore packed experts.
+    """Make DistributedDataParallel ignore packed experts, as ``patch_model`` does by itself.
 
-    DDP broadcasts every parameter when it wraps a model, which packed experts do not support. They
-    are frozen, and equal on all ranks that loaded the same checkpoint.
+    Needed only for a model that DDP wraps before it is patched. After adding adapters to a patched
+    model, call ``patch_model`` again.
 
     Args:
         model: the model that DDP (or a Trainer) will wrap, adapters included.
@@ -158,6 +158,7 @@ def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
                 setattr(one.module, one.name, made)
     saving.free_saving(model)
     merging.free_merging(model)
+    data_parallel.readmit_packed(model)
     return model
 
 

@@ -25,6 +25,8 @@ from moe_patch.runtime.peft_release import (
 from moe_patch.types import Lora
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "weight")
+# On a wrapper whose factors are DTensors: how many of its experts this rank holds.
+HELD_KEY = "_moe_patch_held"
 
 
 class Factors(NamedTuple):
@@ -78,14 +80,29 @@ def active_factors(wrapper: Any) -> list[Factors]:
     """
     found = []
     all_a, all_b = child_of(wrapper, "lora_A"), child_of(wrapper, "lora_B")
+    held = wrapper.__dict__.get(HELD_KEY)
+    E = wrapper.num_experts if held is None else held
     for name in wrapper.active_adapters:
         if name in all_a:
             a, b = parameter_of(all_a[name], "weight"), parameter_of(all_b[name], "weight")
-            a_ERI = a.reshape(wrapper.num_experts, -1, a.shape[1])
-            b_EOR = b.reshape(b.shape[0], -1, wrapper.num_experts).permute(2, 0, 1)
+            if held is not None:
+                _require_divided(wrapper, name, a)
+                a, b = a.to_local(), b.to_local()
+            a_ERI = a.reshape(E, -1, a.shape[1])
+            b_EOR = b.reshape(b.shape[0], -1, E).permute(2, 0, 1)
             pair = (b_EOR, a_ERI) if swaps_features(wrapper) else (a_ERI.mT, b_EOR.mT)
             found.append(Factors(*pair, wrapper.scaling[name]))
     return found
+
+
+def _require_divided(wrapper: Any, adapter: str, factor: Tensor) -> None:
+    """Refuse whole factors beside divided ones: their shape would pass for a larger rank."""
+    if not is_sharded(factor):
+        raise UnsupportedModelError(
+            f"{type(base_of(wrapper)).__name__}.{wrapper.parameter_name}: adapter {adapter!r} has "
+            "factors of all experts, this rank holds a part of them; accepted: divided factors; "
+            "call moe_patch.expert_parallel.shard_adapters(model)"
+        )
 
 
 def live_factors(experts: Any, name: str) -> tuple[Tensor, list[Factors]] | None:
@@ -195,7 +212,8 @@ def to_lora(
             raise UnsupportedModelError(
                 f"{where}: the LoRA factors are for (E, out, in) = {found} "
                 f"({type(a_ERI).__name__} on {a_ERI.device}), "
-                f"the local weight is {tuple(w_EOI.shape)}; sharded experts need fuse_lora='off'"
+                f"the local weight is {tuple(w_EOI.shape)}; accepted: factors of the experts that "
+                "this rank holds; call moe_patch.expert_parallel.shard_adapters(model)"
             )
         pairs.append((a_ERI, b_EOR, scaling))
     if len(pairs) == 1:

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import BlockReport, patch_report
-from moe_patch.quant.surgery import dequantize_experts, ignore_in_ddp
+from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
@@ -166,8 +166,6 @@ def _patch(model: Any, config: TrainConfig) -> tuple[str, int]:
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
     patch_model(model, config.moe_patch)
-    if config.quantize_experts is not None:
-        ignore_in_ddp(model)
     rows = patch_report(model)
     refused = [row for row in rows if row.tier == "refused"]
     served = len(rows) - len(refused)

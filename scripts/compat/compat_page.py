@@ -10,8 +10,10 @@ from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof
 
 def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     """Return tokens per second on several cards, from the newest run on each number of cards."""
+    adapted = [row for row in rows if "lora" in row]
+    rows = [row for row in rows if "lora" not in row]
     if not rows:
-        return []
+        return lora_on_cards(adapted)
     runs = {row["world"]: row["run"] for row in rows}
     shown = [row for row in rows if row["run"] == runs[row["world"]]]
     last = shown[-1]
@@ -33,6 +35,29 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
         if impl == "moe_patch" and theirs is not None:
             ours = speed[world, layout, impl]
             lines.append(f"| {world} | {layout} | {ours} | {theirs} | {ours / theirs:.2f} |")
+    return lines + lora_on_cards(adapted)
+
+
+def lora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
+    """Return tokens per second of LoRA on experts, from the newest run."""
+    if not rows:
+        return []
+    last = rows[-1]
+    lines = [
+        "",
+        f"`benchmarks/studies/bench_parallel_lora.py` on {last['world']} x {last['card']}: "
+        f"adapters of rank {last['lora']} on the experts of {last['layers']} layers, "
+        f"{last['tokens']} tokens in one batch; torch {last['torch']}, transformers "
+        f"{last['transformers']}, commit {short(last['commit'])}.", "",
+        "| spread by | implementation | tokens/s | peak GB on rank 0 |",
+        "|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        if row["run"] == last["run"]:
+            peak = row["peak_bytes"] / 1e9
+            lines.append(
+                f"| {row['layout']} | {row['impl']} | {row['tokens_per_s']} | {peak:.1f} |"
+            )
     return lines
 
 

@@ -126,6 +126,12 @@ PROOFS = (
     Proof("ep", "all-to-all and all-reduce with sentinels, with FSDP; generate",
           "stack/test_parallel.py", "ep and ranks2", world=2, on="ranks"),
     Proof("ep", "four ranks", "stack/test_parallel.py", "ep and ranks4", world=4, on="ranks"),
+    Proof("ep", "adapters on experts equal PEFT's in one process: loss, gradients, files, generate",
+          "stack/test_expert_adapters.py", "not four", world=2, on="ranks"),
+    Proof("ep", "adapters on experts, four ranks", "stack/test_expert_adapters.py", "four",
+          world=4, on="ranks"),
+    Proof("ep", "a killed rank: the others end with an error",
+          "stack/test_expert_adapters_killed.py", world=2, on="ranks"),
     Proof("ep", "closures around the experts' forward, adapters", "lora/test_training.py",
           "closure or local_weight"),
     Proof("tp", "loss, gradients, generate", "stack/test_parallel.py", "tp and ranks2",
@@ -171,8 +177,10 @@ PROOFS = (
           "own_library and liger", needs="liger-kernel", good="refused"),
     Proof("conflicts", "the kernels library's own functions", "stack/test_conflicts.py",
           "own_library and kernels", needs="kernels", good="refused"),
-    Proof("conflicts", "adapters on experts under expert parallelism, which PEFT alone cannot run",
+    Proof("conflicts", "whole adapters on divided experts, which PEFT alone cannot run",
           "stack/test_parallel.py", "refused and qwen3_moe", world=2, on="ranks", good="refused"),
+    Proof("conflicts", "adapters and experts under tensor parallelism, adapters that differ",
+          "stack/test_expert_adapters_refused.py", world=2, on="ranks", good="refused"),
     Proof("conflicts", "experts kept as a ModuleList", "patching/test_refusals.py", "module_list",
           good="refused"),
 )  # fmt: skip
@@ -225,8 +233,9 @@ NOTES = """\
   `liger_glu_activation` (once `liger_swiglu`).
 - **Trainer**: `Trainer(..., callbacks=[MoePatchCallback()])` patches before wrapping. With
   `use_liger_kernel` pass `liger_kernel_config={"swiglu": False}`: Liger would replace the experts.
-- **Adapters on experts under expert or tensor parallelism**: PEFT 0.21.2 cannot attach them to
-  transformers 5.24's sharded experts. With FSDP it attaches them and fails in its own forward.
+- **Adapters on experts under expert parallelism**: `moe_patch.expert_parallel` (docs/lora.md).
+  PEFT 0.21.2 alone cannot attach them to transformers 5.24's sharded experts. With FSDP it attaches
+  them and fails in its own forward. Under tensor parallelism they are refused by name.
 - **Expert parallelism before `ep_size`** (transformers 5.17): transformers wraps the router as
   well. The router stays its own, and the experts are ours (tier `experts`).
 - **A release whose classes a family's entry does not describe**: router and block stay

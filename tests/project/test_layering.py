@@ -28,6 +28,7 @@ LAYERS = (
     {"families."},
     {"debug."},
     {"patching."},
+    {"expert_parallel."},
     {"quant."},
     {"signals."},
     {"tools."},

@@ -19,9 +19,9 @@ from moe_patch import (
     load_quantized,
     patch_model,
     quantize_experts,
+    unpatch_model,
 )
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.quant.surgery import ignore_in_ddp
 from tests.support import tiny_models
 from tests.support.adapters import adapter_gradients, step
 from tests.support.numerics import assert_bits
@@ -163,23 +163,41 @@ def test_an_fp8_checkpoint_with_other_blocks_is_refused_by_name() -> None:
 
 
 def test_data_parallel_leaves_packed_experts_to_each_rank(tmp_path: Any) -> None:
+    """patch_model alone lets DDP wrap packed experts; the undo restores what DDP reads."""
     model = build(num_hidden_layers=1)
     batch = tiny_models.inputs(model)
-    model = patch_model(adapted(quantize_experts(model, "nf4")))
-    expected = step(model, batch)
+    model = adapted(quantize_experts(model, "nf4"))
+    model._ddp_params_and_buffers_to_ignore = ["another.library"]
+    expected = step(patch_model(model), batch)
     gradients = {name: g.clone() for name, g in adapter_gradients(model).items()}
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     try:
-        with pytest.raises(UnsupportedModelError, match="experts stored in 4 or 8 bits"):
-            DistributedDataParallel(model)
-        ignore_in_ddp(model)
         wrapped = DistributedDataParallel(model)
         assert_bits(step(wrapped, batch), expected)
         for name, gradient in adapter_gradients(model).items():
             assert_bits(gradient, gradients[name], name)
+        unpatch_model(model)
+        assert model._ddp_params_and_buffers_to_ignore == ["another.library"]
+        assert not any("_ddp_ignored" in vars(p) for p in quantised(model))
+        with pytest.raises(UnsupportedModelError, match="experts stored in 4 or 8 bits"):
+            DistributedDataParallel(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_follows_adapters_added_after_the_patch() -> None:
+    """Rename what DDP ignores when PEFT renames it, and forget it with the packed weights."""
+    base = patch_model(quantize_experts(build(num_hidden_layers=1), "nf4"))
+    assert set(base._ddp_params_and_buffers_to_ignore) == packed_names(base)
+    model = patch_model(adapted(base))
+    assert set(model._ddp_params_and_buffers_to_ignore) == packed_names(model)
+    dequantize_experts(model)
+    assert "_ddp_params_and_buffers_to_ignore" not in vars(model)
+
+
+def packed_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if isinstance(p, QuantTensor)}
 
 
 def test_fp8_bytes_are_not_copied_as_numbers() -> None:

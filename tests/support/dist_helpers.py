@@ -80,13 +80,16 @@ def free_port() -> int:
 class Ranks:
     """Processes in one process group that wait for work, each at the end of a pipe."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, limit_s: float = HANG_S) -> None:
+        """Start ``world`` processes; a collective that takes ``limit_s`` seconds fails."""
         port = free_port()
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         for rank in range(world):
             mine, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(theirs, rank, world, port), daemon=True)
+            process = _CONTEXT.Process(
+                target=_serve, args=(theirs, rank, world, port, limit_s), daemon=True
+            )
             process.start()
             theirs.close()
             self.pipes.append(mine)
@@ -147,7 +150,7 @@ def _close_all() -> None:
         ranks.close()
 
 
-def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
+def _serve(pipe: Any, rank: int, world: int, port: int, limit_s: float) -> None:
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
@@ -159,7 +162,7 @@ def _serve(pipe: Any, rank: int, world: int, port: int) -> None:
         else:  # hide devices that ranks would share from code that searches for a device
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=HANG_S))
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=limit_s))
         while True:
             worker, args, folder = pipe.recv()
             torch.manual_seed(0)
