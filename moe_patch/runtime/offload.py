@@ -9,7 +9,6 @@ inside it in reverse. Autograd never saves a copy: backward borrows again.
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -104,7 +103,7 @@ class Lane:
 
     @contextmanager
     def lend_some(self, block: Block, experts: list[int], count: int) -> Iterator[list[Tensor]]:
-        """Lend a block of ``count`` experts of which only some are copied; the rest is undefined."""
+        """Lend a block of ``count`` experts; only some are copied, the others are undefined."""
         with self.lock:
             self._forget()
             slot = self._fill(self.slots[0], block, experts, count)
@@ -248,9 +247,9 @@ class Seat:
         """
         parts = [part for w in (weights.w13_EHD, weights.w2_EDF) for part in parts_of(w)]
         stamps = stamps_of(parts)
-        if self.block is not None and self.block.stamps == stamps:
-            if self.locked is not None or not lock:
-                return self.block
+        done = self.locked is not None or not lock
+        if self.block is not None and self.block.stamps == stamps and done:
+            return self.block
         for part in parts:
             if part.device.type != "cpu":
                 raise UnsupportedModelError(
