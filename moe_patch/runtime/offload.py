@@ -205,7 +205,8 @@ class Offload:
     def following(self, seat: Seat, again: bool) -> Block | None:
         """Return the block that is likely to be next on a seat's device, if it is known."""
         found = self.seats.get(seat.index + (-1 if again else 1))
-        return None if found is None or found.device != seat.device else found.block
+        here = found is not None and found.device in (None, seat.device)
+        return found.block if found is not None and here else None
 
 
 class Seat:
