@@ -1,8 +1,8 @@
 """Time and memory of QLoRA steps with the experts resident and with them in host memory.
 
 Qwen3-30B-A3B's sizes with random weights made in packed form; fewer layers if --layers says so. One
-process measures how fast page-locked memory is copied to the card, then steps with resident
-experts, then the same steps of the same model with offload_experts. Rows go to --out.
+process measures how fast page-locked memory is copied to the card, and steps with resident
+experts. Then come the same steps of the same model with offload_experts. Rows go to --out.
 
     python benchmarks/studies/offload.py --layers 48 --tokens 2048 16384 --commit SHA --out FILE
     python benchmarks/studies/offload.py --tiny --device cpu          the same in small
@@ -196,7 +196,7 @@ def main() -> None:
     say("built")
     optimizer = optimizer_of(options.optimizer, model)
     offload.transfer_to = lambda d: (CountingCuda if d.type == "cuda" else CountingHost)(d)
-    rows = []
+    resident: dict[int, float] = {}
     for away in (False, True):
         begin = synchronised(device)
         patch_model(model, fuse_lora="require", offload_experts=away)
@@ -211,25 +211,25 @@ def main() -> None:
                 optimizer.zero_grad(set_to_none=True)
 
             found = measure(step, options.steps, device)
-            rows.append({**shared, "tokens": tokens, "offload": away, "patch_s": seconds, **found})
-            say(rows[-1])
-        if options.decode:
-            each = decoding(model, options.decode, device)
-            rows[-1]["decode_ms"] = each
-            say("decoding", each, "ms a token")
-        unpatch_model(model)
-    for row in rows:
-        if row["offload"]:
-            pair = (r for r in rows if r["tokens"] == row["tokens"] and not r["offload"])
-            row["resident_ms"] = next(pair)["ms"]
-            copies = row["moved_gib"] / shared["copy_gib_s"] * 1e3 if shared["copy_gib_s"] else 0
-            row["copies_ms"] = round(copies, 2)
-            row["ratio"] = round(row["ms"] / max(row["resident_ms"], row["copies_ms"]), 4)
-            say(row["tokens"], "tokens:", row["ms"], "ms, resident", row["resident_ms"], "copies",
-                row["copies_ms"], "ratio", row["ratio"], "peak", row["peak_gib"])  # fmt: skip
-    if options.out:
-        with Path(options.out).open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            row = {**shared, "tokens": tokens, "offload": away, "patch_s": seconds, **found}
+            if away:
+                row |= compared(row, resident[tokens])
+            resident.setdefault(tokens, row["ms"])
+            if options.decode and tokens == options.tokens[0]:
+                row["decode_ms"] = decoding(model, options.decode, device)
+            say(row)
+            if options.out:
+                with Path(options.out).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        if not away:
+            unpatch_model(model)
+
+
+def compared(row: dict[str, Any], resident: float) -> dict[str, float]:
+    """Return the time of the copies alone, and the step's over the larger of it and resident."""
+    copies = row["moved_gib"] / row["copy_gib_s"] * 1e3 if row["copy_gib_s"] else 0.0
+    ratio = row["ms"] / max(resident, copies)
+    return {"resident_ms": resident, "copies_ms": round(copies, 2), "ratio": round(ratio, 4)}
 
 
 if __name__ == "__main__":

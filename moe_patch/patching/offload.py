@@ -132,6 +132,16 @@ def hold(experts: Any, seat: Seat) -> None:
     experts.__dict__["_apply"] = functools.partial(_apply, experts)
 
 
+def held_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that a patch keeps in host memory."""
+    held = set()
+    for experts in model.modules():
+        patch = patch_of(experts)
+        if patch is not None and patch.seat is not None:
+            held |= {id(experts._parameters[name]) for name in _names(experts, patch.spec)}
+    return held
+
+
 def give_back(experts: Any, seat: Seat) -> None:
     """Undo :func:`take_seats` and :func:`hold`: unlock the memory, and move back what was moved."""
     seat.unlock()

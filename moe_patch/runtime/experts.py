@@ -205,6 +205,8 @@ def run_experts(
         if seat is None:
             out_TD = run(tensors.weights)
         else:
+            for lora in filter(None, (tensors.lora13, tensors.lora2)):
+                seat.check_adapter(lora, x_TD.device)
             loan = seat.loan(tensors.weights, dtype, x_TD.device)
             with loan.forward(ids_TK) as weights:
                 out_TD = run(weights, lend=loan.backward)

@@ -1,7 +1,7 @@
 """Copies of host memory to a device, beside its computation, and page-locked host memory.
 
-A transfer is the only part of offloading that knows the device: CUDA's uses a stream of its own and
-events; the other copies at once, so that a machine without a card runs the same logic.
+Transfers are the only part of offloading that depends on the device. CUDA's has a stream of its own
+and events. The other one copies at once, so that a machine without a card runs the same logic.
 """
 
 from __future__ import annotations
