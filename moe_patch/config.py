@@ -44,6 +44,10 @@ class PatchConfig:
         debug_nan: write the call of the first block with a non-finite output to a file, which
             ``python -m moe_patch replay`` runs. Synchronises once per block and forward.
         debug_dir: folder for that file.
+        offload_experts: keep the experts' weights in page-locked host memory, in any storage. The
+            device holds copies of two blocks' at a time; the next block's are copied while one
+            computes. The results are the same bits. Experts are frozen; adapters on them stay on
+            the device. ``model.to`` then moves everything but these weights.
         include, exclude: glob pattern or patterns on block paths, stored as a tuple; an empty
             ``include`` means every block. Patterns may omit the path components that PEFT, DDP or
             torch.compile add. A pattern that matches no block is an error, or a warning if
@@ -60,6 +64,7 @@ class PatchConfig:
     shadow_check: int = 0
     debug_nan: bool = False
     debug_dir: str = "."
+    offload_experts: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
@@ -72,6 +77,8 @@ class PatchConfig:
                 "moe_patch: batch_invariant=True needs ties='lower': torch.topk may break ties "
                 "differently for another number of rows"
             )
+        if self.offload_experts:
+            self._check_offload()
         if self.shadow_check < 0:
             raise UnsupportedOptionError(
                 f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
@@ -79,6 +86,16 @@ class PatchConfig:
             )
         for name in _PATTERNS:
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+
+    def _check_offload(self) -> None:
+        """Refuse options under which other code would compute with the experts' weights."""
+        for name, needed in (("fuse_lora", ("auto", "require")), ("shadow_check", (0,))):
+            if getattr(self, name) not in needed:
+                raise UnsupportedOptionError(
+                    f"moe_patch: offload_experts=True with {name}={getattr(self, name)!r}: "
+                    f"transformers or PEFT would compute with weights in host memory; accepted: "
+                    f"{name}={' or '.join(map(repr, needed))}"
+                )
 
     @classmethod
     def parse(cls, value: Any = None, **options: Any) -> PatchConfig | None:

@@ -57,6 +57,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
+    parser.add_argument("--offload", action="store_true", help="keep the experts in host memory")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument(
@@ -143,9 +144,15 @@ def recipe_of(
                 "bf16 with --linear bf16, or adapters without --full"
             )
         fixed["storage"] = "bf16"
+        if args.offload:
+            raise UnsupportedOptionError(
+                "--full trains every weight, but offloaded experts are frozen; accepted: --offload "
+                "with adapters, or --full alone"
+            )
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
         tokens=args.tokens, linear=linear, recompute=args.recompute, full=args.full,
+        offload=args.offload,
         ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
         adapter_bytes=4 if args.adapters == "fp32" else 2, **fixed,
     )  # fmt: skip

@@ -24,6 +24,7 @@ def said(recipe: Recipe) -> str:
         "checkpointing" if recipe.checkpointing else "no checkpointing",
         "Liger" if recipe.liger else "no Liger",
     ]
+    words += ["experts in host memory"] if recipe.offload else []
     return ", ".join(words)
 
 
@@ -60,7 +61,8 @@ def training_node(
     }
     if recipe.storage != "bf16":
         node["quantize_experts"] = recipe.storage
-    node["moe_patch"] = {"recompute": True} if recipe.recompute else True
+    options = {"recompute": recipe.recompute, "offload_experts": recipe.offload}
+    node["moe_patch"] = {name: True for name, on in options.items() if on} or True
     node["liger"] = recipe.liger
     node["output_dir"] = f"outputs/{Path(args.model).name or 'plan'}"
     return node

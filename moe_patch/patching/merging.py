@@ -1,4 +1,4 @@
-"""Refuse to merge adapters into packed experts before PEFT has changed any layer.
+"""Refuse to merge adapters into packed or offloaded experts before PEFT has changed any layer.
 
 PEFT merges layer by layer, attention before experts: an error raised by the experts would leave
 half of the adapters merged. Both merging methods are bound on the tuner instance, because no hook
@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.tensor import QuantTensor
+from moe_patch.patching.offload import held_parameters
 from moe_patch.runtime.adapters import is_param_wrapper
 
 QUANTIZE, PATCH = "quantize_experts", "patch_model"
@@ -24,10 +25,10 @@ _METHODS = ("merge_and_unload", "merge_adapter")
 
 
 def guard_merging(model: nn.Module, by: str) -> None:
-    """Make PEFT's tuners inside ``model`` refuse to merge into packed experts.
+    """Make PEFT's tuners inside ``model`` refuse to merge into packed or offloaded experts.
 
     Args:
-        model: contains the tuners, or is one; without a tuner or packed experts nothing is bound.
+        model: contains the tuners, or is one; without a tuner or such experts nothing is bound.
         by: QUANTIZE or PATCH, the owner of the guards; those of QUANTIZE outlive unpatch_model.
     """
     utils = sys.modules.get("peft.tuners.tuners_utils")
@@ -58,13 +59,14 @@ def _owner(bound: Any) -> str | None:
     return None
 
 
-def _packed(tuner: Any) -> Iterator[tuple[str, Any, QuantTensor]]:
-    """Yield path, wrapper and parameter for each of PEFT's wrappers around packed experts."""
+def _packed(tuner: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, wrapper and parameter for PEFT's wrappers around packed or offloaded experts."""
+    held = held_parameters(tuner.model)
     for path, module in tuner.model.named_modules():
         if is_param_wrapper(module):
             wrapper: Any = module
             parameter = wrapper.get_base_layer()._parameters.get(wrapper.parameter_name)
-            if isinstance(parameter, QuantTensor):
+            if isinstance(parameter, QuantTensor) or id(parameter) in held:
                 experts = path.replace(".base_layer", "")
                 yield f"{experts}.{wrapper.parameter_name}", wrapper, parameter
 
@@ -80,7 +82,15 @@ def _merge(tuner: Any, name: str, by: str, *args: Any, **kwargs: Any) -> Any:
     chosen: Sequence[str] | None = given.get("adapter_names")
     for path, wrapper, parameter in _packed(tuner):
         names = wrapper.active_adapters if chosen is None else chosen
-        if adapters := [one for one in names if one in wrapper.lora_A]:
+        adapters = [one for one in names if one in wrapper.lora_A]
+        if not isinstance(parameter, QuantTensor):
+            apart = {wrapper.lora_A[one].weight.device for one in adapters} - {parameter.device}
+            if apart:
+                raise UnsupportedModelError(
+                    f"{name}: {path} is in host memory (offload_experts) and its adapters are on "
+                    f"{min(map(str, apart))}; no weight was changed; accepted: unpatch_model first"
+                )
+        elif adapters:
             raise UnsupportedModelError(
                 f"{name}: {path} is stored in {parameter.stored_in}, and nothing can be merged "
                 f"into packed experts (adapters {', '.join(map(repr, adapters))}); no weight was "

@@ -25,6 +25,7 @@ from moe_patch.patching.data_parallel import leave_packed_out, readmit_packed
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.lora_targets import missed_experts
 from moe_patch.patching.merging import PATCH, free_merging, guard_merging
+from moe_patch.patching.offload import give_back, hold, take_seats
 from moe_patch.patching.resolve import (
     chosen_blocks,
     fitted,
@@ -71,9 +72,12 @@ def patch_model(model: Model, config: Any = None, **options: Any) -> Model:
     warn_of(refused, blocks)
     warn_of_mismatches(found, [b for b in blocks if b.path not in refused])
     register_experts()
+    patched_blocks = [b for b in blocks if b.path not in refused]
+    seats = take_seats(patched_blocks) if parsed.offload_experts else []
     bound = _bind_all(found, blocks, parsed, refused, checks)
+    for seated in seats:
+        hold(*seated)
     if parsed.shadow_check or parsed.debug_nan:
-        patched_blocks = [b for b in blocks if b.path not in refused]
         probe.attach(model, {b.path: watched(b) for b in patched_blocks}, parsed)
     guard_merging(model, PATCH)
     leave_packed_out(model)
@@ -122,15 +126,17 @@ def unpatch_model(model: Model) -> Model:
     touched = _touched(model)
     if not touched:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
+    readmit_packed(model)
     for module in touched:
         _undo(module)
     free_merging(model, PATCH)
-    readmit_packed(model)
     return model
 
 
 def _undo(module: Any) -> None:
     patch = module.__dict__[PATCH_KEY]
+    if patch.seat is not None:
+        give_back(module, patch.seat)
     if "config" in patch.saved:
         module.config = patch.saved.pop("config")
     unbind(module)

@@ -25,6 +25,7 @@ from moe_patch.patching.discover import (
     unmatched,
 )
 from moe_patch.patching.entry_fit import mismatch
+from moe_patch.patching.offload import check_offload
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
 from moe_patch.runtime.adapters import HELD_KEY, is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
@@ -180,6 +181,8 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
         for path, experts in block.experts:
             _check_experts_module(path, experts, block.spec, config)
         _check_batch_invariant(block, config)
+        if config.offload_experts:
+            check_offload(block)
         _check_lora(block, config)
     except UnsupportedModelError as error:
         return str(error)
@@ -258,7 +261,8 @@ def _check_experts_module(
         stored = (p for name, p in named if "parametrizations" not in name.split("."))
         for tensor in (weight, *computed, *stored):
             require_float(tensor, f"{path} ({type(experts).__name__})")
-        if not weight.is_meta:
+        # Experts in host memory compute elsewhere; the operator checks that device in each call.
+        if not weight.is_meta and not (config.offload_experts and weight.device.type == "cpu"):
             choose_backend(config.backend, weight.device, weight.dtype, config.batch_invariant)
 
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8
-from moe_patch.formats.packed import READABLE, check_packable, pack
+from moe_patch.formats.packed import READABLE, check_packable
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import fp8_loading, memory, mxfp4_checkpoint, packed_checkpoint, saving, state
 from moe_patch.quant.stored import refuse_unknown, stored_method
-from moe_patch.quant.surgery import expert_projections, quantize_experts
+from moe_patch.quant.surgery import expert_projections, pack_at, quantize_experts
 from moe_patch.schema import check_choice
 
 logger = logging.getLogger("moe_patch")
@@ -39,6 +39,7 @@ def load_quantized(
     storage: str,
     *,
     device: torch.device | str = "cpu",
+    pack_on: torch.device | str | None = None,
     model_class: Any = None,
     **options: Any,
 ) -> Any:
@@ -56,6 +57,8 @@ def load_quantized(
         path: a local folder or hub id.
         storage: "nf4", "fp8" or "mxfp4".
         device: device of the model.
+        pack_on: device that packs 16-bit experts; None is ``device``. With the CPU as ``device``
+            and a card here, the experts are packed on the card and kept in host memory.
         model_class: class with ``from_pretrained``; None means ``AutoModelForCausalLM``.
         options: further arguments of ``from_pretrained`` (``dtype``, ``attn_implementation``, ..).
 
@@ -87,7 +90,9 @@ def load_quantized(
         # transformers' own quantizer would dequantise, or pack for kernels that have no backward.
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
-    model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
+    method = _config(storage)
+    method.pack_on = pack_on
+    model = load(path, quantization_config=method, device_map=str(device), **options)
     saving.guard_saving(model)
     return model
 
@@ -203,6 +208,8 @@ def _config_class() -> type:
             self.storage, self.quant_method = storage, quant_method
             # Packed parameters of a checkpoint that holds them: shapes and dtypes of their parts.
             self.packed: Any = None
+            # Device that packs 16-bit weights; None is their own.
+            self.pack_on: Any = None
 
     return ExpertsQuantConfig
 
@@ -213,14 +220,14 @@ def _operation_class() -> type:
     class QuantizeExperts(ConversionOps):
         """Conversion of a merged projection to its packed parameter."""
 
-        def __init__(self, storage: str) -> None:
-            self.storage = storage
+        def __init__(self, storage: str, pack_on: Any) -> None:
+            self.storage, self.pack_on = storage, pack_on
 
         def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Tensor]:
             packed = {}
             for name, value in input_dict.items():
                 weight = value[0] if isinstance(value, list) else value
-                own = pack(weight, self.storage, weight.device, name)
+                own = pack_at(weight, self.storage, self.pack_on, weight.device, name)
                 packed[name] = parameter(QuantTensor(own))
                 state.watch(model.get_submodule(name.rpartition(".")[0]))
             return packed
@@ -269,7 +276,8 @@ def _quantizer_class(operation: type) -> type:
             return memory.bits_per_value(self.quantization_config.storage) / 8
 
         def get_quantize_ops(self) -> Any:
-            return operation(self.quantization_config.storage)
+            own = self.quantization_config
+            return operation(own.storage, own.pack_on)
 
         def is_serializable(self) -> bool:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -50,6 +51,7 @@ def quantize_experts(
     storage: str,
     *,
     device: torch.device | str | None = None,
+    pack_on: torch.device | str | None = None,
     include: tuple[str, ...] = (),
     exclude: tuple[str, ...] = (),
 ) -> Model:
@@ -68,6 +70,7 @@ def quantize_experts(
         storage: "nf4" (double quantisation, as bitsandbytes stores it) or "fp8" (e4m3, one scale
             per 128 x 128 block).
         device: device of the packed experts; None keeps each weight on its device.
+        pack_on: device that packs; None is that of the packed experts.
         include, exclude: glob patterns on block paths, as in :class:`PatchConfig`.
 
     Returns:
@@ -98,11 +101,26 @@ def quantize_experts(
     for group in tied(todo):
         first = group[0][0]
         target = first.stored.device if device is None else torch.device(device)
-        _put(group, pack(first.stored, storage, target, first.where))
+        _put(group, pack_at(first.stored, storage, pack_on, target, first.where))
     saving.guard_saving(model)
     merging.guard_merging(model, merging.QUANTIZE)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
     return model
+
+
+def pack_at(
+    weight: Tensor,
+    storage: str,
+    pack_on: torch.device | str | None,
+    device: torch.device,
+    where: str,
+) -> PackedWeight:
+    """Pack a weight on one device (None: the last) for another; see formats.packed.pack."""
+    if pack_on is None:
+        return pack(weight, storage, device, where)
+    found = pack(weight, storage, torch.device(pack_on), where)
+    scales = tuple(scale.to(device) for scale in found.scales)
+    return replace(found, packed=found.packed.to(device), scales=scales)
 
 
 def _put(group: list[list[Projection]], packed: PackedWeight) -> None:

@@ -23,6 +23,7 @@ from moe_patch.runtime.adapters import (
 )
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.module_patch import current_factors, patch_of
+from moe_patch.runtime.offload import Seat
 from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, Layout, read
 from moe_patch.runtime.taps import LayerSignals
@@ -50,7 +51,9 @@ def stored_weight(experts: Any, spec: FamilySpec, layout: Layout | None = None) 
     return projection(holder, name) if original is None else original
 
 
-def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str) -> ExpertTensors:
+def read_tensors(
+    experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: str, cast: bool = True
+) -> ExpertTensors:
     """Read weights, biases and low-rank factors of an experts module.
 
     Args:
@@ -59,9 +62,10 @@ def read_tensors(experts: Any, layout: Layout, dtype: torch.dtype, fuse_lora: st
         dtype: compute dtype. Weights and biases in another dtype are cast (gradients are cast
             back).
         fuse_lora: option of the patch; "off" reads PEFT's merged weight instead of factors.
+        cast: False leaves both weights in their stored dtype.
     """
     up, given = layout.up_name, current_factors(experts)
-    args = layout.is_transposed, dtype, fuse_lora, given
+    args = layout.is_transposed, dtype, fuse_lora, given, cast
     w13, lora13 = read_projection(experts, up, *args)
     w2, lora2 = read_projection(experts, "down_proj", *args)
     E = w2.shape[0]
@@ -88,11 +92,12 @@ def read_projection(
     dtype: torch.dtype,
     fuse_lora: str,
     given: dict[str, Any],
+    cast: bool = True,
 ) -> tuple[Tensor, Lora | None]:
     """Read one projection's weight, as an [E, out, in] view, and its low-rank factors.
 
     Args:
-        experts, dtype, fuse_lora: as for :func:`read_tensors`.
+        experts, dtype, fuse_lora, cast: as for :func:`read_tensors`.
         name: name of the parameter.
         transposed: True if the storage is [E, in, out].
         given: factors passed for this call, by parameter name.
@@ -113,7 +118,7 @@ def read_projection(
         w_EOI = packed_weight(weight)
     w_EOI = w_EOI.transpose(1, 2) if transposed else w_EOI
     lora = to_lora(factors, w_EOI, transposed, dtype, where) if factors else None
-    return _in_dtype(w_EOI, dtype), lora
+    return _in_dtype(w_EOI, dtype) if cast else w_EOI, lora
 
 
 def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,16 +163,18 @@ def run_experts(
     batch_invariant: bool = False,
     fuse_lora: str = "auto",
     layer: LayerSignals | None = None,
+    seat: Seat | None = None,
 ) -> Tensor:
     """Run an experts module on this library; return its output in the dtype of ``hidden_TD``.
 
     If the fused operator lacks the module's activation or post-expert norm, the module's own code
-    runs between grouped products. ``layer``, if given, records the call.
+    runs between grouped products. ``layer``, if given, records the call. ``seat`` is given if the
+    weights are in host memory (patch_model refuses that for experts without a fused activation).
     """
     layout = layout_of(experts, spec)
     stored = stored_weight(experts, spec, layout)
     dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
-    tensors = read_tensors(experts, layout, dtype, fuse_lora)
+    tensors = read_tensors(experts, layout, dtype, fuse_lora, cast=seat is None)
     glu = read_glu(experts, spec, layout)
     x_TD = _in_dtype(hidden_TD, dtype)
     signals = None
@@ -182,12 +189,12 @@ def run_experts(
         args = x_TD, ids_TK, weights_TK, tensors, signals, backend
         out_TD = _run_composed(experts, layout, *args)
     else:
-        out_TD = experts_mlp(
+        run = functools.partial(
+            experts_mlp,
             x_TD,
             ids_TK,
             weights_TK,
-            tensors.weights,
-            glu,
+            glu=glu,
             lora13=tensors.lora13,
             lora2=tensors.lora2,
             backend=backend,
@@ -195,6 +202,14 @@ def run_experts(
             batch_invariant=batch_invariant,
             signals=signals,
         )
+        if seat is None:
+            out_TD = run(tensors.weights)
+        else:
+            for lora in filter(None, (tensors.lora13, tensors.lora2)):
+                seat.check_adapter(lora, x_TD.device)
+            loan = seat.loan(tensors.weights, dtype, x_TD.device)
+            with loan.forward(ids_TK) as weights:
+                out_TD = run(weights, lend=loan.backward)
     return _in_dtype(out_TD, hidden_TD.dtype)
 
 

@@ -87,6 +87,9 @@ def _experts(
         "batch_invariant": patch.config.batch_invariant,
         "fuse_lora": patch.config.fuse_lora,
     }
+    if (seat := patch.seat) is not None:
+        layer = None if patch.taps is None else patch.taps.layer
+        return seat.eagerly(run_experts, *args, layer=layer, seat=seat, **options)
     if patch.taps is None or patch.taps.layer is None:
         return run_experts(*args, **options)
     return patch.taps.eagerly(run_experts, *args, layer=patch.taps.layer, **options)

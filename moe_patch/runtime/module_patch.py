@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from moe_patch.runtime.modules import has_accelerate_hook
 if TYPE_CHECKING:
     from moe_patch.runtime.spec import FamilySpec
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 PATCH_KEY = "_moe_patch"
 _MARK = "_moe_patch_bound"
 
@@ -48,6 +49,7 @@ class ModulePatch:
         factors: on an experts module, factors of adapters by parameter during a call; else None.
         used: parameters whose factors were read in that call. Attributes for the same reason as
             ``taps``.
+        seat: Seat (runtime/offload.py) of experts in host memory, or None.
         caller: {"thread": ident} of the thread that makes that call; empty outside a call.
     """
 
@@ -63,6 +65,7 @@ class ModulePatch:
     probe: Any = None
     factors: dict[str, Any] | None = None
     used: tuple[str, ...] = ()
+    seat: Any = None
     caller: dict[str, int] = field(default_factory=dict)
 
 
@@ -166,10 +169,15 @@ def bound_method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         signature = inspect.signature(function)
         parameters = [p for place, p in enumerate(signature.parameters.values()) if place != 1]
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        setattr(run, _MARK, True)
-        return run
+        return mark_ours(run)
 
     return decorate
+
+
+def mark_ours(function: Function) -> Function:
+    """Mark a function that is bound as ``functools.partial(function, module)``."""
+    setattr(function, _MARK, True)
+    return function
 
 
 def is_ours(value: Any) -> bool:

@@ -7,6 +7,7 @@ R are those of moe_patch/types.py. Nothing here allocates. ``cli/plan_sizes.py``
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from moe_patch.formats.packed import decoded_at_once
 from moe_patch.quant.memory import packed_bytes
@@ -35,6 +36,16 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
             E, rows, columns = (1, *one.shape)[-3:]
             found[one.kind] += packed_bytes((E, rows, columns), storage)
     return found
+
+
+def slot_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Return the bytes of offloaded experts on the card: two slots as large as any block's."""
+    layers: dict[int, list[Weight]] = {}
+    for one in sizes.weights:
+        if one.kind == "experts":
+            layers.setdefault(one.layer, []).append(one)
+    alone = (replace(sizes, weights=tuple(own)) for own in layers.values())
+    return 2 * max((weight_bytes(one, recipe)["experts"] for one in alone), default=0)
 
 
 def adapter_tensors(weight: Weight, rank: int) -> tuple[int, ...]:

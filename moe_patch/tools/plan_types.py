@@ -102,6 +102,7 @@ class Recipe:
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
         adapter_bytes: of an adapter's value; PEFT makes fp32.
         hopper: the card decodes few rows an expert without a buffer.
+        offload: experts are in host memory.
     """
 
     tokens: int = 2048
@@ -117,6 +118,7 @@ class Recipe:
     accumulation: int = 1
     adapter_bytes: int = 4
     hopper: bool = False
+    offload: bool = False
 
     @property
     def sharded(self) -> bool:

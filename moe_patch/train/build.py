@@ -174,17 +174,25 @@ def build_tokenizer(tokenizer: TokenizerConfig, texts: list[str]) -> Any:
         ) from error
 
 
+def home_of(config: TrainConfig, device: torch.device) -> torch.device:
+    """Return where to build: the device that trains, or the CPU if experts stay in host memory."""
+    options = PatchConfig.parse(config.moe_patch)
+    away = options is not None and options.offload_experts
+    return torch.device("cpu") if away else device
+
+
 def build_base(
     model: ModelConfig,
     tokenizer: Any,
     seed: int,
     storage: str | None = None,
     device: torch.device | str = "cpu",
+    pack_on: torch.device | str | None = None,
 ) -> Any:
     """Make the model without adapters, in training mode; equal arguments give equal weights.
 
     It is on the CPU. With ``storage`` ("nf4", "fp8", "mxfp4") it is on ``device`` instead, and its
-    experts are packed while they are read.
+    experts are packed while they are read, on ``pack_on`` (None: there too).
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
@@ -200,7 +208,7 @@ def build_base(
         kwargs["trust_remote_code"] = False
     try:
         if model.path is not None and storage is not None:
-            base = load_quantized(model.path, storage, device=device, **kwargs)
+            base = load_quantized(model.path, storage, device=device, pack_on=pack_on, **kwargs)
         elif model.path is not None:
             base = _load(model.path, kwargs)
         else:
@@ -209,7 +217,8 @@ def build_base(
             hf_config = AutoConfig.for_model(model.model_type, **{**defaults, **model.overrides})
             base = AutoModelForCausalLM.from_config(hf_config, **kwargs)
             if storage is not None:
-                base = quantize_experts(base, storage, device=device).to(device)
+                base = quantize_experts(base, storage, device=device, pack_on=pack_on)
+                base = base.to(device)
     except MoePatchError:
         raise
     except BUILD_ERRORS as error:

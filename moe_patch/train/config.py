@@ -203,7 +203,14 @@ def _tokenizer(node: Any, model: ModelConfig, where: str) -> TokenizerConfig:
 
 def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
     """Refuse keys that need a patched model beside keys that leave it unpatched."""
-    unpatched = node.get("moe_patch") is False
+    options = node.get("moe_patch")
+    unpatched = options is False
+    offloads = isinstance(options, Mapping) and options.get("offload_experts") is True
+    if offloads and node.get("lora") is None:
+        raise UnsupportedOptionError(
+            f"{where}: moe_patch.offload_experts freezes the experts, and the optimizer of full "
+            "fine-tuning needs them; accepted: `lora`, or offload_experts: false"
+        )
     if node.get("smk") is not None and (compares or unpatched):
         raise UnsupportedOptionError(
             f"{where}: smk needs the records of a patched model; accepted: moe_patch on, and "

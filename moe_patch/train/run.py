@@ -91,7 +91,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     output = OutputFolder(config.output_dir, overwrite)
     inputs = _prepare(config, output)
     model = _build(inputs)
-    said, served = _patch(model, config)
+    said, served = _patch(model, config, inputs.args.device)
     inputs.say(_describe(model), said)
     name = "patched" if served else "unpatched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
@@ -143,16 +143,16 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
     """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
-    config = inputs.config
-    base = build.build_base(
-        config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
-    )
+    config, device = inputs.config, inputs.args.device
+    home = device if plain else build.home_of(config, device)
+    storage = config.quantize_experts
+    base = build.build_base(config.model, inputs.tokenizer, config.seed, storage, home, device)
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Move before patching: the backend and its self-check depend on the device.
-    return build.add_adapters(base, config.lora, config.seed).to(inputs.args.device)
+    return build.add_adapters(base, config.lora, config.seed).to(home)
 
 
 def _describe(model: Any) -> str:
@@ -161,11 +161,11 @@ def _describe(model: Any) -> str:
     return f"model: {total / 1e6:.2f} M parameters, {trainable / 1e6:.2f} M of them trained"
 
 
-def _patch(model: Any, config: TrainConfig) -> tuple[str, int]:
+def _patch(model: Any, config: TrainConfig, device: torch.device) -> tuple[str, int]:
     """Patch in place unless the file forbids it; return one line about it and the block count."""
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
-    patch_model(model, config.moe_patch)
+    patch_model(model, config.moe_patch).to(device)
     rows = patch_report(model)
     refused = [row for row in rows if row.tier == "refused"]
     served = len(rows) - len(refused)
@@ -253,11 +253,11 @@ def _reload(
     gc.collect()
     config = inputs.config
     if config.quantize_experts is not None:
-        base = build.build_base(
-            config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
-        )
-        adapted = PeftModel.from_pretrained(base, folder / "adapter").to(inputs.args.device)
-        reloaded = patch_model(adapted, config.moe_patch)
+        storage, own = config.quantize_experts, inputs.args.device
+        home = build.home_of(config, own)
+        base = build.build_base(config.model, inputs.tokenizer, config.seed, storage, home, own)
+        adapted = PeftModel.from_pretrained(base, folder / "adapter").to(home)
+        reloaded = patch_model(adapted, config.moe_patch).to(own)
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
         )

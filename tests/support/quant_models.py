@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.formats.tensor import QuantTensor
+from moe_patch import quantize_experts
+from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.quant import state
+from moe_patch.quant.surgery import expert_projections
 from tests.support import tiny_models
 from tests.support.adapters import adapt, lora_config
+from tests.support.quant_cases import packed_like
 
 STORAGES = ("nf4", "fp8")
 SIZES = {
@@ -34,3 +38,15 @@ def logits(model: nn.Module) -> Tensor:
 
 def adapted(model: nn.Module) -> nn.Module:
     return adapt(model, lora_config(EXPERTS, []))
+
+
+def store(model: nn.Module, storage: str) -> nn.Module:
+    """Store a model's experts; "" leaves them plain, mxfp4 makes random ones, as none can pack."""
+    if storage == "mxfp4":
+        for one in expert_projections(model):
+            packed = packed_like(one.stored, storage)
+            setattr(one.module, one.name, parameter(QuantTensor(packed)))
+            state.watch(one.module)
+    elif storage:
+        quantize_experts(model, storage)
+    return model

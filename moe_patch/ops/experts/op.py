@@ -9,6 +9,7 @@ called without torch's dispatcher (ops/direct.py).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
+
+Lend = Callable[[], contextlib.AbstractContextManager[ExpertWeights]]
 
 _OPERATORS: Any = torch.ops.moe_patch
 _NO_LORA = (None, None, 1.0)
@@ -58,6 +61,7 @@ def experts_mlp(
     recompute: bool = False,
     batch_invariant: bool = False,
     signals: Signals | None = None,
+    lend: Lend | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's expert MLPs, differentiable in all float inputs.
 
@@ -77,6 +81,8 @@ def experts_mlp(
             tokens and of the other tokens. Applies to its output and to the gradients of x and of
             its routing weights.
         signals: if given, receives per-row norms.
+        lend: if given, autograd does not save w13 and w2: backward enters the context that this
+            returns and takes them from there. They get no gradient.
 
     Returns:
         out_TD in the dtype of x.
@@ -107,6 +113,7 @@ def experts_mlp(
         [keep, _keeps_u(lora13, keep, norms), _keeps_u(lora2, keep, norms), norms],
         None if signals is None else signals.grads_3TK,
         scales,
+        lend,
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
     # third of its time.
@@ -129,18 +136,20 @@ class _Call(NamedTuple):
             returns norms.
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
+        lend: lends the weights to backward, which are then not saved.
     """
 
     scalars: tuple[float | str, ...]
     keep: list[bool]
     signals: Tensor | None
     scales: list[Tensor]
+    lend: Lend | None
 
     def arguments(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
         """Return all arguments of the operator."""
-        scalars, keep, signals, scales = self
+        scalars, keep, signals, scales, _ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
 
@@ -221,6 +230,8 @@ class _Experts(torch.autograd.Function):
         run = schema.experts if direct else _OPERATORS.experts.default
         output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
+        if call.lend is not None:
+            tensors, call = [None, None, *tensors[2:]], call._replace(scales=[])
         ctx.save_for_backward(x, weights, *tensors, *output[1:-1], *call.scales)
         ctx.call = call
         if call.signals is None:
@@ -232,7 +243,17 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, *_: Any) -> Any:
         if dout is None:
             return (None,) * 12
-        saved, call, wanted = ctx.saved_tensors, ctx.call, ctx.needs_input_grad
+        call, saved = ctx.call, ctx.saved_tensors
+        if call.lend is None:
+            return _Experts.gradients(ctx.needs_input_grad, dout, saved, call)
+        with call.lend() as w:
+            (w13, w2, _, _), scales, _ = plain_weights(w)
+            saved = *saved[:2], w13, w2, *saved[4:]
+            call = call._replace(scales=scales)
+            return _Experts.gradients(ctx.needs_input_grad, dout, saved, call)
+
+    @staticmethod
+    def gradients(wanted: Any, dout: Tensor, saved: Sequence[Any], call: _Call) -> Any:
         tensors = saved[2:10]
         needs = [wanted[0], *wanted[2:11], call.signals is not None]
         arguments = dout, *saved[:10], *call.scalars, *saved[10:16], needs, call.scales
