@@ -31,6 +31,9 @@ class PatchConfig:
         fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible.
             "require" makes an adapter that cannot be fused an error. "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
+        chunk_tokens: run the experts on more tokens than this one chunk after another, which limits
+            the memory of a block: "auto" takes as many tokens as 896 MiB of a chunk's rows hold, 0
+            runs all at once. Needs the Triton backend; the torch backend runs all at once.
         batch_invariant: make a token's output independent, bit for bit, of the number of tokens
             and of the other tokens. Needs the Triton backend. Covers only what this library
             computes, from router logits to the sum over experts. The router's linear and the rest
@@ -55,6 +58,7 @@ class PatchConfig:
     self_check: bool = True
     fuse_lora: str = "auto"
     recompute: bool = False
+    chunk_tokens: int | str = "auto"
     batch_invariant: bool = False
     ties: str = "lower"
     shadow_check: int = 0
@@ -71,6 +75,13 @@ class PatchConfig:
             raise UnsupportedOptionError(
                 "moe_patch: batch_invariant=True needs ties='lower': torch.topk may break ties "
                 "differently for another number of rows"
+            )
+        if self.chunk_tokens != "auto" and (
+            isinstance(self.chunk_tokens, str) or self.chunk_tokens < 0
+        ):
+            raise UnsupportedOptionError(
+                f"moe_patch: chunk_tokens is {self.chunk_tokens!r}; accepted: 'auto', a number of "
+                "tokens, or 0 to run all tokens at once"
             )
         if self.shadow_check < 0:
             raise UnsupportedOptionError(

@@ -98,7 +98,7 @@ def experts_forward(
         out_TD = x_TD.new_zeros(x_TD.shape)
         return ExpertsForward(out_TD, tiles.plan, kept, norm_TK if norms else x_TD.new_empty(0))
     with on_device_of(x_TD):
-        call = Call(tiles, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(tiles, unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         u13_NR = call.inputs_of_B13()
         h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
         nothing = x_TD.new_empty(0) if save_h else h_NH
@@ -144,16 +144,16 @@ def experts_backward(
     if plan.row_of_N.numel() == 0:
         return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
-        call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(RowTiles(plan), unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         if dout_TD.dtype != x_TD.dtype:
             dout_TD = dout_TD.to(x_TD.dtype)
-        dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
+        dout_TD, weights_TK = unit_stride(dout_TD), weights_TK.contiguous()
         # A recomputed h is not shared, so backward may overwrite it.
         overwrite_h |= kept.h_NH.numel() == 0
-        # Keep no reference to the intermediate tensors here, so that _backward can free them.
-        return _backward(
+        # Keep no reference to the intermediate tensors here, so that gradients can free them.
+        return gradients(
             call, dout_TD, weights_TK,
-            _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
+            intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
             needs,
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _completed(
     return h_NH, u13_NR, u2_NR
 
 
-def _intermediate(
+def intermediate(
     call: Call,
     dout_TD: Tensor,
     weights_TK: Tensor,
@@ -185,6 +185,7 @@ def _intermediate(
     steps: Steps,
     overwrite_h: bool,
 ) -> Intermediate:
+    """Compute what several gradients need, and the gradients of the factors B."""
     h_NH, u13_NR, u2_NR = _completed(call, kept, steps)
     wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
@@ -208,16 +209,22 @@ def _intermediate(
     return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
 
 
-def _backward(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
+def gradients(
+    call: Call,
+    dout_TD: Tensor,
+    weights_TK: Tensor,
+    mid: Intermediate,
+    needs: ExpertsNeeds,
+    dx_TD: Tensor | None = None,
 ) -> ExpertsBackward:
+    """Compute the gradients listed in ``needs``; ``dx_TD``, if given, gets that of x."""
     grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)
     dh_NH, p_NR, grads["lora13_B"] = mid.hidden.dh_NH, mid.p_NR, mid.grad13_EOR
     # Free w·a before allocating dx, to lower peak memory.
     del mid
-    return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs))
+    return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs, dx_TD))
 
 
 def _down_gradients(
@@ -243,14 +250,14 @@ def _down_gradients(
 
 
 def _up_gradients(
-    call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds
+    call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds, dx_TD: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of the up projection and the hidden states, from dh."""
     w, lora13, plan = call.w, call.lora13, call.plan
     grads: dict[str, Tensor | None] = {}
     if needs.x:
         # Compute this first, so that its rows (N x D) are freed before the large dW13 is allocated.
-        grads["x"] = call.input_gradient(dh_NH, p_NR)
+        grads["x"] = call.input_gradient(dh_NH, p_NR, dx_TD)
     if needs.w13:
         tile = call.tile("dw13")
         grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
@@ -290,6 +297,6 @@ def _zero_gradients(
     return ExpertsBackward(**grads)
 
 
-def _unit_stride(rows: Tensor) -> Tensor:
+def unit_stride(rows: Tensor) -> Tensor:
     """Return rows whose last axis is contiguous, as the kernels require."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

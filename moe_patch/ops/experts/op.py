@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moe_patch.errors import refuse_forward_mode
 from moe_patch.formats.packed import plain_weights
+from moe_patch.kernels.common.chunks import auto_chunk
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
@@ -28,6 +29,8 @@ from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
 _NO_LORA = (None, None, 1.0)
+# Up to here "auto" needs no look at the sizes.
+_FEWEST_IN_CHUNKS = 4096
 
 
 @dataclass
@@ -57,6 +60,7 @@ def experts_mlp(
     backend: str = "auto",
     recompute: bool = False,
     batch_invariant: bool = False,
+    chunk_tokens: int | str = 0,
     signals: Signals | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's expert MLPs, differentiable in all float inputs.
@@ -76,6 +80,9 @@ def experts_mlp(
         batch_invariant: make the results of a token independent, bit for bit, of the number of
             tokens and of the other tokens. Applies to its output and to the gradients of x and of
             its routing weights.
+        chunk_tokens: run more tokens than this one chunk after another, on the Triton backend; 0
+            runs all at once. "auto" limits the memory of a chunk (:func:`chunk_of`). Outputs and
+            gradients by token have the same bits; other gradients are summed by chunk, in fp32.
         signals: if given, receives per-row norms.
 
     Returns:
@@ -93,7 +100,8 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    encoded = encode_options(glu, backend, batch_invariant, storage)
+    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w, glu) if chunk_tokens else 0
+    encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
@@ -118,6 +126,21 @@ def experts_mlp(
         return found if isinstance(found, Tensor) else found[0]
     signals.act_norm_TK = found[-1].detach()
     return found[0]
+
+
+def chunk_of(
+    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights, glu: Glu
+) -> int:
+    """Return the tokens of a chunk, or 0 if all run at once.
+
+    "auto" lets a chunk's a and y take at most 896 MiB (kernels/common/chunks.py).
+    """
+    if backend != "triton" or x_TD.shape[0] <= _FEWEST_IN_CHUNKS and chunk_tokens == "auto":
+        return 0
+    if chunk_tokens == "auto":
+        width = w.w2_EDF.shape[2]
+        chunk_tokens = auto_chunk(ids_TK.shape[1], x_TD.shape[1], width, x_TD.element_size())
+    return int(chunk_tokens) if x_TD.shape[0] > int(chunk_tokens) else 0
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,37 @@
+"""Sizes of the chunks of tokens in which a long context runs; see kernels/experts/chunked.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Columns of y and of the rows of dx that exist at a time: two column tiles of the products.
+COLUMNS = 512
+# Bytes of a chunk's a and y under ``chunk_tokens="auto"``.
+_AUTO_BYTES = 896 << 20
+# Starts of chunks are multiples of this, so that all slices have 16-byte alignment.
+_ALIGNED = 8
+
+
+class Chunk(NamedTuple):
+    """One chunk: its tokens, and its rows among those of all chunks."""
+
+    tokens: slice
+    rows: slice
+
+
+def chunk_count(tokens: int, chunk: int) -> int:
+    """Return the least number of chunks of at most ``chunk`` tokens."""
+    return -(-tokens // chunk)
+
+
+def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
+    """Cut tokens into :func:`chunk_count` chunks of nearly equal size."""
+    size = -(-tokens // chunk_count(tokens, chunk))
+    size = min(chunk, -(-size // _ALIGNED) * _ALIGNED)
+    bounds = [(t, min(t + size, tokens)) for t in range(0, tokens, size)]
+    return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
+
+
+def auto_chunk(top_k: int, hidden: int, width: int, itemsize: int) -> int:
+    """Return the tokens of a chunk whose a and y take at most 896 MiB, y by :data:`COLUMNS`."""
+    return max(1, _AUTO_BYTES // (top_k * (width + min(hidden, COLUMNS)) * itemsize))
