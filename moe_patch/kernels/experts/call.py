@@ -160,6 +160,7 @@ class Call:
         wa: bool,
         partial: bool,
         overwrite_h: bool = False,
+        wa_NF: Tensor | None = None,
     ) -> HiddenGradients:
         """Compute gradients through the down projection and the activation, as dh.py describes."""
         if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
@@ -183,7 +184,7 @@ class Call:
             found = hidden_gradients(
                 dout_TD, part.rows(tile.m), part.w_EOI, weights_TK, h_NH, self.glu, tile,
                 low_rank=part.low_rank(low_rank), dh=dh, wa=wa, partial=partial,
-                overwrite_h=overwrite_h, into=found,
+                overwrite_h=overwrite_h, wa_NF=wa_NF, into=found,
             )  # fmt: skip
         assert found is not None
         return found

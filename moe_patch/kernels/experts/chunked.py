@@ -5,8 +5,9 @@ and weights. Outputs, h and the gradients of x and of the routing weights are wr
 So a, w a, y and the rows of dx exist for one chunk only; y and dx also by columns.
 
     forward     h and u, if saved, of all rows: in the order of the chunks' plans
-    backward    dh over the chunk's h; gradients of weights, biases and factors are added in fp32,
-                in the order of the chunks
+    backward    dh over the chunk's h; gradients of biases and factors are added in fp32, in the
+                order of the chunks, and those of weights too if h was not saved. If it was, they
+                are one sum over the rows of all chunks, from dh and w a
 
 A token's row sums do not depend on its chunk, because the kernels and tiles are those of a call
 with all rows. Only gradients that sum over tokens are summed in another order.
@@ -14,12 +15,16 @@ with all rows. Only gradients that sum over tokens are summed in another order.
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from moe_patch.kernels.common.chunks import Chunk, chunks
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.call import Call
+from moe_patch.kernels.experts.dw import outer_sum
 from moe_patch.kernels.experts.experts import gradients, intermediate, unit_stride
 from moe_patch.kernels.experts.norms import combine_with_norms
 from moe_patch.kernels.experts.steps import steps_of
@@ -36,7 +41,7 @@ from moe_patch.types import (
     Plan,
 )
 
-_NORMS = ("grad_norm_out_TK", "grad_norm_params_TK", "grad_norm_lora_TK")
+_BY_TOKEN = ("weights", "grad_norm_out_TK", "grad_norm_params_TK", "grad_norm_lora_TK")
 
 
 def experts_forward(
@@ -135,57 +140,112 @@ def experts_backward(
     Takes the other arguments of :func:`moe_patch.kernels.experts.experts.experts_backward`, with
     the plan of :func:`experts_forward`.
     """
-    (T, K), S = weights_TK.shape, w.w13_EHD.shape[0] + 1
-    dx_TD = x_TD.new_empty(x_TD.shape) if needs.x else None
-    by_token: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
+    T, K = weights_TK.shape
+    N, S, parts = T * K, w.w13_EHD.shape[0] + 1, chunks(T, K, chunk)
+    by_chunk, wa_NF = needs, None
+    # With dh and w a of all rows, a weight's gradient is one sum. Without h, dh has no place.
+    at_once = kept.h_NH.numel() > 0 and (needs.w13 or needs.w2)
+    if at_once:
+        if not overwrite_h:
+            kept, overwrite_h = kept._replace(h_NH=kept.h_NH.clone()), True
+        by_chunk = needs._replace(w13=False, w2=False)
+        wa_NF = x_TD.new_empty(N, w.w2_EDF.shape[2]) if needs.w2 else None
+    found = _Found(T, {"x": x_TD.new_empty(x_TD.shape)} if needs.x else {}, {})
     with on_device_of(x_TD):
-        for number, part in enumerate(chunks(T, K, chunk)):
+        x_TD, dout_TD = unit_stride(x_TD), unit_stride(dout_TD.to(x_TD.dtype))
+        weights_TK = weights_TK.contiguous()
+        for number, part in enumerate(parts):
+            tokens, rows = part
             own = Plan(
-                plan.row_of_N[part.rows],
-                plan.slot_of_TK[part.tokens],
+                plan.row_of_N[rows],
+                plan.slot_of_TK[tokens],
                 # A copy is aligned like every allocation, so all chunks use one compiled kernel.
                 plan.offsets_S[number * S : (number + 1) * S].clone(),
             )
-            x, dout = unit_stride(x_TD[part.tokens]), unit_stride(dout_TD[part.tokens].to(x_TD.dtype))
-            call = Call(RowTiles(own), x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
-            saved = Kept(*(t[part.rows] if t.numel() else t for t in kept))
-            weights = weights_TK[part.tokens].contiguous()
-            over = overwrite_h or saved.h_NH.numel() == 0
-            found = gradients(
-                call, dout, weights,
-                intermediate(call, dout, weights, saved, needs, steps_of(needs), over),
-                needs, None if dx_TD is None else dx_TD[part.tokens],
+            args = RowTiles(own), x_TD[tokens], w, glu, lora13, lora2, batch_invariant
+            call, dout, weights = Call(*args, rows=N), dout_TD[tokens], weights_TK[tokens]
+            saved = Kept(*(t[rows] if t.numel() else t for t in kept))
+            mid = functools.partial(
+                intermediate, call, dout, weights, saved, needs, steps_of(needs),
+                overwrite_h or saved.h_NH.numel() == 0,
+                wa_NF if wa_NF is None else wa_NF[rows],
             )  # fmt: skip
-            _add(found._asdict(), part, T, by_token, sums)
-            del found
-    like = {
-        "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2": w.b2_ED,
-        "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
-        "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
-    }  # fmt: skip
-    totals = {name: sums.pop(name).to(like[name].dtype) for name in list(sums)}
-    return ExpertsBackward(x=dx_TD, **by_token, **totals)
+            dx = found.by_token["x"][tokens] if needs.x else None
+            found.add(gradients(call, dout, weights, mid(), by_chunk, dx), part)
+        if at_once:
+            among_all = _among_all(plan, parts, S)
+            found.sums |= _weight_gradients(
+                call, dout_TD, x_TD, among_all, kept.h_NH, wa_NF, needs, len(parts)
+            )
+    return found.typed(w, lora13, lora2)
 
 
-def _add(
-    found: dict[str, Tensor | None],
-    part: Chunk,
-    tokens: int,
-    by_token: dict[str, Tensor],
-    sums: dict[str, Tensor],
-) -> None:
-    """Place a chunk's results by token, and add its other gradients in fp32; empties ``found``."""
-    del found["x"]
-    for name in list(found):
-        grad = found.pop(name)
-        if grad is None:
-            continue
-        if name == "weights" or name in _NORMS:
-            if name not in by_token:
-                by_token[name] = grad.new_empty(tokens, *grad.shape[1:])
-            by_token[name][part.tokens] = grad
-        elif name in sums:
-            sums[name].add_(grad)
-        else:
-            sums[name] = grad.to(torch.float32)
+def _among_all(plan: Plan, parts: list[Chunk], S: int) -> Plan:
+    """Return the chunks' plans with rows and offsets that count from the first chunk."""
+    row_of_N, offsets_S = plan.row_of_N.clone(), plan.offsets_S.clone()
+    for number, (_, rows) in enumerate(parts):
+        row_of_N[rows] += rows.start
+        offsets_S[number * S : (number + 1) * S] += rows.start
+    return plan._replace(row_of_N=row_of_N, offsets_S=offsets_S)
+
+
+def _weight_gradients(
+    call: Call,
+    dout_TD: Tensor,
+    x_TD: Tensor,
+    plan: Plan,
+    dh_NH: Tensor,
+    wa_NF: Tensor | None,
+    needs: ExpertsNeeds,
+    count: int,
+) -> dict[str, Tensor]:
+    """Sum over the rows of all ``count`` chunks at once; ``call`` is that of any chunk."""
+    found, w = {}, call.w
+    if wa_NF is not None:
+        found["w2"] = outer_sum(
+            dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True, chunks=count
+        )
+    if needs.w13:
+        found["w13"] = outer_sum(
+            dh_NH, x_TD, plan, w.w13_EHD, call.tile("dw13"), gather_right=True, chunks=count
+        )
+    return found
+
+
+@dataclass
+class _Found:
+    """Gradients found so far.
+
+    Attributes:
+        tokens: T.
+        by_token: gradients and norms with a row for each token.
+        sums: other gradients, added in fp32.
+    """
+
+    tokens: int
+    by_token: dict[str, Tensor]
+    sums: dict[str, Tensor]
+
+    def add(self, gradients: ExpertsBackward, part: Chunk) -> None:
+        """Place a chunk's results by token and add the others; x is in its place."""
+        for name, grad in gradients._asdict().items():
+            if grad is None or name == "x":
+                continue
+            if name in _BY_TOKEN:
+                if name not in self.by_token:
+                    self.by_token[name] = grad.new_empty(self.tokens, *grad.shape[1:])
+                self.by_token[name][part.tokens] = grad
+            elif name in self.sums:
+                self.sums[name].add_(grad)
+            else:
+                self.sums[name] = grad.to(torch.float32)
+
+    def typed(self, w: ExpertWeights, lora13: Lora | None, lora2: Lora | None) -> ExpertsBackward:
+        """Return all gradients, each in the dtype of its input."""
+        like = {
+            "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2": w.b2_ED,
+            "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
+            "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
+        }  # fmt: skip
+        sums = {name: self.sums.pop(name).to(like[name].dtype) for name in list(self.sums)}
+        return ExpertsBackward(**self.by_token, **sums)

@@ -184,8 +184,12 @@ def intermediate(
     needs: ExpertsNeeds,
     steps: Steps,
     overwrite_h: bool,
+    wa_NF: Tensor | None = None,
 ) -> Intermediate:
-    """Compute what several gradients need, and the gradients of the factors B."""
+    """Compute what several gradients need, and the gradients of the factors B.
+
+    ``wa_NF``, if given, gets w a.
+    """
     h_NH, u13_NR, u2_NR = _completed(call, kept, steps)
     wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
@@ -201,7 +205,7 @@ def intermediate(
         low_rank = None if q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
             dout_TD, weights_TK, h_NH, low_rank, dh=steps.dh, wa=steps.wa, partial=needs.weights,
-            overwrite_h=overwrite_h,
+            overwrite_h=overwrite_h, wa_NF=wa_NF,
         )  # fmt: skip
     if lora13 is not None and (steps.p or needs.lora13_B):
         summed_NR = u13_NR if needs.lora13_B else None
