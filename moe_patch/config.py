@@ -126,6 +126,16 @@ class PatchConfig:
             )
         return cls(**_normalise({**value, **options}))
 
+    def chunks(self, backend: str) -> str:
+        """Return how ``backend`` runs long contexts, worded for the report; empty for "auto"."""
+        if self.chunk_tokens == "auto":
+            return ""
+        if self.chunk_tokens == 0:
+            return "experts run all tokens at once (chunk_tokens)"
+        if backend != "triton":
+            return f"chunk_tokens={self.chunk_tokens} has no effect on {backend}"
+        return f"experts run more than {self.chunk_tokens} tokens in chunks"
+
     def unlike(self, other: PatchConfig) -> str:
         """Return the options that differ from another config's, as arguments of patch_model."""
         return ", ".join(

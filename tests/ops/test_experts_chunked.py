@@ -14,13 +14,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels.common.chunks import chunk_count, chunks
+from moe_patch.kernels.common.chunks import auto_chunk, chunk_count, chunks
 from moe_patch.ops.experts import op
 from moe_patch.ops.experts.op import Signals
 from moe_patch.types import ExpertWeights, Glu
 from tests.ops.test_experts_triton import exactly, kept_bytes, run
 from tests.support import interpreted
-from tests.support.kernels_cases import GPT_OSS, SILU, Case, make_inputs
+from tests.support.kernels_cases import GPT_OSS, Case, make_inputs
 from tests.support.numerics import FP32, assert_bits, assert_close
 
 F32, F16 = torch.float32, torch.float16
@@ -154,11 +154,13 @@ def test_what_runs_in_chunks() -> None:
     def chunk(tokens: int, wanted: int | str, backend: str = "triton") -> int:
         x_TD = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
         ids_TK = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
-        return op.chunk_of(wanted, backend, x_TD, ids_TK, w, SILU)
+        return op.chunk_of(wanted, backend, x_TD, ids_TK, w)
 
     limit = (896 << 20) // (2 * (48 + 64) * 2)
     assert [chunk(10, 10), chunk(11, 10), chunk(11, 10, "torch")] == [0, 10, 0]
     assert [chunk(limit, "auto"), chunk(limit + 1, "auto")] == [0, limit]
+    assert auto_chunk(32768, 2, 6144, 32768, 2) == 0
+    assert 0 < auto_chunk(32769, 2, 6144, 32768, 2) < 32768
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 # Columns of y and of the rows of dx that exist at a time: two column tiles of the products.
 COLUMNS = 512
-# Bytes of a chunk's a and y under ``chunk_tokens="auto"``.
-_AUTO_BYTES = 896 << 20
+# Bytes of a chunk's a and y under ``chunk_tokens="auto"``, and the tokens that always run at once.
+_AUTO_BYTES, _AUTO_FROM = 896 << 20, 32768
 # Starts of chunks are multiples of this, so that all slices have 16-byte alignment.
 _ALIGNED = 8
 
@@ -32,6 +32,11 @@ def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
     return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
 
 
-def auto_chunk(top_k: int, hidden: int, width: int, itemsize: int) -> int:
-    """Return the tokens of a chunk whose a and y take at most 896 MiB, y by :data:`COLUMNS`."""
+def auto_chunk(tokens: int, top_k: int, hidden: int, width: int, itemsize: int) -> int:
+    """Return the most tokens of a chunk, or 0 if up to 32,768 ``tokens`` run at once.
+
+    A chunk's a and y take at most 896 MiB, with :data:`COLUMNS` of y.
+    """
+    if tokens <= _AUTO_FROM:
+        return 0
     return max(1, _AUTO_BYTES // (top_k * (width + min(hidden, COLUMNS)) * itemsize))

@@ -93,9 +93,10 @@ def _dw_kernel(
         acc = tl.zeros((BM, BN), dtype=tl.float32)
         if CHUNKED:
             for chunk in range(chunks):
+                bounds_ptr = offsets_ptr + chunk * (E + 1) + e
                 acc = _add_rows(
-                    acc, left_ptr, right_ptr, row_ptr, offsets_ptr + chunk * (E + 1) + e, o, i, O, I,
-                    K, stride_left, stride_right, GATHER_LEFT, GATHER_RIGHT, BM, BN, BK, IN_RUNS,
+                    acc, left_ptr, right_ptr, row_ptr, bounds_ptr, o, i, O, I, K, stride_left,
+                    stride_right, GATHER_LEFT, GATHER_RIGHT, BM, BN, BK, IN_RUNS,
                 )  # fmt: skip
         else:
             acc = _add_rows(

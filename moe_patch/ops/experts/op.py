@@ -29,8 +29,6 @@ from moe_patch.types import ExpertWeights, Glu, Lora
 
 _OPERATORS: Any = torch.ops.moe_patch
 _NO_LORA = (None, None, 1.0)
-# Up to here "auto" needs no look at the sizes.
-_FEWEST_IN_CHUNKS = 4096
 
 
 @dataclass
@@ -81,7 +79,7 @@ def experts_mlp(
             tokens and of the other tokens. Applies to its output and to the gradients of x and of
             its routing weights.
         chunk_tokens: run more tokens than this one chunk after another, on the Triton backend; 0
-            runs all at once. "auto" limits the memory of a chunk (:func:`chunk_of`). Outputs and
+            runs all at once. "auto" limits a chunk's memory (kernels/common/chunks.py). Outputs and
             gradients by token have the same bits; other gradients are summed by chunk, in fp32.
         signals: if given, receives per-row norms.
 
@@ -100,7 +98,7 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w, glu) if chunk_tokens else 0
+    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w) if chunk_tokens else 0
     encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
@@ -129,18 +127,15 @@ def experts_mlp(
 
 
 def chunk_of(
-    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights, glu: Glu
+    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights
 ) -> int:
-    """Return the tokens of a chunk, or 0 if all run at once.
-
-    "auto" lets a chunk's a and y take at most 896 MiB (kernels/common/chunks.py).
-    """
-    if backend != "triton" or x_TD.shape[0] <= _FEWEST_IN_CHUNKS and chunk_tokens == "auto":
+    """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend."""
+    if backend != "triton":
         return 0
+    T, D = x_TD.shape
     if chunk_tokens == "auto":
-        width = w.w2_EDF.shape[2]
-        chunk_tokens = auto_chunk(ids_TK.shape[1], x_TD.shape[1], width, x_TD.element_size())
-    return int(chunk_tokens) if x_TD.shape[0] > int(chunk_tokens) else 0
+        chunk_tokens = auto_chunk(T, ids_TK.shape[1], D, w.w2_EDF.shape[2], x_TD.element_size())
+    return int(chunk_tokens) if int(chunk_tokens) < T else 0
 
 
 class _Call(NamedTuple):
