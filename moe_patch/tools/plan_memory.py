@@ -196,6 +196,7 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     tokens = chunk_of(moe, recipe, itemsize)
     row, out = tokens * itemsize * moe.top_k, recipe.tokens * moe.hidden * itemsize
     a, y = row * moe.width, row * moe.hidden
+    stages: tuple[int, ...]
     stages = (a + up, a + y + down, a + y + out, out + a + down, out + y + up, 2 * out + y)
     if tokens < recipe.tokens:
         if recipe.storage == "bf16":

@@ -59,8 +59,7 @@ class Call:
         rows: int | None = None,
     ) -> None:
         self.tiles, self.plan = tiles, tiles.plan
-        # This number decides tiles and kernels, and with them the order of sums. A chunk takes that
-        # of all tokens.
+        # Decides tiles and kernels, and so the order of sums; a chunk takes the rows of all tokens.
         self.rows = tiles.count if rows is None else rows
         self.x_TD, self.w, self.glu = x_TD, w, glu
         self.dtype = x_TD.dtype
@@ -104,7 +103,7 @@ class Call:
         Args:
             u13_NR: result of :meth:`inputs_of_B13`.
             save_h, save_a: outputs to write.
-            into: both outputs, if they exist; a product that decodes its weights allocates its own.
+            into: existing outputs; a product that decodes its weights allocates its own.
         """
         low_rank = None if u13_NR is None else (u13_NR, self._b13_EOR)
         if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
@@ -194,8 +193,8 @@ class Call:
     ) -> None:
         """Write the sum over each token's experts, some columns of y at a time."""
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
-        columns = self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
-        for some, rows in columns:
+        for some, rows in self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank):
+            # Without a name, rows are freed before the next ones.
             combine(rows(), self.plan, weights_TK, out_TD[:, some])
 
     def input_gradient(
@@ -220,10 +219,7 @@ class Call:
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
     ) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
-        """Yield column ranges with functions that compute them; packed weights are one range.
-
-        Each function's result should have no name, so that it is freed before the next one.
-        """
+        """Yield ranges of columns and functions that compute them; packed weights are one range."""
         if isinstance(w_EOI, PackedWeight):
             yield slice(None), functools.partial(self._linear, op, inputs, w_EOI, b_EO, low_rank)
             return

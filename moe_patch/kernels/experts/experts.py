@@ -36,7 +36,7 @@ from moe_patch.kernels.experts.dw import outer_sum
 from moe_patch.kernels.experts.factors import weighted
 from moe_patch.kernels.experts.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.experts.reduce import combine, expert_sum, routing_gradient
-from moe_patch.kernels.experts.steps import Steps, steps_of
+from moe_patch.kernels.experts.steps import Steps, steps_of, zero_gradients
 from moe_patch.kernels.plan.plan import build_plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import (
@@ -142,7 +142,7 @@ def experts_backward(
         ExpertsBackward; each gradient in the dtype and layout of its input.
     """
     if plan.row_of_N.numel() == 0:
-        return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
+        return zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
         call = Call(RowTiles(plan), unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         if dout_TD.dtype != x_TD.dtype:
@@ -270,35 +270,6 @@ def _up_gradients(
     if lora13 is not None and needs.lora13_A:
         grads["lora13_A"] = call.outer_A(p_NR, call.x_TD, lora13.A_ERI, gather=True)
     return grads
-
-
-def _zero_gradients(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    w: ExpertWeights,
-    lora13: Lora | None,
-    lora2: Lora | None,
-    needs: ExpertsNeeds,
-) -> ExpertsBackward:
-    """Return the gradients of a call without rows."""
-    inputs: dict[str, Tensor | None] = {
-        "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2":
-        w.b2_ED,
-        "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
-        "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
-    }  # fmt: skip
-    wanted = needs._asdict()
-    grads = {
-        name: torch.zeros_like(tensor) if tensor.dim() == 3 else tensor.new_zeros(tensor.shape)
-        for name, tensor in inputs.items()
-        if wanted[name] and tensor is not None
-    }
-    if needs.norms:
-        zero_TK = torch.zeros(weights_TK.shape, dtype=torch.float32, device=x_TD.device)
-        grads |= {"grad_norm_out_TK": zero_TK, "grad_norm_params_TK": zero_TK.clone()}
-        if lora13 is not None or lora2 is not None:
-            grads["grad_norm_lora_TK"] = zero_TK.clone()
-    return ExpertsBackward(**grads)
 
 
 def unit_stride(rows: Tensor) -> Tensor:
