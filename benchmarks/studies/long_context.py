@@ -6,7 +6,9 @@
 The experts alone have Qwen3-30B-A3B's sizes and random routing. Modes: "kept" trains and keeps h;
 "recompute" trains and keeps the plan; "no_grad" runs forward. A row's ``over_gib`` is
 torch.cuda.max_memory_allocated less what a call has to hold: inputs and outputs (their gradients
-included), h in mode "kept", and ``weight_gradients_gib``. Calls alternate; times are medians.
+included), h in mode "kept", and ``sums_gib``: what chunks need for the gradients of trained
+weights, w a of all rows or fp32 sums. ``times`` compares with the call that keeps h, all tokens at
+once; ``times_same`` with the same mode. Calls alternate; times are medians.
 """
 
 from __future__ import annotations
@@ -92,7 +94,18 @@ def call(block: Block, mode: str, chunk: int | str) -> list[Tensor]:
     return [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, block.dout_TD)]
 
 
-def measure(block: Block, mode: str, run: Callable[[], list[Tensor]]) -> dict[str, float]:
+def sums_bytes(block: Block, mode: str, chunk: str) -> int:
+    """Return what chunks need for the gradients of trained weights (kernels/experts/chunked.py)."""
+    if chunk == "0" or block.lora13 is not None or mode == "no_grad":
+        return 0
+    return (
+        block.ids_TK.numel() * F * 2 if mode == "kept" else sum(4 * t.numel() for t in block.w[:2])
+    )
+
+
+def measure(
+    block: Block, mode: str, run: Callable[[], list[Tensor]], sums: int
+) -> dict[str, float]:
     """Return the bytes of one call's peak, by what they are for, in GiB."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -108,7 +121,8 @@ def measure(block: Block, mode: str, run: Callable[[], list[Tensor]]) -> dict[st
         "outputs_gib": by_token / GIB,
         "h_gib": h / GIB,
         "gradients_gib": gradients / GIB,
-        "over_gib": (peak - by_token - h - gradients) / GIB,
+        "sums_gib": sums / GIB,
+        "over_gib": (peak - by_token - h - gradients - sums) / GIB,
     }
 
 
@@ -152,11 +166,14 @@ def study(tokens: int, train: str, mode: str, chunks: list[str], args: Any) -> l
         rows.append({"chunk": name, "differ": differ, "distance": distance, "repeats": repeats})
     del whole
     for row, run in zip(rows, runs.values(), strict=True):
-        row.update(measure(block, mode, run))
-    times = milliseconds(runs, args.repeats)
+        row.update(measure(block, mode, run, sums_bytes(block, mode, row["chunk"])))
+    # Recomputing is compared with keeping h as well.
+    base = (lambda: call(block, "kept", 0)) if mode == "recompute" else runs["0"]
+    times = milliseconds({"base": base, **runs}, args.repeats)
     for row in rows:
         row["ms"] = times[row["chunk"]]
-        row["times"] = times[row["chunk"]] / times["0"]
+        row["times"] = row["ms"] / times["base" if mode == "recompute" else "0"]
+        row["times_same"] = row["ms"] / times["0"]
     return rows
 
 

@@ -11,14 +11,16 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.kernels.common.chunks import auto_chunk, chunk_count, chunks
 from moe_patch.ops.experts import op
 from moe_patch.ops.experts.op import Signals
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu
-from tests.ops.test_experts_triton import exactly, kept_bytes, run
+from tests.ops.test_experts_triton import exactly, kept_bytes, operands, run, triton_anywhere
 from tests.support import interpreted
 from tests.support.kernels_cases import GPT_OSS, Case, make_inputs
 from tests.support.numerics import FP32, assert_bits, assert_close
@@ -79,6 +81,47 @@ def check_kept(device: str) -> None:
         assert found == whole + 2 * 4 * (case.E + 1)
 
 
+def check_checkpoints(device: str) -> None:
+    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits."""
+    from moe_patch.kernels.experts import chunked
+
+    inputs = make_inputs(Case(13, 2, 5, 40, 24, rank=4), F32, device)
+    tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
+    expected = run(inputs, tensors, chunk_tokens=5)
+    w, lora13, lora2 = operands(tensors)
+
+    def forward(x_TD: Tensor) -> Tensor:
+        return op.experts_mlp(
+            x_TD, inputs.ids_TK, tensors["weights"], w, inputs.case.glu,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens=5,
+        )  # fmt: skip
+
+    for reentrant in (False, True):
+        with (
+            triton_anywhere(),
+            mock.patch.object(chunked, "experts_forward", wraps=chunked.experts_forward) as spy,
+        ):
+            out_TD = checkpoint(forward, tensors["x"], use_reentrant=reentrant)
+            out_TD.backward(inputs.dout_TD)
+        assert [call.kwargs["save_h"] for call in spy.call_args_list] == [False, True]
+        for name, tensor in tensors.items():
+            assert_bits(tensor.grad, expected[name], f"{name} reentrant={reentrant}")
+            tensor.grad = None
+
+
+def check_fake(device: str) -> None:
+    """Give compilers the shapes of what runs."""
+    inputs = make_inputs(Case(13, 2, 5, 40, 24), F32, device)
+    t, glu = inputs.tensors, inputs.case.glu
+    options = encode_options(glu, "triton", False, "", 5)
+    scalars = 1.0, 1.0, glu.alpha, glu.limit, options
+    args = (t["x"], inputs.ids_TK, t["weights"], t["w13"], t["w2"], *(None,) * 6, *scalars)
+    args = (*args, [True, False, False, False], None, [])
+    torch.library.opcheck(
+        torch.ops.moe_patch.experts.default, args, test_utils=("test_faketensor", "test_schema")
+    )
+
+
 CASES = {
     "plain": partial(check, Case(13, 2, 5, 40, 24), 5),
     "oai_bias": partial(check, Case(13, 2, 5, 40, 24, GPT_OSS, bias=True, transposed=True), 4),
@@ -89,6 +132,8 @@ CASES = {
     "empty_slots_only": partial(check, Case(6, 2, 3, 16, 16, ids="empty", rank=2), 2),
     "signals": check_signals,
     "kept": check_kept,
+    "checkpoints": check_checkpoints,
+    "fake": check_fake,
 }
 
 

@@ -59,12 +59,12 @@ class Call:
         rows: int | None = None,
     ) -> None:
         self.tiles, self.plan = tiles, tiles.plan
+        self.sums: dict[str, Tensor] | None = None  # fp32 weight gradients of earlier chunks
         # Decides tiles and kernels, and so the order of sums; a chunk takes the rows of all tokens.
         self.rows = tiles.count if rows is None else rows
         self.x_TD, self.w, self.glu = x_TD, w, glu
-        self.dtype = x_TD.dtype
+        self.dtype, self.device = x_TD.dtype, device_of(x_TD)
         self.lora13, self.lora2 = lora13, lora2
-        self.device = device_of(x_TD)
         self.batch_invariant = batch_invariant
         self.bucket = _bucket(self.rows, tiles.num_experts, batch_invariant)
 

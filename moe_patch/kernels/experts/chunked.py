@@ -170,6 +170,7 @@ def experts_backward(
                 overwrite_h or saved.h_NH.numel() == 0,
                 wa_NF if wa_NF is None else wa_NF[rows],
             )  # fmt: skip
+            call.sums = found.sums
             dx = found.by_token["x"][tokens] if needs.x else None
             found.add(gradients(call, dout, weights, mid(), by_chunk, dx), part)
         if at_once:
@@ -236,7 +237,8 @@ class _Found:
                     self.by_token[name] = grad.new_empty(self.tokens, *grad.shape[1:])
                 self.by_token[name][part.tokens] = grad
             elif name in self.sums:
-                self.sums[name].add_(grad)
+                if grad is not self.sums[name]:
+                    self.sums[name].add_(grad)
             else:
                 self.sums[name] = grad.to(torch.float32)
 

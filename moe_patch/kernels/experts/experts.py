@@ -32,7 +32,7 @@ from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.common.repeat import repeated
 from moe_patch.kernels.experts.call import Call, align_rows
 from moe_patch.kernels.experts.dh import HiddenGradients
-from moe_patch.kernels.experts.dw import outer_sum
+from moe_patch.kernels.experts.dw import outer_sum, wide_sum
 from moe_patch.kernels.experts.factors import weighted
 from moe_patch.kernels.experts.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.experts.reduce import combine, expert_sum, routing_gradient
@@ -244,7 +244,8 @@ def _down_gradients(
             mid.hidden.partial_NC, rows, weights_TK, dout_TD, w.b2_ED
         )
     if needs.w2:
-        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True)
+        sums, tile = wide_sum(call.sums, "w2", w.w2_EDF), call.tile("dw2")
+        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, tile, gather_left=True, sums=sums)
     if needs.b2 and w.b2_ED is not None:
         grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
     if lora2 is not None and needs.lora2_A:
@@ -263,8 +264,10 @@ def _up_gradients(
         # Compute this first, so that its rows (N x D) are freed before the large dW13 is allocated.
         grads["x"] = call.input_gradient(dh_NH, p_NR, dx_TD)
     if needs.w13:
-        tile = call.tile("dw13")
-        grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
+        sums, tile = wide_sum(call.sums, "w13", w.w13_EHD), call.tile("dw13")
+        grads["w13"] = outer_sum(
+            dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True, sums=sums
+        )
     if needs.b13 and w.b13_EH is not None:
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
     if lora13 is not None and needs.lora13_A:

@@ -33,14 +33,19 @@ def combine(
     _launch_combine(
         (T, cdiv(D, block)),
         (rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD),
-        (), (D, out_TD.stride(0)), _combine_constants(K, weights_TK is not None, block),
+        (), (D, out_TD.stride(0)),
+        _combine_constants(K, weights_TK is not None, block, out_TD.stride(0) > D),
     )  # fmt: skip
     return out_TD
 
 
 @functools.cache
-def _combine_constants(K: int, weighted: bool, block: int) -> Constants:
-    return Constants(K=K, WEIGHTED=weighted, BLOCK=block, num_warps=8 if block >= 2048 else 4)
+def _combine_constants(K: int, weighted: bool, block: int, narrow: bool) -> Constants:
+    warps = 8 if block >= 2048 else 4
+    # Of a few columns of a wide output, each thread loads 16 bytes of a row in 16-bit dtypes.
+    return Constants(
+        K=K, WEIGHTED=weighted, BLOCK=block, num_warps=max(1, block // 256) if narrow else warps
+    )
 
 
 def routing_gradient(

@@ -24,6 +24,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
+from moe_patch.ops.experts.checkpoints import saved_is_dropped, stand_in
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
@@ -113,6 +114,7 @@ def experts_mlp(
         [keep, _keeps_u(lora13, keep, norms), _keeps_u(lora2, keep, norms), norms],
         None if signals is None else signals.grads_3TK,
         scales,
+        (ids_TK.numel(), w.w13_EHD.shape[1]) if keep and chunk else None,
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
     # third of its time.
@@ -147,18 +149,20 @@ class _Call(NamedTuple):
             returns norms.
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
+        large_h: shape of h if a long context keeps it.
     """
 
     scalars: tuple[float | str, ...]
     keep: list[bool]
     signals: Tensor | None
     scales: list[Tensor]
+    large_h: tuple[int, int] | None
 
     def arguments(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
         """Return all arguments of the operator."""
-        scalars, keep, signals, scales = self
+        scalars, keep, signals, scales, _ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
 
@@ -237,7 +241,12 @@ class _Experts(torch.autograd.Function):
         *tensors, call = others
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
-        output = run(*call.arguments(x, ids, weights, tensors))
+        if direct and call.large_h is not None and saved_is_dropped():
+            without_h = call._replace(keep=[False, *call.keep[1:]])
+            output = list(run(*without_h.arguments(x, ids, weights, tensors)))
+            output[4] = stand_in(x, call.large_h)
+        else:
+            output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weights, *tensors, *output[1:-1], *call.scales)
         ctx.call = call
