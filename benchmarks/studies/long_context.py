@@ -4,7 +4,8 @@
     python benchmarks/studies/long_context.py --tokens 65536 --chunk 21845,auto
 
 The experts alone have Qwen3-30B-A3B's sizes and random routing. Modes: "kept" trains and keeps h;
-"recompute" trains and keeps the plan; "no_grad" runs forward. A row's ``over_gib`` is
+"recompute" trains and keeps the plan; "no_grad" runs forward, and "first_forward" the forward of a
+checkpoint that is not reentrant. A row's ``over_gib`` is
 torch.cuda.max_memory_allocated less what a call has to hold: inputs and outputs (their gradients
 included), h in mode "kept", and ``sums_gib``: what chunks need for the gradients of trained
 weights, w a of all rows or fp32 sums. ``times`` compares with the call that keeps h, all tokens at
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import triton
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moe_patch.formats.packed import pack
 from moe_patch.ops.experts.op import experts_mlp
@@ -35,7 +37,8 @@ from moe_patch.types import ExpertWeights, Glu, Lora
 
 D, F, E, K, R = 2048, 768, 128, 8, 16
 GIB = 1 << 30
-MODES = ("no_grad", "kept", "recompute")
+MODES = ("no_grad", "first_forward", "kept", "recompute")
+FORWARD = MODES[:2]
 
 
 class Block(NamedTuple):
@@ -82,21 +85,28 @@ def build(tokens: int, train: str) -> Block:
 
 def call(block: Block, mode: str, chunk: int | str) -> list[Tensor]:
     """Run forward, and backward in training; return output and gradients."""
-    with torch.set_grad_enabled(mode != "no_grad"):
-        out_TD = experts_mlp(
-            block.x_TD, block.ids_TK, block.weights_TK, block.w, Glu("silu"),
+
+    def forward(x_TD: Tensor) -> Tensor:
+        return experts_mlp(
+            x_TD, block.ids_TK, block.weights_TK, block.w, Glu("silu"),
             lora13=block.lora13, lora2=block.lora2, backend="triton",
             recompute=mode == "recompute", chunk_tokens=chunk,
         )  # fmt: skip
-    if mode == "no_grad":
-        return [out_TD]
+
+    with torch.set_grad_enabled(mode != "no_grad"):
+        if mode == "first_forward":
+            out_TD = checkpoint(forward, block.x_TD, use_reentrant=False)
+        else:
+            out_TD = forward(block.x_TD)
+    if mode in FORWARD:
+        return [out_TD.detach()]
     leaves = (block.x_TD, block.weights_TK, *block.trained)
     return [out_TD.detach(), *torch.autograd.grad(out_TD, leaves, block.dout_TD)]
 
 
 def sums_bytes(block: Block, mode: str, chunk: str) -> int:
     """Return what chunks need for the gradients of trained weights (kernels/experts/chunked.py)."""
-    if chunk == "0" or block.lora13 is not None or mode == "no_grad":
+    if chunk == "0" or block.lora13 is not None or mode in FORWARD:
         return 0
     return (
         block.ids_TK.numel() * F * 2 if mode == "kept" else sum(4 * t.numel() for t in block.w[:2])
@@ -200,7 +210,7 @@ def main() -> None:
                 if time.time() - begun > args.seconds:
                     print(f"left out: {tokens} {train} {mode}", flush=True)
                     continue
-                if mode == "no_grad" and train == "full":
+                if mode in FORWARD and train == "full":
                     continue
                 chunks = ["0", *args.chunk.split(",")]
                 for row in study(tokens, train, mode, chunks, args):
