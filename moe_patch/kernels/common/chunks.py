@@ -19,15 +19,19 @@ class Chunk(NamedTuple):
     rows: slice
 
 
+def _most(chunk: int) -> int:
+    return chunk if chunk < _ALIGNED else chunk // _ALIGNED * _ALIGNED
+
+
 def chunk_count(tokens: int, chunk: int) -> int:
-    """Return the least number of chunks of at most ``chunk`` tokens."""
-    return -(-tokens // chunk)
+    """Return the least number of chunks of at most ``chunk`` tokens, in multiples of 8 if larger."""
+    return -(-tokens // _most(chunk))
 
 
 def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
     """Cut tokens into :func:`chunk_count` chunks of nearly equal size."""
     size = -(-tokens // chunk_count(tokens, chunk))
-    size = min(chunk, -(-size // _ALIGNED) * _ALIGNED)
+    size = min(_most(chunk), -(-size // _ALIGNED) * _ALIGNED)
     bounds = [(t, min(t + size, tokens)) for t in range(0, tokens, size)]
     return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
 
