@@ -31,6 +31,9 @@ class PatchConfig:
         fuse_lora: "auto" runs PEFT adapters on experts without the merged weight where possible.
             "require" makes an adapter that cannot be fused an error. "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
+        chunk_tokens: run the experts on more tokens than this one chunk after another, which limits
+            the memory of a block: "auto" takes as many tokens as 896 MiB of a chunk's rows hold, 0
+            runs all at once. Needs the Triton backend; the torch backend runs all at once.
         batch_invariant: make a token's output independent, bit for bit, of the number of tokens
             and of the other tokens. Needs the Triton backend. Covers only what this library
             computes, from router logits to the sum over experts. The router's linear and the rest
@@ -59,6 +62,7 @@ class PatchConfig:
     self_check: bool = True
     fuse_lora: str = "auto"
     recompute: bool = False
+    chunk_tokens: int | str = "auto"
     batch_invariant: bool = False
     ties: str = "lower"
     shadow_check: int = 0
@@ -79,6 +83,13 @@ class PatchConfig:
             )
         if self.offload_experts:
             self._check_offload()
+        if self.chunk_tokens != "auto" and (
+            isinstance(self.chunk_tokens, str) or self.chunk_tokens < 0
+        ):
+            raise UnsupportedOptionError(
+                f"moe_patch: chunk_tokens is {self.chunk_tokens!r}; accepted: 'auto', a number of "
+                "tokens, or 0 to run all tokens at once"
+            )
         if self.shadow_check < 0:
             raise UnsupportedOptionError(
                 f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
@@ -131,6 +142,16 @@ class PatchConfig:
                 "mapping of options"
             )
         return cls(**_normalise({**value, **options}))
+
+    def chunks(self, backend: str) -> str:
+        """Return how ``backend`` runs long contexts, worded for the report; empty for "auto"."""
+        if self.chunk_tokens == "auto":
+            return ""
+        if self.chunk_tokens == 0:
+            return "experts run all tokens at once (chunk_tokens)"
+        if backend != "triton":
+            return f"chunk_tokens={self.chunk_tokens} has no effect on {backend}"
+        return f"experts run more than {self.chunk_tokens} tokens in chunks"
 
     def unlike(self, other: PatchConfig) -> str:
         """Return the options that differ from another config's, as arguments of patch_model."""

@@ -77,6 +77,7 @@ def experts_by_name(
         top_k_weights,
         backend=_DEFAULTS.backend,
         recompute=_DEFAULTS.recompute,
+        chunk_tokens=_DEFAULTS.chunk_tokens,
         batch_invariant=_DEFAULTS.batch_invariant,
         fuse_lora=_DEFAULTS.fuse_lora,
     )

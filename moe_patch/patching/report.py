@@ -140,7 +140,7 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
         shared=_shared(found.spec, found.block),
         lora=_lora(found, patch),
         self_check=patch.self_check,
-        reason=_joined(reason, why, patch.reason),
+        reason=_joined(reason, why, patch.config.chunks(experts_backend), patch.reason),
     )
 
 

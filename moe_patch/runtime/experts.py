@@ -160,6 +160,7 @@ def run_experts(
     *,
     backend: str,
     recompute: bool = False,
+    chunk_tokens: int | str = 0,
     batch_invariant: bool = False,
     fuse_lora: str = "auto",
     layer: LayerSignals | None = None,
@@ -199,6 +200,7 @@ def run_experts(
             lora2=tensors.lora2,
             backend=backend,
             recompute=recompute,
+            chunk_tokens=chunk_tokens,
             batch_invariant=batch_invariant,
             signals=signals,
         )

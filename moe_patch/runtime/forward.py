@@ -84,6 +84,7 @@ def _experts(
     options: dict[str, Any] = {
         "backend": patch.config.backend,
         "recompute": patch.config.recompute,
+        "chunk_tokens": patch.config.chunk_tokens,
         "batch_invariant": patch.config.batch_invariant,
         "fuse_lora": patch.config.fuse_lora,
     }

@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from moe_patch.formats.packed import decoded_at_once
+from moe_patch.kernels.common.chunks import COLUMNS, auto_chunk, chunks
 from moe_patch.quant.memory import packed_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
@@ -183,23 +184,47 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
     return up, down
 
 
+def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
+    """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
+    limit = recipe.chunk
+    if limit == "auto":
+        limit = auto_chunk(recipe.tokens, moe.top_k, moe.hidden, moe.width, itemsize)
+    first = chunks(recipe.tokens, moe.top_k, int(limit) or recipe.tokens)[0].tokens
+    return first.stop - first.start
+
+
 def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return the peak of one block's forward and backward beyond what it keeps, buffers included.
 
     Values a token: K F in a and w a; K D in y and the rows of dx; D in out, dout and dx. dh is
     written over h. Forward holds a, y and out. Backward holds dout and w a, later dout, dx and its
-    rows.
+    rows. In chunks, a and y have a chunk's tokens, y 512 columns unless weights are packed, and out
+    and dx are there from the start. A full fine-tune then holds w a of all tokens, or with
+    ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
     up, down = decode_bytes(moe, recipe, itemsize)
-    row = recipe.tokens * itemsize
-    a, y, out = row * moe.top_k * moe.width, row * moe.top_k * moe.hidden, row * moe.hidden
+    tokens = chunk_of(moe, recipe, itemsize)
+    row, out = tokens * itemsize * moe.top_k, recipe.tokens * moe.hidden * itemsize
+    a, y = row * moe.width, row * moe.hidden
+    stages: tuple[int, ...]
     stages = (a + up, a + y + down, a + y + out, out + a + down, out + y + up, 2 * out + y)
+    if tokens < recipe.tokens:
+        if recipe.storage == "bf16":
+            y = row * min(moe.hidden, COLUMNS)
+        sums, held = 0, a
+        if recipe.full and recipe.recompute:
+            sums = 4 * moe.experts * (moe.up + moe.width) * moe.hidden
+        elif recipe.full:
+            held = recipe.tokens * moe.top_k * moe.width * itemsize
+        rows = held + y if held > a else y
+        stages = (out + a + up, out + a + y + down, 2 * out + sums + held + down,
+                  2 * out + sums + rows + up)  # fmt: skip
     casts = 0
     if not recipe.full and recipe.adapter_bytes != itemsize and moe.adapted:
         sizes = 2 * moe.hidden + moe.up + moe.width
         casts = moe.experts * recipe.rank * sizes * itemsize * moe.adapted // 2
-    again = row * moe.top_k * moe.up if recipe.recompute else 0
+    again = row * moe.up if recipe.recompute else 0
     return max(stages) + casts + again
 
 

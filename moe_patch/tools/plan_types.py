@@ -98,6 +98,7 @@ class Recipe:
         storage: of the experts; "bf16" is the model's dtype, whichever it is.
         linear: of frozen Linear modules: "bf16", or "nf4" by bitsandbytes.
         optimizer: one of OPTIMIZERS.
+        chunk: ``chunk_tokens`` of the patch.
         ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
         adapter_bytes: of an adapter's value; PEFT makes fp32.
@@ -112,6 +113,7 @@ class Recipe:
     optimizer: str = "adamw"
     checkpointing: bool = True
     recompute: bool = False
+    chunk: int | str = "auto"
     liger: bool = False
     full: bool = False
     ranks: int = 1

@@ -15,6 +15,7 @@ DEFAULTS = {
     "self_check": True,
     "fuse_lora": "auto",
     "recompute": False,
+    "chunk_tokens": "auto",
     "batch_invariant": False,
     "ties": "lower",
     "include": (),
@@ -26,6 +27,7 @@ CHANGED = {
     "self_check": False,
     "fuse_lora": "require",
     "recompute": True,
+    "chunk_tokens": 4096,
     "ties": "torch",
     "include": ["*.layers.0.*"],
     "exclude": "*.layers.1.*",
@@ -73,6 +75,7 @@ moe_patch:
   self_check: no
   fuse_lora: require
   recompute: on
+  chunk_tokens: 4096
   ties: torch
   include: ["*.layers.0.*"]
   exclude: "*.layers.1.*"
@@ -133,6 +136,9 @@ def test_unknown_key_names_the_nearest(key, nearest):
         ({"ties": "upper"}, "lower, torch"),
         ({"strict": "no"}, "true, false"),
         ({"recompute": 1}, "true, false"),
+        ({"chunk_tokens": -1}, "a number of tokens"),
+        ({"chunk_tokens": "off"}, "0 to run all tokens at once"),
+        ({"chunk_tokens": 1.5}, "an int or a string"),
         ({"self_check": None}, "true, false"),
         ({"include": 3}, "glob pattern"),
         ({"exclude": ["a", 1]}, "glob pattern"),

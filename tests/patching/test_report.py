@@ -57,6 +57,16 @@ def test_row_of_each_family(model_type):
         )
 
 
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [(0, "experts run all tokens at once (chunk_tokens)"),
+     (512, "chunk_tokens=512 has no effect on torch")],
+)  # fmt: skip
+def test_the_reason_names_a_chunk(chunk, reason):
+    model = patch_model(tiny_models.build("qwen3_moe"), self_check=False, chunk_tokens=chunk)
+    assert {row.reason for row in patch_report(model)} == {reason}
+
+
 def test_rows_are_frozen_and_plain():
     row = patch_report(patch_model(tiny_models.build("qwen3_moe")))[0]
     assert tuple(field.name for field in dataclasses.fields(row)) == COLUMNS

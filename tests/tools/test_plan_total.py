@@ -54,6 +54,7 @@ CHANGES = [
     ({"liger": True}, "logits_peak", True),
     ({"recompute": True}, "one_layer", True),
     ({"recompute": True}, "block_peak", False),
+    ({"chunk": 64}, "block_peak", True),
     ({"adapter_bytes": 2}, "block_peak", True),
     ({"optimizer": "adamw_8bit"}, "optimizer", True),
     ({"rank": 4}, "gradients", True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.activation import activation
+from moe_patch.kernels.common.chunks import COLUMNS
 from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.tiles import Tile, pick_tile, resized, rows_bucket
 from moe_patch.kernels.experts.dh import HiddenGradients, hidden_gradients
@@ -55,14 +56,17 @@ class Call:
         lora13: Lora | None,
         lora2: Lora | None,
         batch_invariant: bool = False,
+        rows: int | None = None,
     ) -> None:
         self.tiles, self.plan = tiles, tiles.plan
+        self.sums: dict[str, Tensor] | None = None  # fp32 weight gradients of earlier chunks
+        # Decides tiles and kernels, and so the order of sums; a chunk takes the rows of all tokens.
+        self.rows = tiles.count if rows is None else rows
         self.x_TD, self.w, self.glu = x_TD, w, glu
-        self.dtype = x_TD.dtype
+        self.dtype, self.device = x_TD.dtype, device_of(x_TD)
         self.lora13, self.lora2 = lora13, lora2
-        self.device = device_of(x_TD)
         self.batch_invariant = batch_invariant
-        self.bucket = _bucket(tiles.count, tiles.num_experts, batch_invariant)
+        self.bucket = _bucket(self.rows, tiles.num_experts, batch_invariant)
 
     def tile(self, op: str) -> Tile:
         capability, shared_memory, _ = self.device
@@ -86,17 +90,25 @@ class Call:
         assert self.lora2 is not None
         return rank_innermost(self.lora2.B_EOR)
 
-    def up(self, u13_NR: Tensor | None, *, save_h: bool, save_a: bool) -> tuple[Tensor, Tensor]:
+    def up(
+        self,
+        u13_NR: Tensor | None,
+        *,
+        save_h: bool,
+        save_a: bool,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Compute (h_NH, a_NF); an output that is not saved is empty.
 
         Args:
             u13_NR: result of :meth:`inputs_of_B13`.
             save_h, save_a: outputs to write.
+            into: existing outputs; a product that decodes its weights allocates its own.
         """
         low_rank = None if u13_NR is None else (u13_NR, self._b13_EOR)
         if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
             return self._decoded_up(decoding, low_rank, save_h=save_h, save_a=save_a)
-        tile, found = self.tile("up"), None
+        tile, found = self.tile("up"), into
         for part in self.parts(self.w.w13_EHD):
             found = up(
                 self.x_TD, part.rows(tile.m), part.w_EOI, part.own(self.w.b13_EH), self.glu, tile,
@@ -129,7 +141,7 @@ class Call:
         """Return the tile of the kernel that decodes packed weights itself, or None for others."""
         if not isinstance(w_EOI, PackedWeight) or self.batch_invariant:
             return None
-        return decoding_tile(w_EOI, self.x_TD.dtype, self.device, self.tiles.count)
+        return decoding_tile(w_EOI, self.x_TD.dtype, self.device, self.rows)
 
     def down(self, a_NF: Tensor, u2_NR: Tensor | None) -> Tensor:
         """Compute y_ND; ``u2_NR`` is the result of :meth:`inputs_of_B2`."""
@@ -147,6 +159,7 @@ class Call:
         wa: bool,
         partial: bool,
         overwrite_h: bool = False,
+        wa_NF: Tensor | None = None,
     ) -> HiddenGradients:
         """Compute gradients through the down projection and the activation, as dh.py describes."""
         if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
@@ -170,17 +183,51 @@ class Call:
             found = hidden_gradients(
                 dout_TD, part.rows(tile.m), part.w_EOI, weights_TK, h_NH, self.glu, tile,
                 low_rank=part.low_rank(low_rank), dh=dh, wa=wa, partial=partial,
-                overwrite_h=overwrite_h, into=found,
+                overwrite_h=overwrite_h, wa_NF=wa_NF, into=found,
             )  # fmt: skip
         assert found is not None
         return found
 
-    def input_gradient(self, dh_NH: Tensor, p_NR: Tensor | None) -> Tensor:
+    def down_into(
+        self, a_NF: Tensor, u2_NR: Tensor | None, weights_TK: Tensor, out_TD: Tensor
+    ) -> None:
+        """Write the sum over each token's experts, some columns of y at a time."""
+        low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
+        for some, rows in self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank):
+            # Without a name, rows are freed before the next ones.
+            combine(rows(), self.plan, weights_TK, out_TD[:, some])
+
+    def input_gradient(
+        self, dh_NH: Tensor, p_NR: Tensor | None, into_TD: Tensor | None = None
+    ) -> Tensor:
+        """Compute the gradient of x; ``into_TD`` gets it some columns at a time."""
         low_rank = None
         if self.lora13 is not None and p_NR is not None:
             low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
         w_EDH = self.w.w13_EHD.transpose(1, 2)
-        return combine(self._linear("dx", dh_NH, w_EDH, None, low_rank), self.plan, None)
+        if into_TD is None:
+            return combine(self._linear("dx", dh_NH, w_EDH, None, low_rank), self.plan, None)
+        for some, rows in self._by_columns("dx", dh_NH, w_EDH, None, low_rank):
+            combine(rows(), self.plan, None, into_TD[:, some])
+        return into_TD
+
+    def _by_columns(
+        self,
+        op: str,
+        inputs: Tensor,
+        w_EOI: Tensor | PackedWeight,
+        b_EO: Tensor | None,
+        low_rank: tuple[Tensor, Tensor] | None,
+    ) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+        """Yield ranges of columns and functions that compute them; packed weights are one range."""
+        if isinstance(w_EOI, PackedWeight):
+            yield slice(None), functools.partial(self._linear, op, inputs, w_EOI, b_EO, low_rank)
+            return
+        for first in range(0, w_EOI.shape[1], COLUMNS):
+            some = slice(first, first + COLUMNS)
+            bias = None if b_EO is None else b_EO[:, some]
+            factor = None if low_rank is None else (low_rank[0], low_rank[1][:, some])
+            yield some, functools.partial(self._linear, op, inputs, w_EOI[:, some], bias, factor)
 
     def _linear(
         self,

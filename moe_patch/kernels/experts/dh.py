@@ -63,6 +63,7 @@ def hidden_gradients(
     wa: bool,
     partial: bool,
     overwrite_h: bool = False,
+    wa_NF: Tensor | None = None,
     into: HiddenGradients | None = None,
 ) -> HiddenGradients:
     """Compute the gradients through the down projection and the activation.
@@ -79,6 +80,7 @@ def hidden_gradients(
         dh, wa, partial: outputs to compute; without dh and partial the product is skipped.
         overwrite_h: write dh over h. Each program reads its part of h before it writes there, and
             reads no other part.
+        wa_NF: where to write w a; None allocates.
         into: result of an earlier call over other experts of the plan, to be filled in further.
     """
     N, F, H = rows.count, w_EDF.shape[2], h_NH.shape[1]
@@ -91,7 +93,7 @@ def hidden_gradients(
     if into is None:
         into = HiddenGradients(
             h_NH if dh and overwrite_h else h_NH.new_empty((N, H) if dh else 0),
-            h_NH.new_empty((N, F) if wa else 0),
+            h_NH.new_empty((N, F) if wa else 0) if wa_NF is None else wa_NF,
             h_NH.new_empty((N, columns) if partial or on_hopper else 0, dtype=torch.float32),
         )
     if on_hopper:

@@ -1,7 +1,8 @@
 """Weight gradients: dW_e = sum over the rows n of expert e of left_n ⊗ right_n.
 
 Either side may be gathered from tokens inside the loop over rows. For an expert without rows, the
-program writes its accumulator of zeros.
+program writes its accumulator of zeros. The rows of an expert are one range, or one range in each
+chunk of a long context.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def outer_sum(
     *,
     gather_left: bool = False,
     gather_right: bool = False,
+    chunks: int = 1,
+    sums: tuple[Tensor, bool] | None = None,
 ) -> Tensor:
     """Return the gradient [E, O, I] in the dtype and strides of ``like_EOI``.
 
@@ -39,42 +42,65 @@ def outer_sum(
         like_EOI: the weight that the gradient belongs to.
         tile: m and n are rows and columns of the gradient, k is the number of token rows per step.
         gather_left, gather_right: this side is given by token.
+        chunks: number of times that the plan's offsets hold E + 1 values.
+        sums: result of :func:`wide_sum`; the gradient is added there, and returned in fp32.
     """
     gathers = {"gather_left": gather_left, "gather_right": gather_right}
     if tile.hopper and known_triton():
         hopper = hopper_module("dw")
+        of_all = {"group": tile.group, "chunks": chunks}
         if hopper.supported(left, right, like_EOI, **gathers):
             return hopper.outer_sum(
-                left, right, plan, like_EOI, gather_left=gather_left, group=tile.group
+                left, right, plan, like_EOI, gather_left=gather_left, sums=sums, **of_all
             )
         # For a weight stored as [E, in, out], compute the transposed product.
         like_EIO, swapped = like_EOI.mT, {"gather_left": gather_right, "gather_right": gather_left}
         if hopper.supported(right, left, like_EIO, **swapped):
             grad_EIO = hopper.outer_sum(
-                right, left, plan, like_EIO, gather_left=gather_right, group=tile.group
-            )
+                right, left, plan, like_EIO, gather_left=gather_right,
+                sums=sums and (sums[0].mT, sums[1]), **of_all,
+            )  # fmt: skip
             return grad_EIO.mT
     E, O, I = like_EOI.shape
-    grad_EOI = torch.empty_like(like_EOI)
+    grad_EOI, again = sums or (torch.empty_like(like_EOI), False)
     row_tiles, columns = cdiv(O, tile.m), cdiv(I, tile.n)
     _launch(
         (programs(E * row_tiles * columns, tile, device_of(left)),),
         (left, right, grad_EOI, plan.row_of_N, plan.offsets_S), (),
-        (E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1], left.stride(0), right.stride(0),
-         *grad_EOI.stride()),
-        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, BM=tile.m, BN=tile.n, BK=tile.k,
+        (E, row_tiles, columns, O, I, plan.slot_of_TK.shape[1], chunks, left.stride(0),
+         right.stride(0), *grad_EOI.stride()),
+        GATHER_LEFT=gather_left, GATHER_RIGHT=gather_right, CHUNKED=chunks > 1, ADD=again,
+        BM=tile.m,
+        BN=tile.n, BK=tile.k,
         IN_RUNS=left.dtype == torch.float32, GROUP=tile.group,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return grad_EOI
 
 
+def wide_sum(
+    sums: dict[str, Tensor] | None, name: str, like_EOI: Tensor
+) -> tuple[Tensor, bool] | None:
+    """Return where a gradient is added up in fp32, and whether something is there already.
+
+    ``sums`` holds these tensors by name and gets a new one; without it, return None.
+    """
+    if sums is None:
+        return None
+    again = name in sums
+    if not again:
+        sums[name] = torch.empty_like(like_EOI, dtype=torch.float32)
+    return sums[name], again
+
+
 @triton.jit
 def _dw_kernel(
     left_ptr, right_ptr, grad_ptr, row_ptr, offsets_ptr,
-    E, row_tiles, columns, O, I, K, stride_left, stride_right, stride_ge, stride_go, stride_gi,
-    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, IN_RUNS: tl.constexpr, GROUP: tl.constexpr,
+    E, row_tiles, columns, O, I, K, chunks, stride_left, stride_right, stride_ge, stride_go,
+    stride_gi,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, CHUNKED: tl.constexpr, ADD: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IN_RUNS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Grid: E x row tiles x column tiles of the gradient, or persistent."""
     per_expert = row_tiles * columns
@@ -83,27 +109,51 @@ def _dw_kernel(
         row_tile, column_tile = locate_tile(tile - e * per_expert, row_tiles, columns, GROUP)
         o = row_tile * BM + tl.arange(0, BM)
         i = column_tile * BN + tl.arange(0, BN)
-        start = tl.load(offsets_ptr + e)
-        end = tl.load(offsets_ptr + e + 1)
         acc = tl.zeros((BM, BN), dtype=tl.float32)
-        if IN_RUNS:
-            for n1 in range(start, end, RUN):
-                part = tl.zeros((BM, BN), dtype=tl.float32)
-                for n0 in range(n1, min(n1 + RUN, end), BK):
-                    part = _step(
-                        part, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
-                        stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
-                    )  # fmt: skip
-                acc += part
-        else:
-            for n0 in range(start, end, BK):
-                acc = _step(
-                    acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
-                    stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+        if CHUNKED:
+            for chunk in range(chunks):
+                bounds_ptr = offsets_ptr + chunk * (E + 1) + e
+                acc = _add_rows(
+                    acc, left_ptr, right_ptr, row_ptr, bounds_ptr, o, i, O, I, K, stride_left,
+                    stride_right, GATHER_LEFT, GATHER_RIGHT, BM, BN, BK, IN_RUNS,
                 )  # fmt: skip
+        else:
+            acc = _add_rows(
+                acc, left_ptr, right_ptr, row_ptr, offsets_ptr + e, o, i, O, I, K, stride_left,
+                stride_right, GATHER_LEFT, GATHER_RIGHT, BM, BN, BK, IN_RUNS,
+            )  # fmt: skip
         grad = grad_ptr + e.to(tl.int64) * stride_ge + o.to(tl.int64)[:, None] * stride_go
         stored = (o < O)[:, None] & (i < I)[None, :]
+        if ADD:
+            acc += tl.load(grad + i[None, :] * stride_gi, mask=stored, other=0.0)
         tl.store(grad + i[None, :] * stride_gi, acc.to(grad_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _add_rows(
+    acc, left_ptr, right_ptr, row_ptr, bounds_ptr, o, i, O, I, K, stride_left, stride_right,
+    GATHER_LEFT: tl.constexpr, GATHER_RIGHT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, IN_RUNS: tl.constexpr,
+):  # fmt: skip
+    """Add the outer products of one range of rows to acc; its two bounds are in memory."""
+    start = tl.load(bounds_ptr)
+    end = tl.load(bounds_ptr + 1)
+    if IN_RUNS:
+        for n1 in range(start, end, RUN):
+            part = tl.zeros((BM, BN), dtype=tl.float32)
+            for n0 in range(n1, min(n1 + RUN, end), BK):
+                part = _step(
+                    part, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                    stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+                )  # fmt: skip
+            acc += part
+    else:
+        for n0 in range(start, end, BK):
+            acc = _step(
+                acc, left_ptr, right_ptr, row_ptr, n0, end, o, i, O, I, K, stride_left,
+                stride_right, GATHER_LEFT, GATHER_RIGHT, BK,
+            )  # fmt: skip
+    return acc
 
 
 @triton.jit

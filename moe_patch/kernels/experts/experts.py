@@ -32,11 +32,11 @@ from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.common.repeat import repeated
 from moe_patch.kernels.experts.call import Call, align_rows
 from moe_patch.kernels.experts.dh import HiddenGradients
-from moe_patch.kernels.experts.dw import outer_sum
+from moe_patch.kernels.experts.dw import outer_sum, wide_sum
 from moe_patch.kernels.experts.factors import weighted
 from moe_patch.kernels.experts.norms import Intermediate, combine_with_norms, gradient_norms
 from moe_patch.kernels.experts.reduce import combine, expert_sum, routing_gradient
-from moe_patch.kernels.experts.steps import Steps, steps_of
+from moe_patch.kernels.experts.steps import Steps, steps_of, zero_gradients
 from moe_patch.kernels.plan.plan import build_plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import (
@@ -98,7 +98,7 @@ def experts_forward(
         out_TD = x_TD.new_zeros(x_TD.shape)
         return ExpertsForward(out_TD, tiles.plan, kept, norm_TK if norms else x_TD.new_empty(0))
     with on_device_of(x_TD):
-        call = Call(tiles, _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(tiles, unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         u13_NR = call.inputs_of_B13()
         h_NH, a_NF = call.up(u13_NR, save_h=save_h, save_a=True)
         nothing = x_TD.new_empty(0) if save_h else h_NH
@@ -142,18 +142,18 @@ def experts_backward(
         ExpertsBackward; each gradient in the dtype and layout of its input.
     """
     if plan.row_of_N.numel() == 0:
-        return _zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
+        return zero_gradients(x_TD, weights_TK, w, lora13, lora2, needs)
     with on_device_of(x_TD):
-        call = Call(RowTiles(plan), _unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
+        call = Call(RowTiles(plan), unit_stride(x_TD), w, glu, lora13, lora2, batch_invariant)
         if dout_TD.dtype != x_TD.dtype:
             dout_TD = dout_TD.to(x_TD.dtype)
-        dout_TD, weights_TK = _unit_stride(dout_TD), weights_TK.contiguous()
+        dout_TD, weights_TK = unit_stride(dout_TD), weights_TK.contiguous()
         # A recomputed h is not shared, so backward may overwrite it.
         overwrite_h |= kept.h_NH.numel() == 0
-        # Keep no reference to the intermediate tensors here, so that _backward can free them.
-        return _backward(
+        # Keep no reference to the intermediate tensors here, so that gradients can free them.
+        return gradients(
             call, dout_TD, weights_TK,
-            _intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
+            intermediate(call, dout_TD, weights_TK, kept, needs, steps_of(needs), overwrite_h),
             needs,
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _completed(
     return h_NH, u13_NR, u2_NR
 
 
-def _intermediate(
+def intermediate(
     call: Call,
     dout_TD: Tensor,
     weights_TK: Tensor,
@@ -184,7 +184,12 @@ def _intermediate(
     needs: ExpertsNeeds,
     steps: Steps,
     overwrite_h: bool,
+    wa_NF: Tensor | None = None,
 ) -> Intermediate:
+    """Compute what several gradients need, and the gradients of the factors B.
+
+    ``wa_NF``, if given, gets w a.
+    """
     h_NH, u13_NR, u2_NR = _completed(call, kept, steps)
     wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
@@ -200,7 +205,7 @@ def _intermediate(
         low_rank = None if q_NR is None else (q_NR, lora2.A_ERI)
         hidden = call.hidden_gradients(
             dout_TD, weights_TK, h_NH, low_rank, dh=steps.dh, wa=steps.wa, partial=needs.weights,
-            overwrite_h=overwrite_h,
+            overwrite_h=overwrite_h, wa_NF=wa_NF,
         )  # fmt: skip
     if lora13 is not None and (steps.p or needs.lora13_B):
         summed_NR = u13_NR if needs.lora13_B else None
@@ -208,16 +213,22 @@ def _intermediate(
     return Intermediate(hidden, q_NR, p_NR, u13_NR, wu2_NR, grad13_EOR, grad2_EOR)
 
 
-def _backward(
-    call: Call, dout_TD: Tensor, weights_TK: Tensor, mid: Intermediate, needs: ExpertsNeeds
+def gradients(
+    call: Call,
+    dout_TD: Tensor,
+    weights_TK: Tensor,
+    mid: Intermediate,
+    needs: ExpertsNeeds,
+    dx_TD: Tensor | None = None,
 ) -> ExpertsBackward:
+    """Compute the gradients listed in ``needs``; ``dx_TD``, if given, gets that of x."""
     grads = _down_gradients(call, dout_TD, weights_TK, mid, needs)
     if needs.norms:
         grads |= gradient_norms(call, dout_TD, weights_TK, mid)
     dh_NH, p_NR, grads["lora13_B"] = mid.hidden.dh_NH, mid.p_NR, mid.grad13_EOR
     # Free w·a before allocating dx, to lower peak memory.
     del mid
-    return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs))
+    return ExpertsBackward(**grads, **_up_gradients(call, dh_NH, p_NR, needs, dx_TD))
 
 
 def _down_gradients(
@@ -233,7 +244,8 @@ def _down_gradients(
             mid.hidden.partial_NC, rows, weights_TK, dout_TD, w.b2_ED
         )
     if needs.w2:
-        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, call.tile("dw2"), gather_left=True)
+        sums, tile = wide_sum(call.sums, "w2", w.w2_EDF), call.tile("dw2")
+        grads["w2"] = outer_sum(dout_TD, wa_NF, plan, w.w2_EDF, tile, gather_left=True, sums=sums)
     if needs.b2 and w.b2_ED is not None:
         grads["b2"] = expert_sum(dout_TD, plan, w.b2_ED, gather=True, weights_TK=weights_TK)
     if lora2 is not None and needs.lora2_A:
@@ -243,17 +255,19 @@ def _down_gradients(
 
 
 def _up_gradients(
-    call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds
+    call: Call, dh_NH: Tensor, p_NR: Tensor | None, needs: ExpertsNeeds, dx_TD: Tensor | None
 ) -> dict[str, Tensor | None]:
     """Compute the gradients of the up projection and the hidden states, from dh."""
     w, lora13, plan = call.w, call.lora13, call.plan
     grads: dict[str, Tensor | None] = {}
     if needs.x:
         # Compute this first, so that its rows (N x D) are freed before the large dW13 is allocated.
-        grads["x"] = call.input_gradient(dh_NH, p_NR)
+        grads["x"] = call.input_gradient(dh_NH, p_NR, dx_TD)
     if needs.w13:
-        tile = call.tile("dw13")
-        grads["w13"] = outer_sum(dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True)
+        sums, tile = wide_sum(call.sums, "w13", w.w13_EHD), call.tile("dw13")
+        grads["w13"] = outer_sum(
+            dh_NH, call.x_TD, plan, w.w13_EHD, tile, gather_right=True, sums=sums
+        )
     if needs.b13 and w.b13_EH is not None:
         grads["b13"] = expert_sum(dh_NH, plan, w.b13_EH)
     if lora13 is not None and needs.lora13_A:
@@ -261,35 +275,6 @@ def _up_gradients(
     return grads
 
 
-def _zero_gradients(
-    x_TD: Tensor,
-    weights_TK: Tensor,
-    w: ExpertWeights,
-    lora13: Lora | None,
-    lora2: Lora | None,
-    needs: ExpertsNeeds,
-) -> ExpertsBackward:
-    """Return the gradients of a call without rows."""
-    inputs: dict[str, Tensor | None] = {
-        "x": x_TD, "weights": weights_TK, "w13": w.w13_EHD, "w2": w.w2_EDF, "b13": w.b13_EH, "b2":
-        w.b2_ED,
-        "lora13_A": lora13 and lora13.A_ERI, "lora13_B": lora13 and lora13.B_EOR,
-        "lora2_A": lora2 and lora2.A_ERI, "lora2_B": lora2 and lora2.B_EOR,
-    }  # fmt: skip
-    wanted = needs._asdict()
-    grads = {
-        name: torch.zeros_like(tensor) if tensor.dim() == 3 else tensor.new_zeros(tensor.shape)
-        for name, tensor in inputs.items()
-        if wanted[name] and tensor is not None
-    }
-    if needs.norms:
-        zero_TK = torch.zeros(weights_TK.shape, dtype=torch.float32, device=x_TD.device)
-        grads |= {"grad_norm_out_TK": zero_TK, "grad_norm_params_TK": zero_TK.clone()}
-        if lora13 is not None or lora2 is not None:
-            grads["grad_norm_lora_TK"] = zero_TK.clone()
-    return ExpertsBackward(**grads)
-
-
-def _unit_stride(rows: Tensor) -> Tensor:
+def unit_stride(rows: Tensor) -> Tensor:
     """Return rows whose last axis is contiguous, as the kernels require."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()

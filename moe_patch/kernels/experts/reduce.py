@@ -14,29 +14,38 @@ from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Plan
 
 
-def combine(rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None) -> Tensor:
+def combine(
+    rows_ND: Tensor, plan: Plan, weights_TK: Tensor | None, out_TD: Tensor | None = None
+) -> Tensor:
     """Compute out_t = sum_k w_tk rows[slot_tk] in the order of k, in fp32; [T, D].
 
     Args:
         rows_ND: contiguous, in plan order.
         plan: the plan of the rows; an empty slot (-1) adds nothing.
         weights_TK: contiguous routing weights, or None for a plain sum (the gradient of x).
+        out_TD: where to write, last axis contiguous; None allocates.
     """
     T, K = plan.slot_of_TK.shape
     D = rows_ND.shape[1]
-    out_TD = rows_ND.new_empty(T, D)
+    if out_TD is None:
+        out_TD = rows_ND.new_empty(T, D)
     block = min(next_power_of_2(D), 2048)
     _launch_combine(
         (T, cdiv(D, block)),
         (rows_ND, plan.slot_of_TK, plan.slot_of_TK if weights_TK is None else weights_TK, out_TD),
-        (), (D,), _combine_constants(K, weights_TK is not None, block),
+        (), (D, out_TD.stride(0)),
+        _combine_constants(K, weights_TK is not None, block, out_TD.stride(0) > D),
     )  # fmt: skip
     return out_TD
 
 
 @functools.cache
-def _combine_constants(K: int, weighted: bool, block: int) -> Constants:
-    return Constants(K=K, WEIGHTED=weighted, BLOCK=block, num_warps=8 if block >= 2048 else 4)
+def _combine_constants(K: int, weighted: bool, block: int, narrow: bool) -> Constants:
+    warps = 8 if block >= 2048 else 4
+    # Of a few columns of a wide output, each thread loads 16 bytes of a row in 16-bit dtypes.
+    return Constants(
+        K=K, WEIGHTED=weighted, BLOCK=block, num_warps=max(1, block // 256) if narrow else warps
+    )
 
 
 def routing_gradient(
@@ -105,7 +114,7 @@ def expert_sum(
 
 @triton.jit
 def _combine_kernel(
-    rows_ptr, slot_ptr, weights_ptr, out_ptr, D,
+    rows_ptr, slot_ptr, weights_ptr, out_ptr, D, stride_out,
     K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (T, cdiv(D, BLOCK)): BLOCK output columns of one token per program."""
@@ -121,7 +130,7 @@ def _combine_kernel(
             acc += weight * row.to(tl.float32)
         else:
             acc += row.to(tl.float32)
-    tl.store(out_ptr + t * D + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(out_ptr + t * stride_out + d, acc.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["M"])

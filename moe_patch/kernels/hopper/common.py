@@ -243,6 +243,22 @@ def store_box(
 
 
 @gluon.jit
+def write_sums(
+    acc, sums_e, row, column, rows, columns, stride_row, stride_column, ADD: gl.constexpr
+):
+    """Write the accumulator in fp32, a quarter of the columns at a time."""
+    row += gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
+    for q in gl.static_range(BN_C // CHUNK_C):
+        i = column + q * CHUNK_C + gl.arange(0, CHUNK_C, layout=gl.SliceLayout(0, PART))
+        at = sums_e + row.to(gl.int64)[:, None] * stride_row + i[None, :] * stride_column
+        inside = (row < rows)[:, None] & (i < columns)[None, :]
+        value = quarter(acc, q, PART)
+        if ADD:
+            value += gl.load(at, mask=inside, other=0.0)
+        gl.store(at, value, mask=inside)
+
+
+@gluon.jit
 def make_ring(
     dtype: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ARRIVALS: gl.constexpr
 ):  # fmt: skip

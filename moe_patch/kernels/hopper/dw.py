@@ -51,6 +51,7 @@ from moe_patch.kernels.hopper.common import (
     store_box,
     sum_steps,
     whole_box,
+    write_sums,
 )
 from moe_patch.kernels.hopper.gather import COPY, rows_at
 from moe_patch.kernels.hopper.gluon_names import load_rows
@@ -78,6 +79,8 @@ def outer_sum(
     *,
     gather_left: bool,
     group: int,
+    chunks: int = 1,
+    sums: tuple[Tensor, bool] | None = None,
 ) -> Tensor:
     """Return the gradient [E, O, I]; see :func:`moe_patch.kernels.experts.dw.outer_sum`.
 
@@ -87,22 +90,28 @@ def outer_sum(
         like_EOI: the weight that the gradient belongs to.
         gather_left: the left side is given by token; otherwise the right side is.
         group: row tiles that share a pass over the columns.
+        chunks, sums: as there.
     """
     E, O, I = like_EOI.shape
-    grad_EOI = torch.empty_like(like_EOI)
+    grad_EOI, again = sums or (torch.empty_like(like_EOI), False)
     transposed, row_tiles, columns = _laid(O, I)
+    sizes, (stride_e, *strides) = [O, I], grad_EOI.stride()
     if transposed:
         left, right, gather_left = right, left, not gather_left
+        sizes, strides = sizes[::-1], strides[::-1]
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    out = whole_box(grad_EOI, (1, CHUNK, CHUNK), RANK3)
+    # Sums are written without TMA; the weight stands for them, because its box exists.
+    out = whole_box(grad_EOI if sums is None else like_EOI, (1, CHUNK, CHUNK), RANK3)
     _launch(
         (programs(tiles, left),),
-        (ragged_box(sorted_side, (BK, box)), gathered, out, plan.row_of_N, plan.offsets_S),
-        (tiles,), (row_tiles, columns, gathered.shape[1] // 8, gathered.stride(0) // 8),
+        (ragged_box(sorted_side, (BK, box)), gathered, out, grad_EOI, plan.row_of_N,
+         plan.offsets_S),
+        (tiles,), (E + 1, chunks, row_tiles, columns, gathered.shape[1] // 8,
+                   gathered.stride(0) // 8, *sizes, stride_e, *strides),
         constants(group, K=plan.slot_of_TK.shape[1], GATHER_LEFT=gather_left,
-                  TRANSPOSED=transposed),
+                  TRANSPOSED=transposed, CHUNKED=chunks > 1, WIDE=sums is not None, ADD=again),
     )  # fmt: skip
     return grad_EOI
 
@@ -173,10 +182,32 @@ def _step(
 
 
 @gluon.jit
+def _produce_rows(
+    sorted_side, gathered_ptr, row_ptr, bounds_ptr, o, i, ring, step, width, stride,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr,
+):  # fmt: skip
+    """Load one range of rows, whose two bounds are in memory; return the next step."""
+    end = gl.load(bounds_ptr + 1)
+    # Load the row indices of four steps at once, to hide the latency of these loads.
+    for n0 in range(gl.load(bounds_ptr), end, 4 * BK_C):
+        row_0 = _rows(row_ptr, n0, end)
+        row_1 = _rows(row_ptr, n0 + BK_C, end)
+        row_2 = _rows(row_ptr, n0 + 2 * BK_C, end)
+        row_3 = _rows(row_ptr, n0 + 3 * BK_C, end)
+        four = (row_0, row_1, row_2, row_3)
+        for s in gl.static_range(4):
+            step = _step(
+                n0 + s * BK_C, four[s], sorted_side, gathered_ptr, end, o, i, ring, step, width,
+                stride, K, GATHER_LEFT,
+            )  # fmt: skip
+    return step
+
+
+@gluon.jit
 def _produce(
-    sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, row_tiles, columns, width_8,
-    stride_8,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, GROUP: gl.constexpr,
+    sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, S, chunks, row_tiles, columns,
+    width_8, stride_8,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr, CHUNKED: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     # Sizes are passed in units of 8, so that the compiler can prove 16-byte alignment.
     width, stride = width_8 * 8, stride_8 * 8
@@ -184,49 +215,65 @@ def _produce(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, row_tile, column_tile = _tile(tile, row_tiles, columns, GROUP)
         o, i = row_tile * BM_C, column_tile * BN_C
-        end = gl.load(offsets_ptr + e + 1)
-        # Load the row indices of four steps at once, to hide the latency of these loads.
-        for n0 in range(gl.load(offsets_ptr + e), end, 4 * BK_C):
-            row_0 = _rows(row_ptr, n0, end)
-            row_1 = _rows(row_ptr, n0 + BK_C, end)
-            row_2 = _rows(row_ptr, n0 + 2 * BK_C, end)
-            row_3 = _rows(row_ptr, n0 + 3 * BK_C, end)
-            four = (row_0, row_1, row_2, row_3)
-            for s in gl.static_range(4):
-                step = _step(
-                    n0 + s * BK_C, four[s], sorted_side, gathered_ptr, end, o, i, ring, step, width,
-                    stride, K, GATHER_LEFT,
+        if CHUNKED:
+            for chunk in range(0, chunks):
+                step = _produce_rows(
+                    sorted_side, gathered_ptr, row_ptr, offsets_ptr + chunk * S + e, o, i, ring,
+                    step, width, stride, K, GATHER_LEFT,
                 )  # fmt: skip
+        else:
+            step = _produce_rows(
+                sorted_side, gathered_ptr, row_ptr, offsets_ptr + e, o, i, ring, step, width,
+                stride, K, GATHER_LEFT,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _consume_rows(acc, bounds_ptr, step, half, ring):
+    rows = gl.load(bounds_ptr + 1) - gl.load(bounds_ptr)
+    return sum_steps(acc, (rows + BK_C - 1) // BK_C, step, half, ring, True, False, True)
 
 
 @gluon.jit
 def _consume(
-    half, grad, offsets_ptr, ring, out_bufs, tiles, row_tiles, columns,
-    TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
+    half, grad, sums_ptr, offsets_ptr, ring, out_bufs, tiles, S, chunks, row_tiles, columns,
+    O, I, stride_e, stride_row, stride_column,
+    TRANSPOSED: gl.constexpr, CHUNKED: gl.constexpr, WIDE: gl.constexpr, ADD: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, row_tile, column_tile = _tile(tile, row_tiles, columns, GROUP)
-        rows = gl.load(offsets_ptr + e + 1) - gl.load(offsets_ptr + e)
         acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
-        acc, step = sum_steps(acc, (rows + BK_C - 1) // BK_C, step, half, ring, True, False, True)
-        for q in gl.static_range(BN_C // CHUNK_C):
-            row = row_tile * BM_C + half * HALF_C
-            column = column_tile * BN_C + q * CHUNK_C
-            at = [e, column if TRANSPOSED else row, row if TRANSPOSED else column]
-            store_box(
-                quarter(acc, q, PART).to(out_bufs.dtype),
-                out_bufs.index(half * OUTS_C + q % OUTS_C), grad, at, [1, HALF_C, CHUNK_C],
-                RANK3_C, OUTS_C - 1, TRANSPOSED,
+        if CHUNKED:
+            for chunk in range(0, chunks):
+                acc, step = _consume_rows(acc, offsets_ptr + chunk * S + e, step, half, ring)
+        else:
+            acc, step = _consume_rows(acc, offsets_ptr + e, step, half, ring)
+        if WIDE:
+            write_sums(
+                acc, sums_ptr + e.to(gl.int64) * stride_e, row_tile * BM_C + half * HALF_C,
+                column_tile * BN_C, O, I, stride_row, stride_column, ADD,
             )  # fmt: skip
+        else:
+            for q in gl.static_range(BN_C // CHUNK_C):
+                row = row_tile * BM_C + half * HALF_C
+                column = column_tile * BN_C + q * CHUNK_C
+                at = [e, column if TRANSPOSED else row, row if TRANSPOSED else column]
+                store_box(
+                    quarter(acc, q, PART).to(out_bufs.dtype),
+                    out_bufs.index(half * OUTS_C + q % OUTS_C), grad, at, [1, HALF_C, CHUNK_C],
+                    RANK3_C, OUTS_C - 1, TRANSPOSED,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles"])
 def _hopper_dw_kernel(
-    sorted_side, gathered_ptr, grad, row_ptr, offsets_ptr, tiles, row_tiles, columns, width_8,
-    stride_8,
-    K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP: gl.constexpr,
+    sorted_side, gathered_ptr, grad, sums_ptr, row_ptr, offsets_ptr, tiles, S, chunks, row_tiles,
+    columns, width_8, stride_8, O, I, stride_e, stride_row, stride_column,
+    K: gl.constexpr, GATHER_LEFT: gl.constexpr, TRANSPOSED: gl.constexpr, CHUNKED: gl.constexpr,
+    WIDE: gl.constexpr, ADD: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Grid: the multiprocessors. Each program loops over tiles of BM x BN."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
@@ -234,10 +281,11 @@ def _hopper_dw_kernel(
     out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
     specialise(
         _consume,
-        (grad, offsets_ptr, ring, out_bufs, tiles, row_tiles, columns, TRANSPOSED, GROUP),
+        (grad, sums_ptr, offsets_ptr, ring, out_bufs, tiles, S, chunks, row_tiles, columns, O, I,
+         stride_e, stride_row, stride_column, TRANSPOSED, CHUNKED, WIDE, ADD, GROUP),
         _produce,
-        (sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, row_tiles, columns, width_8,
-         stride_8, K, GATHER_LEFT, GROUP),
+        (sorted_side, gathered_ptr, row_ptr, offsets_ptr, ring, tiles, S, chunks, row_tiles,
+         columns, width_8, stride_8, K, GATHER_LEFT, CHUNKED, GROUP),
         4, [216, 56],
     )  # fmt: skip
 

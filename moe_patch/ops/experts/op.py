@@ -20,10 +20,12 @@ from torch import Tensor
 
 from moe_patch.errors import refuse_forward_mode
 from moe_patch.formats.packed import plain_weights
+from moe_patch.kernels.common.chunks import auto_chunk
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
+from moe_patch.ops.experts.checkpoints import saved_is_dropped, stand_in
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
@@ -60,6 +62,7 @@ def experts_mlp(
     backend: str = "auto",
     recompute: bool = False,
     batch_invariant: bool = False,
+    chunk_tokens: int | str = 0,
     signals: Signals | None = None,
     lend: Lend | None = None,
 ) -> Tensor:
@@ -80,6 +83,9 @@ def experts_mlp(
         batch_invariant: make the results of a token independent, bit for bit, of the number of
             tokens and of the other tokens. Applies to its output and to the gradients of x and of
             its routing weights.
+        chunk_tokens: run more tokens than this one chunk after another, on the Triton backend; 0
+            runs all at once. "auto" limits a chunk's memory (kernels/common/chunks.py). Outputs and
+            gradients by token have the same bits; other gradients are summed by chunk, in fp32.
         signals: if given, receives per-row norms.
         lend: if given, autograd does not save w13 and w2: backward enters the context that this
             returns and takes them from there. They get no gradient.
@@ -99,7 +105,8 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    encoded = encode_options(glu, backend, batch_invariant, storage)
+    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w) if chunk_tokens else 0
+    encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
@@ -114,6 +121,7 @@ def experts_mlp(
         None if signals is None else signals.grads_3TK,
         scales,
         lend,
+        (ids_TK.numel(), w.w13_EHD.shape[1]) if keep and chunk else None,
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
     # third of its time.
@@ -127,6 +135,18 @@ def experts_mlp(
     return found[0]
 
 
+def chunk_of(
+    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights
+) -> int:
+    """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend."""
+    if backend != "triton":
+        return 0
+    T, D = x_TD.shape
+    if chunk_tokens == "auto":
+        chunk_tokens = auto_chunk(T, ids_TK.shape[1], D, w.w2_EDF.shape[2], x_TD.element_size())
+    return int(chunk_tokens) if int(chunk_tokens) < T else 0
+
+
 class _Call(NamedTuple):
     """Arguments of the operator other than differentiable tensors, in its order.
 
@@ -137,6 +157,7 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
+        large_h: shape of h if a long context keeps it.
     """
 
     scalars: tuple[float | str, ...]
@@ -144,6 +165,7 @@ class _Call(NamedTuple):
     signals: Tensor | None
     scales: list[Tensor]
     lend: Lend | None
+    large_h: tuple[int, int] | None
 
     def arguments(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
@@ -228,7 +250,12 @@ class _Experts(torch.autograd.Function):
         *tensors, call = others
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
-        output = run(*call.arguments(x, ids, weights, tensors))
+        if direct and call.large_h is not None and saved_is_dropped():
+            without_h = call._replace(keep=[False, *call.keep[1:]])
+            output = list(run(*without_h.arguments(x, ids, weights, tensors)))
+            output[4] = stand_in(x, call.large_h)
+        else:
+            output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
         if call.lend is not None:
             tensors, call = [None, None, *tensors[2:]], call._replace(scales=[])

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import packed_weights
+from moe_patch.kernels.common.chunks import chunk_count
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {
     "torch": "moe_patch.ops.experts.torch_backend",
     "triton": "moe_patch.kernels.experts.experts",
+    "triton in chunks": "moe_patch.kernels.experts.chunked",
 }
 
 _OPERANDS = (
@@ -51,20 +53,30 @@ class Options(NamedTuple):
     interleaved: bool
     backend: str
     batch_invariant: bool
+    chunk: int
     storage: str
 
 
-def encode_options(glu: Glu, backend: str, batch_invariant: bool, storage: str) -> str:
-    """Encode the options; ``storage`` comes from :func:`moe_patch.formats.packed.plain_weights`."""
+def encode_options(
+    glu: Glu, backend: str, batch_invariant: bool, storage: str, chunk: int = 0
+) -> str:
+    """Encode the options.
+
+    Args:
+        storage: from :func:`moe_patch.formats.packed.plain_weights`.
+        chunk: run the Triton backend in chunks of at most so many tokens; 0 for all at once.
+    """
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
-    return f"{activation} {backend} {batch_invariant:d} {storage}"
+    return f"{activation} {backend} {batch_invariant:d} {chunk} {storage}"
 
 
 @functools.cache
 def read_options(encoded: str) -> Options:
     """Decode the string of :func:`encode_options`."""
-    kind, gated, interleaved, backend, invariant, storage = encoded.split(" ", 5)
-    return Options(kind, gated == "1", interleaved == "1", backend, invariant == "1", storage)
+    kind, gated, interleaved, backend, invariant, chunk, storage = encoded.split(" ", 6)
+    return Options(
+        kind, gated == "1", interleaved == "1", backend, invariant == "1", int(chunk), storage
+    )
 
 
 @functools.cache
@@ -78,14 +90,15 @@ def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     """Fake implementation of ``experts``."""
     w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = args
     save_h, save_u13, save_u2, norms = keep
-    storage = read_options(options).storage
-    w13 = packed_weights(ExpertWeights(w13, w2), scales, storage, x.dtype).w13_EHD
+    decoded = read_options(options)
+    w13 = packed_weights(ExpertWeights(w13, w2), scales, decoded.storage, x.dtype).w13_EHD
     T, K = ids.shape
+    plans = chunk_count(T, decoded.chunk) if decoded.chunk else 1
     return (
         x.new_empty(x.shape),
         ids.new_empty(T * K, dtype=torch.int32),
         ids.new_empty(T, K, dtype=torch.int32),
-        ids.new_empty(w13.shape[0] + 1, dtype=torch.int32),
+        ids.new_empty(plans * (w13.shape[0] + 1), dtype=torch.int32),
         x.new_empty(T * K, w13.shape[1]) if save_h else x.new_empty(0),
         x.new_empty(T * K, a13.shape[1]) if save_u13 else x.new_empty(0),
         x.new_empty(T * K, a2.shape[1]) if save_u2 else x.new_empty(0),
@@ -124,17 +137,20 @@ def _module(backend: str) -> ModuleType:
 
 def _operands(
     args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
-) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, bool]]:
+) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, int]]:
     w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, encoded = args
     options = read_options(encoded)
+    # The torch backend has no such option, because it cannot be batch invariant.
+    own: dict[str, int] = {"batch_invariant": True} if options.batch_invariant else {}
+    if options.chunk:
+        own["chunk"] = options.chunk
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
         read_glu(encoded, alpha, limit),
         None if a13 is None else Lora(_cast(a13, dtype), _cast(lb13, dtype), s13),
         None if a2 is None else Lora(_cast(a2, dtype), _cast(lb2, dtype), s2),
-        _module(options.backend),
-        # The torch backend has no such option, because it cannot be batch invariant.
-        {"batch_invariant": True} if options.batch_invariant else {},
+        _module(f"{options.backend} in chunks" if options.chunk else options.backend),
+        own,
     )
 
 

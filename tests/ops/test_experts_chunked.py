@@ -1,0 +1,214 @@
+"""The experts in chunks of tokens: the Triton backend on a CPU, and the operator's view of it.
+
+The reference of values is autograd in fp64, that of bits a call with all tokens at once.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+
+from moe_patch.kernels.common.chunks import auto_chunk, chunk_count, chunks
+from moe_patch.ops.experts import op
+from moe_patch.ops.experts.op import Signals
+from moe_patch.ops.experts.schema import encode_options
+from moe_patch.types import ExpertWeights, Glu
+from tests.ops.test_experts_triton import exactly, kept_bytes, operands, run, triton_anywhere
+from tests.support import interpreted
+from tests.support.kernels_cases import GPT_OSS, Case, make_inputs
+from tests.support.numerics import FP32, assert_bits, assert_close
+
+F32, F16 = torch.float32, torch.float16
+BY_TOKEN = {"out", "x", "weights"}
+
+
+def same(found: Tensor, whole: Tensor, what: str) -> None:
+    """Compare bits on a card; NumPy's products depend on a row's place among others."""
+    if found.is_cuda:
+        assert_bits(found, whole, what)
+    else:
+        assert_close(found, whole, 1e-6, what)
+
+
+def check(case: Case, chunk: int, device: str) -> None:
+    """Equal bits by token, fp32 sums over tokens, equal bits when recomputed or repeated."""
+    inputs = make_inputs(case, F32, device)
+    tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
+    whole, expected = run(inputs, tensors), exactly(inputs, tensors)
+    found = run(inputs, tensors, chunk_tokens=chunk)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, FP32, name)
+        assert found[name].stride() == whole[name].stride(), name
+    for name in BY_TOKEN:
+        same(found[name], whole[name], name)
+    again = run(inputs, tensors, chunk_tokens=chunk, recompute=True)
+    for name, value in found.items():
+        if name in ("w13", "w2"):
+            assert_close(again[name], value, FP32, f"{name} recomputed")
+        else:
+            assert_bits(again[name], value, f"{name} recomputed")
+
+
+def check_signals(device: str) -> None:
+    """Record the norms of a call with all tokens, bit for bit."""
+    inputs = make_inputs(Case(13, 2, 5, 40, 24, rank=4, bias=True), F32, device)
+    tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
+    recorded = []
+    for chunk in (0, 5):
+        signals = Signals(torch.empty(3, 13, 2, device=device))
+        run(inputs, tensors, chunk_tokens=chunk, signals=signals)
+        recorded.append((signals.act_norm_TK, signals.grads_3TK))
+    for whole, found in zip(*recorded, strict=True):
+        same(found, whole, "norms")
+
+
+def check_kept(device: str) -> None:
+    """Keep what a call with all tokens keeps, and the offsets of each chunk's plan."""
+    case = Case(40, 2, 5, 40, 24, rank=4)
+    inputs = make_inputs(case, F16, device)
+    tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
+    for recompute in (False, True):
+        whole = kept_bytes(inputs, tensors, recompute=recompute)
+        found = kept_bytes(inputs, tensors, recompute=recompute, chunk_tokens=16)
+        assert found == whole + 2 * 4 * (case.E + 1)
+
+
+def check_checkpoints(device: str) -> None:
+    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits."""
+    from moe_patch.kernels.experts import chunked
+
+    inputs = make_inputs(Case(13, 2, 5, 40, 24, rank=4), F32, device)
+    tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
+    expected = run(inputs, tensors, chunk_tokens=5)
+    w, lora13, lora2 = operands(tensors)
+
+    def forward(x_TD: Tensor) -> Tensor:
+        return op.experts_mlp(
+            x_TD, inputs.ids_TK, tensors["weights"], w, inputs.case.glu,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens=5,
+        )  # fmt: skip
+
+    for reentrant in (False, True):
+        with (
+            triton_anywhere(),
+            mock.patch.object(chunked, "experts_forward", wraps=chunked.experts_forward) as spy,
+        ):
+            out_TD = checkpoint(forward, tensors["x"], use_reentrant=reentrant)
+            out_TD.backward(inputs.dout_TD)
+        assert [call.kwargs["save_h"] for call in spy.call_args_list] == [False, True]
+        for name, tensor in tensors.items():
+            assert_bits(tensor.grad, expected[name], f"{name} reentrant={reentrant}")
+            tensor.grad = None
+
+
+def check_fake(device: str) -> None:
+    """Give compilers the shapes of what runs."""
+    inputs = make_inputs(Case(13, 2, 5, 40, 24), F32, device)
+    t, glu = inputs.tensors, inputs.case.glu
+    options = encode_options(glu, "triton", False, "", 5)
+    scalars = 1.0, 1.0, glu.alpha, glu.limit, options
+    args = (t["x"], inputs.ids_TK, t["weights"], t["w13"], t["w2"], *(None,) * 6, *scalars)
+    args = (*args, [True, False, False, False], None, [])
+    torch.library.opcheck(
+        torch.ops.moe_patch.experts.default, args, test_utils=("test_faketensor", "test_schema")
+    )
+
+
+CASES = {
+    "plain": partial(check, Case(13, 2, 5, 40, 24), 5),
+    "oai_bias": partial(check, Case(13, 2, 5, 40, 24, GPT_OSS, bias=True, transposed=True), 4),
+    "lora": partial(check, Case(13, 2, 5, 40, 24, rank=4, bias=True), 8),
+    "peft": partial(check, Case(21, 3, 5, 40, 24, Glu("gelu"), rank=3, strides="peft"), 16),
+    "ungated_odd": partial(check, Case(13, 2, 5, 33, 17, Glu("relu2", gated=False)), 1),
+    "one_expert": partial(check, Case(37, 2, 3, 16, 16, ids="one"), 12),
+    "empty_slots_only": partial(check, Case(6, 2, 3, 16, 16, ids="empty", rank=2), 2),
+    "signals": check_signals,
+    "kept": check_kept,
+    "checkpoints": check_checkpoints,
+    "fake": check_fake,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """Outcome of each case under the interpreter: an empty string, or the failure."""
+    interpreted.skip_without_histogram()
+    return interpreted.run(__file__)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(outcomes: dict[str, str], case: str) -> None:
+    assert outcomes[case] == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_card(case: str) -> None:
+    CASES[case]("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", ["all", "factors"])
+def test_bits_of_bf16_on_a_card(trained: str) -> None:
+    """Chunks take the tiles of all rows, on Hopper its kernels, whatever their own size."""
+    case = Case(1500, 8, 32, 1280, 256, rank=16)
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    tensors = {
+        n: t.requires_grad_(trained == "all" or n in BY_TOKEN or n.startswith("lora"))
+        for n, t in inputs.tensors.items()
+    }
+    whole = run(inputs, tensors)
+    for chunk in (700, 48):
+        found = run(inputs, tensors, chunk_tokens=chunk)
+        again = run(inputs, tensors, chunk_tokens=chunk, recompute=True)
+        for name, value in found.items():
+            if name not in ("w13", "w2"):
+                assert_bits(again[name], value, f"{name} recomputed")
+            assert_close(again[name], whole[name], 4e-3, f"{name} recomputed")
+            if name in BY_TOKEN:
+                assert_bits(value, whole[name], name)
+            else:
+                assert_close(value, whole[name], 4e-3, name)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 17, 262144])
+@pytest.mark.parametrize("chunk", [1, 3, 17, 45875])
+def test_chunks_cover_all_tokens(tokens: int, chunk: int) -> None:
+    if tokens * 4 > chunk * 1000:
+        pytest.skip("too many chunks to list")
+    found = chunks(tokens, 3, chunk)
+    assert len(found) == chunk_count(tokens, chunk)
+    assert [t for part in found for t in range(tokens)[part.tokens]] == list(range(tokens))
+    for part in found:
+        assert chunk < 8 or part.tokens.start % 8 == 0
+        assert part.tokens.stop - part.tokens.start <= chunk
+        assert (part.rows.start, part.rows.stop) == (3 * part.tokens.start, 3 * part.tokens.stop)
+
+
+def test_what_runs_in_chunks() -> None:
+    """Only the Triton backend, only above the size; "auto" counts a and y of a token."""
+    w = ExpertWeights(*(torch.empty(s, device="meta") for s in ((4, 96, 64), (4, 64, 48))))
+
+    def chunk(tokens: int, wanted: int | str, backend: str = "triton") -> int:
+        x_TD = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
+        ids_TK = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
+        return op.chunk_of(wanted, backend, x_TD, ids_TK, w)
+
+    limit = (896 << 20) // (2 * (48 + 64) * 2)
+    assert [chunk(10, 10), chunk(11, 10), chunk(11, 10, "torch")] == [0, 10, 0]
+    assert [chunk(limit, "auto"), chunk(limit + 1, "auto")] == [0, limit]
+    assert auto_chunk(32768, 2, 6144, 32768, 2) == 0
+    assert 0 < auto_chunk(32769, 2, 6144, 32768, 2) < 32768
+
+
+if __name__ == "__main__":
+    with mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32):
+        interpreted.report(CASES)
