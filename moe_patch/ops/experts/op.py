@@ -171,7 +171,7 @@ class _Call(NamedTuple):
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
     ) -> tuple[Any, ...]:
         """Return all arguments of the operator."""
-        scalars, keep, signals, scales, _ = self
+        scalars, keep, signals, scales, *_ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
 
