@@ -13,7 +13,6 @@ Inference engines return tokens x layers x K, without prompt and padding. Use
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.ops.routing import RouteImpl
-from moe_patch.ops.routing import route as torch_route
+from moe_patch.ops.routing import RouteImpl, weights_at
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.taps import Taps, inside_backward
@@ -36,9 +34,6 @@ from moe_patch.signals.recorder import (
 )
 from moe_patch.signals.trace import RoutingTrace
 from moe_patch.types import RouteSpec, Routing
-
-# Step of the choice score, larger than any logits of a router.
-_STEP = 1e30
 
 
 @dataclass(frozen=True)
@@ -234,20 +229,6 @@ class LayerReplay:
             self.given_T = None if self.given_T is None else self.given_T.to(device)
 
 
-def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
-    """Return a family's routing weights at given experts, [T, K], differentiable in the logits.
-
-    Runs the routing definition itself, with a correction bias per row, which never enters the
-    weights. The bias makes the given experts the best, in the given order.
-    """
-    K = ids_TK.shape[1]
-    steps_K = _STEP * torch.arange(K, 0, -1, device=logits_TE.device, dtype=torch.float32)
-    bias_TE = torch.zeros(logits_TE.shape, device=logits_TE.device, dtype=torch.float32)
-    bias_TE = bias_TE.scatter(1, ids_TK, steps_K.expand(ids_TK.shape))
-    free = dataclasses.replace(spec, groups=0, top_groups=0, ties="lower")
-    return torch_route(logits_TE, free, bias_TE).weights_TK
-
-
 def replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     blocks = patched_blocks(model, caller)
     for block in blocks:
@@ -268,18 +249,27 @@ def _match(blocks: list[FoundBlock], trace: RoutingTrace, compare: bool) -> list
             f"replay_routing: the trace has {L} layers {trace.paths or '(paths unknown)'}, the "
             f"model has {len(paths)}: {paths}; accepted: a trace of this model"
         )
+    ids_LTK = trace.ids_TLK.transpose(0, 1).long().contiguous()
+    given_LT = (ids_LTK >= 0).all(-1)
+    order_LTK = ids_LTK.sort(-1).values
+    twice_LT = (order_LTK[..., 1:] == order_LTK[..., :-1]).any(-1) & given_LT
+    # Check all layers together: on a GPU each of these values is waited for.
+    facts = torch.stack([twice_LT.sum(1), given_LT.all(1).long(), _largest(ids_LTK)]).tolist()
     layers = []
-    for index, (path, ids_TK) in enumerate(zip(paths, trace.ids_TLK.long().unbind(1), strict=True)):
-        weights_TK = None if trace.weights_TLK is None else trace.weights_TLK[:, index]
-        given_T = (ids_TK >= 0).all(-1)
-        order_TK = ids_TK.sort(-1).values
-        twice_T = (order_TK[:, 1:] == order_TK[:, :-1]).any(-1) & given_T
-        if twice_T.any():
+    for index, (path, twice, whole, highest) in enumerate(zip(paths, *facts, strict=True)):
+        if twice:
             raise UnsupportedOptionError(
-                f"replay_routing: {path}: {int(twice_T.sum())} tokens name an expert twice; "
-                "accepted: K different experts per token, or a negative id to leave a token free"
+                f"replay_routing: {path}: {twice} tokens name an expert twice; accepted: K "
+                "different experts per token, or a negative id to leave a token free"
             )
-        highest = int(ids_TK.max()) if ids_TK.numel() else -1
-        given = None if bool(given_T.all()) else given_T
-        layers.append(LayerReplay(ids_TK, weights_TK, given, highest, trace.experts, compare))
+        weights_TK = None if trace.weights_TLK is None else trace.weights_TLK[:, index]
+        given_T = None if whole else given_LT[index]
+        ids_TK = ids_LTK[index]
+        layers.append(LayerReplay(ids_TK, weights_TK, given_T, highest, trace.experts, compare))
     return layers
+
+
+def _largest(ids_LTK: Tensor) -> Tensor:
+    if ids_LTK.numel() == 0:
+        return ids_LTK.new_full((ids_LTK.shape[0],), -1)
+    return ids_LTK.flatten(1).amax(1)
