@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record, record_routing
 from moe_patch.integrations.trainer import MoePatchCallback
@@ -24,6 +27,7 @@ from moe_patch.integrations.trl_engines import returning_experts
 from moe_patch.integrations.trl_replay import WRAPPED, replay_rollouts
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, attention, lora_config
+from tests.support.dist_helpers import run_ranks
 from tests.support.numerics import assert_bits
 from tests.support.signals_cases import listening
 from tests.support.trl_engine import Engine, K, StandInLLM, drawn, experts_of, returned
@@ -219,6 +223,48 @@ def test_a_colocated_engines_outputs_are_replayed(colocated, tmp_path) -> None:
 def test_without_vllm_no_engine_can_be_asked_for_its_routing() -> None:
     with pytest.raises(UnsupportedOptionError, match="TRL found no vLLM"), returning_experts():
         pass
+
+
+def shard_by_fsdp2(trainer: Any) -> None:
+    """Let the trainer prepare its model by accelerate's FSDP2 plugin; on a CPU it would use DDP."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+
+
+def rank_of(rank: int, kind: str, folder: str) -> tuple[list[bool], dict, dict, str]:
+    """Train on one of two ranks; return its forwards, logs and weights, and what wrapped them."""
+    torch.manual_seed(rank)
+    trainer = grpo(folder, seed=3 + rank, gradient_checkpointing=kind == "ddp")
+    if kind == "fsdp2":
+        shard_by_fsdp2(trainer)
+    replay_rollouts(trainer)
+    with record(trainer.model) as recorder:
+        seen = watch(trainer, recorder)
+        trainer.train()
+    names = ("moe/replay_disagreement", "moe/rollout_kl")
+    weights = trainer.model.state_dict()
+    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
+    wrapped = type(trainer.model_wrapped).__name__
+    return seen, {name: logged(trainer, name) for name in names}, full, wrapped
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen3MoeForCausalLM")]
+)
+def test_two_ranks_replay_their_own_rollouts(kind, wrapper, tmp_path) -> None:
+    """Each forward of a rank runs the experts of its own tokens; weights and logs are shared."""
+    first, second = run_ranks(rank_of, kind, str(tmp_path))
+    for seen, logs, _, wrapped in (first, second):
+        assert wrapped == wrapper
+        assert (seen.count(True), seen.count(False)) == (3 * 2, 2 * 2)
+        assert logs == first[1]
+        assert all(0.3 < value < 1 for value in logs["moe/replay_disagreement"])
+    for name, weight in first[2].items():
+        assert_bits(weight, second[2][name], name)
 
 
 def trained(trainer: Any, replay: bool) -> dict[str, Tensor]:
