@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Compare a trainer with its rollout engine, with and without a replay of the engine's routing.
 
-    python benchmarks/studies/replay_study.py --models olmoe --seeds 0 1 2     a CPU, two minutes
-    python benchmarks/studies/replay_study.py --draw docs/img/replay_study.svg   draws the rows
+    python benchmarks/studies/replay_study.py                 random weights, a CPU, one minute
+    python benchmarks/studies/replay_study.py --steps 150     after a short training, six minutes
+    python benchmarks/studies/replay_study.py --steps 60 --updates 14     policy gradient, ten
+    python benchmarks/studies/replay_report.py                table and picture of the rows
 
-The trainer is a tiny model in fp32, patched, after a short training on sequences of a random
-grammar. The engine has the same weights (rounded to bf16 on both sides) in bf16, its routers
-included, under transformers' own experts. Nothing is perturbed. The engine samples completions
+The trainer is a tiny model in fp32, patched, with random weights or after a short training on
+sequences of a random grammar. The engine has the same weights in bf16, its routers included, under
+transformers' own experts; bf16 can hold them exactly. Nothing is perturbed. The engine samples
 token by token with a cache. KL(trainer || rollout) is over the vocabulary, in nats, per completion
 token. Each model and seed gives one row in benchmarks/studies/results/replay_study.jsonl.
 """
@@ -89,7 +91,7 @@ def trained(name: str, seed: int, steps: int) -> tuple[Any, Tensor]:
 
 @dataclass(frozen=True)
 class Rollout:
-    """What an engine returns for a batch.
+    """A batch as an engine returns it.
 
     Attributes:
         ids_BS: prompts and completions.
@@ -103,12 +105,7 @@ class Rollout:
 
 
 class Engine:
-    """The trainer's weights in bf16, under transformers' own experts.
-
-    Args:
-        trainer: the patched model.
-        implementation: of the experts, by transformers' name.
-    """
+    """The trainer's weights in bf16, under transformers' own experts."""
 
     def __init__(self, trainer: Any, implementation: str = "batched_mm") -> None:
         config = copy.deepcopy(trainer.config)
@@ -275,39 +272,6 @@ def rows_of(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row | {"replay": replay, "learn": learn(name, seed, replay, options)}
 
 
-KINDS = {
-    "no replay": "0.5", "engine": "C0", "another sample": "C1", "shuffled": "C3",
-}  # fmt: skip
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw KL by trace for each model, and reward and KL over training."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    for column, name in enumerate(CONFIGS):
-        mine = [row for row in rows if row["model"] == name]
-        axes = figure.add_subplot(2, 3, 1 + 3 * column)
-        for place, (kind, color) in enumerate(KINDS.items()):
-            for row in mine:
-                if "kl" in row:
-                    axes.plot(row["kl"][kind], place, "o" if row["steps"] else "x", color=color)
-        axes.set_xscale("log")
-        axes.set_yticks(range(len(KINDS)), list(KINDS))
-        axes.invert_yaxis()
-        axes.set(title=name, xlabel="KL(trainer || rollout), nats per token")
-        axes.grid(alpha=0.3)
-        for at, key in enumerate(("kl", "reward")):
-            axes = figure.add_subplot(2, 3, 2 + 3 * column + at)
-            for row in mine:
-                if "learn" in row:
-                    axes.plot(row["learn"][key], color="C0" if row["replay"] else "0.5")
-            axes.set(title=f"{name}: {key}", xlabel="update (blue: with replay)")
-            axes.set_yscale("log" if key == "kl" else "linear")
-            axes.grid(alpha=0.3)
-    figure.savefig(path, metadata={"Date": None})
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line described at the top of this file."""
     parser = argparse.ArgumentParser(
@@ -319,12 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--updates", type=int, default=0, help="train by policy gradient instead")
     parser.add_argument("--commit", help="full SHA, where there is no git")
     parser.add_argument("--rows", type=Path, default=RESULTS)
-    parser.add_argument("--draw", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
-    if options.draw is not None:
-        lines = options.rows.read_text(encoding="utf-8").splitlines()
-        draw([json.loads(line) for line in lines], options.draw)
-        return
     torch.set_num_threads(1)
     for row in rows_of(options):
         line = json.dumps(row)

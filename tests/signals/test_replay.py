@@ -162,6 +162,23 @@ def test_a_replay_that_ends_before_its_recomputes_is_refused(reentrant) -> None:
         assert_bits(mine, theirs)
 
 
+def test_two_replays_at_once_are_refused() -> None:
+    """And the first one goes on."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    trace = other_experts(traced(model, batch))
+    with replay_routing(model, trace), record(model) as recorder:
+        with (
+            pytest.raises(UnsupportedOptionError, match=r"mlp\.gate: a replay is already active"),
+            replay_routing(model, trace),
+        ):
+            pass
+        step(model, batch)
+    for index, layer in enumerate(recorder.layers.values()):
+        assert torch.equal(layer.ids, trace.ids_TLK[:, index])
+    assert not listening(model)
+
+
 def test_other_threads_are_refused() -> None:
     """Before they route anything; the thread of the replay goes on."""
     model = patched()
