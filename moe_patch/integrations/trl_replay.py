@@ -5,8 +5,7 @@
     trainer.train()
 
 ``rollout`` returns one more field, ``routed_experts``: the engine's routing of each completion. No
-``rollout_func`` is needed with ``use_vllm=True, vllm_mode="server"``: the routing is in the answers
-of ``vllm serve --enable-return-routed-experts``, from which TRL's client drops it.
+``rollout_func`` is needed with ``use_vllm=True`` (see integrations/trl_engines.py).
 
 Design. TRL gives extra fields of a rollout to reward functions only, so ``_generate`` is wrapped to
 keep this one. ``_generate_and_score_completions`` then adds the ids to its batch as a tensor
@@ -19,7 +18,6 @@ wrappers are attributes of the one trainer, and :meth:`RolloutReplay.undo` remov
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -28,11 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.integrations.trl_engines import FIELD, MODES, EngineRouting, Wrapper
 from moe_patch.signals.engines import EngineLayers, EngineRows, engine_trace
 from moe_patch.signals.replay import Replay, replay_routing
 from moe_patch.signals.trace import RoutingTrace
 
-FIELD = "routed_experts"
 PASS = "_get_per_token_logps_and_entropies"
 WRAPPED = ("_generate", "_generate_and_score_completions", PASS, "_compute_loss", "training_step")
 
@@ -44,7 +42,7 @@ def replay_rollouts(trainer: Any) -> RolloutReplay:
         trainer: trl.GRPOTrainer of a patched model; its reference model, if any, is patched too.
             Its ``rollout_func`` returns ``routed_experts``, one entry per completion: an array,
             tensor or text as vLLM returns it, or an :class:`EngineRows`. Without a
-            ``rollout_func``, it generates on a vLLM server, from text and without tools.
+            ``rollout_func``, it generates with vLLM, from text and without tools.
 
     Returns:
         A handle to undo it. The trainer logs three more measures:
@@ -63,10 +61,9 @@ def replay_rollouts(trainer: Any) -> RolloutReplay:
     if why := _why_not(trainer):
         raise UnsupportedOptionError(
             f"replay_rollouts: {type(trainer).__name__} {why}; accepted: trl.GRPOTrainer (1.16) "
-            "with a rollout_func that returns routed_experts, or with use_vllm=True, "
-            "vllm_mode='server' and no tools"
+            "with a rollout_func that returns routed_experts, or with use_vllm=True and no tools"
         )
-    if any(isinstance(vars(trainer).get(name), _Wrapper) for name in WRAPPED):
+    if any(isinstance(vars(trainer).get(name), Wrapper) for name in WRAPPED):
         raise PatchStateError("replay_rollouts: the trainer already replays; call undo() first")
     layers = EngineLayers.of(trainer.model)
     if trainer.ref_model is not None:
@@ -80,13 +77,9 @@ def _why_not(trainer: Any) -> str:
         return f"has no {', '.join(missing)}"
     if trainer.rollout_func is not None:
         return ""
-    if not trainer.use_vllm or trainer.vllm_mode != "server":
-        return "has rollout_func=None and generates on no vLLM server"
+    if not trainer.use_vllm or trainer.vllm_mode not in MODES:
+        return "has rollout_func=None and generates without vLLM"
     return "has tools and rollout_func=None" if trainer.tools else ""
-
-
-class _Wrapper(functools.partial):
-    """A wrapper on the instance, told apart from attributes that others set."""
 
 
 class RolloutReplay:
@@ -95,7 +88,7 @@ class RolloutReplay:
     Attributes:
         trainer: the trainer.
         layers: the policy's MoE layers.
-        returned: what a vLLM server returned for the newest completions.
+        engine: the vLLM engine's routing, or None with a ``rollout_func``.
         rows: the engine's rows between a rollout and the end of its scoring, else None.
         spans: prompt and completion length of each of these sequences.
         ids_BSLK: the ids of the batch whose log-probabilities are computed, or None.
@@ -104,7 +97,6 @@ class RolloutReplay:
 
     def __init__(self, trainer: Any, layers: EngineLayers) -> None:
         self.trainer, self.layers = trainer, layers
-        self.returned: list[Any] | None = None
         self.rows: list[EngineRows] | None = None
         self.spans: list[tuple[int, int]] = []
         self.ids_BSLK: Tensor | None = None
@@ -114,60 +106,25 @@ class RolloutReplay:
         own: list[Callable[..., Any]] = [self._generate, self._score, self._pass]
         own += [self._loss, self._step]
         for name, wrapper in zip(WRAPPED, own, strict=True):
-            setattr(trainer, name, _Wrapper(wrapper, getattr(trainer, name)))
-        self.engine: Any = None
-        if trainer.rollout_func is None:
-            self.engine = trainer.vllm_generation
-            self.engine.generate = _Wrapper(self._from_server, self.engine.generate)
+            setattr(trainer, name, Wrapper(wrapper, getattr(trainer, name)))
+        self.engine = EngineRouting(trainer) if trainer.rollout_func is None else None
 
     def undo(self) -> None:
         """Remove the wrappers; the trainer's attributes are those from before."""
         self._close()
         if self.engine is not None:
-            del self.engine.generate
+            self.engine.undo()
         for name in WRAPPED:
             if name in self.before:
                 setattr(self.trainer, name, self.before[name])
             else:
                 delattr(self.trainer, name)
 
-    def _from_server(self, generate: Callable[..., Any], *, prompts: list, **options: Any) -> Any:
-        """Keep the routing in the answers that TRL's client reads on the first rank."""
-        from accelerate.utils import broadcast_object_list
-
-        if options["images"] is not None:
-            raise UnsupportedOptionError(
-                "replay_rollouts: the prompts have images; accepted: text, or a rollout_func"
-            )
-        kept: list[Any] = []
-        main = self.trainer.accelerator.is_main_process
-        client = self.engine.vllm_client if main else None
-        if client is not None:
-            post = client._post
-
-            def keep(url: str, **sent: Any) -> Any:
-                answer = post(url, **sent)
-                kept.extend(choice.get(FIELD) for choice in answer.get("choices", ()))
-                return answer
-
-            client._post = keep
-        try:
-            made = generate(prompts=prompts, **options)
-        finally:
-            if client is not None:
-                del client._post
-        everyone = [kept]
-        broadcast_object_list(everyone, from_process=0)
-        start = self.trainer.accelerator.process_index * len(prompts)
-        self.returned = everyone[0][start : start + len(prompts)]
-        return made
-
     def _generate(self, generate: Callable[..., Any], prompts: list) -> Any:
         """Keep the rollout's routing, which would otherwise reach reward functions only."""
         made = generate(prompts)
         prompt_ids, completion_ids, extra = made[0], made[1], made[5]
-        returned = extra.pop(FIELD, self.returned)
-        self.returned = None
+        returned = extra.pop(FIELD, self.engine and self.engine.take())
         if returned is None or len(returned) != len(completion_ids):
             found = "none" if returned is None else f"{len(returned)} entries"
             raise UnsupportedOptionError(

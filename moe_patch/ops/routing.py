@@ -95,23 +95,44 @@ def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> R
         UnsupportedOptionError: the logits have another dtype or are not a matrix.
     """
     check_logits(logits_TE, "moe_patch.ops.routing.route", "logits_TE")
-    if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
-        scored_TE = logits_TE.float()
-    else:
-        scored_TE = logits_TE
+    scores_TE = _scores(logits_TE, spec)
     if spec.order == "topk_score":
-        values_TK, ids_TK = stable_topk(_biased(scored_TE, bias_E), spec.top_k, spec.ties)
-        if bias_E is not None:
-            values_TK = scored_TE.gather(1, ids_TK)
-        weights_TK = score(values_TK, spec.score)
+        choice_TE = _biased(scores_TE, bias_E)
     else:
-        scores_TE = score(scored_TE, spec.score)
-        choice_TE = (scores_TE if spec.bias_on == "scores" else scored_TE).detach()
-        choice_TE = _biased(choice_TE, bias_E)
+        choice_TE = scores_TE if spec.bias_on == "scores" else _wide(logits_TE, spec)
+        choice_TE = _biased(choice_TE.detach(), bias_E)
         if spec.groups > 1 and spec.top_groups < spec.groups:
             choice_TE = limit_groups(choice_TE, spec)
-        ids_TK = best_ids(choice_TE, spec.top_k, spec.ties)
-        weights_TK = scores_TE.gather(1, ids_TK)
+    ids_TK = best_ids(choice_TE, spec.top_k, spec.ties)
+    return Routing(ids_TK, _weights(scores_TE, spec, ids_TK), logits_TE)
+
+
+def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
+    """Return the weights [T, K] that :func:`route` gives these experts, instead of the best.
+
+    Args:
+        logits_TE, spec: as for :func:`route`.
+        ids_TK: int64, K different experts per row.
+    """
+    return _weights(_scores(logits_TE, spec), spec, ids_TK)
+
+
+def _wide(logits_TE: Tensor, spec: RouteSpec) -> Tensor:
+    if spec.fp32 and logits_TE.dtype in (torch.bfloat16, torch.float16):
+        return logits_TE.float()
+    return logits_TE
+
+
+def _scores(logits_TE: Tensor, spec: RouteSpec) -> Tensor:
+    """Return the values to choose by: scores, or for order "topk_score" the logits."""
+    wide_TE = _wide(logits_TE, spec)
+    return wide_TE if spec.order == "topk_score" else score(wide_TE, spec.score)
+
+
+def _weights(scores_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
+    weights_TK = scores_TE.gather(1, ids_TK)
+    if spec.order == "topk_score":
+        weights_TK = score(weights_TK, spec.score)
     if spec.renormalize:
         total_T1 = weights_TK.sum(dim=-1, keepdim=True)
         total_T1 = total_T1.clamp(min=spec.eps) if spec.clamp_eps else total_T1 + spec.eps
@@ -120,7 +141,7 @@ def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> R
         weights_TK = weights_TK * spec.scale
     if spec.weights_dtype is not None:
         weights_TK = weights_TK.to(spec.weights_dtype)
-    return Routing(ids_TK, weights_TK, logits_TE)
+    return weights_TK
 
 
 def _biased(choice: Tensor, bias_E: Tensor | None) -> Tensor:

@@ -13,20 +13,19 @@ Inference engines return tokens x layers x K, without prompt and padding. Use
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.ops.routing import RouteImpl
-from moe_patch.ops.routing import route as torch_route
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.runtime.module_patch import ModulePatch, patch_of
-from moe_patch.runtime.taps import Taps, inside_backward
+from moe_patch.runtime.taps import Taps
+from moe_patch.signals.layer_replay import EndedReplay, LayerReplay, ModelReplay, reentrant_at
 from moe_patch.signals.recorder import (
     Recorder,
     drop_idle,
@@ -35,10 +34,6 @@ from moe_patch.signals.recorder import (
     why_no_logits,
 )
 from moe_patch.signals.trace import RoutingTrace
-from moe_patch.types import RouteSpec, Routing
-
-# Step of the choice score, larger than any logits of a router.
-_STEP = 1e30
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,8 @@ def replay_routing(
 
     The weights follow the family's own formula at the prescribed experts, so the gate receives its
     gradient. If the trace has weights, their values replace the formula's, but not its gradient.
-    Recomputes under checkpointing use the same experts if backward also runs inside.
+    Under transformers' checkpointing, backward has to run inside as well: a later recompute raises
+    PatchStateError instead of using other experts.
 
     Args:
         model: a patched model.
@@ -129,13 +125,14 @@ def replay_routing(
         compare: also run each router's own choice, for :meth:`Replay.counts`.
 
     Raises:
-        PatchStateError: there is no patched MoE block.
+        PatchStateError: there is no patched MoE block, or (from the forward) another thread runs
+            the model.
         UnsupportedModelError: a block routes in a way that cannot be replayed.
         UnsupportedOptionError: the trace is of another model, or (from the forward) of another
-            number of tokens.
+            number of tokens; or a replay of the model is active.
     """
-    blocks = replayable(model, "replay_routing")
-    layers = _match(blocks, trace, compare)
+    blocks = _known_blocks(model)
+    layers = _match(model, blocks, trace, ModelReplay(compare))
     tapped: list[ModulePatch] = []
     try:
         for block, layer in zip(blocks, layers, strict=True):
@@ -143,7 +140,7 @@ def replay_routing(
                 patch = patch_of(router)
                 assert patch is not None
                 patch.taps = patch.taps or Taps(path)
-                if patch.taps.replay is not None:
+                if isinstance(patch.taps.replay, LayerReplay):
                     raise UnsupportedOptionError(
                         f"{path}: a replay is already active; leave that `with` first"
                     )
@@ -152,100 +149,37 @@ def replay_routing(
         yield Replay(tuple(layers))
     finally:
         for patch in tapped:
-            patch.taps.replay = None
+            forwards = patch.taps.replay.forwards
+            patch.taps.replay = EndedReplay(patch) if forwards > 0 else None
             drop_idle(patch)
 
 
-@dataclass
-class LayerReplay:
-    """One layer of a trace, in the form that a router uses.
-
-    Attributes:
-        ids_TK: int64, prescribed experts.
-        weights_TK: prescribed weights or None.
-        given_T: which tokens are prescribed; None if all are.
-        highest: the largest id.
-        experts: the trace's E, or 0.
-        compare: count how often the router's own choice differs.
-        counts_2: int64, prescribed choices and those that differ; None before the first.
-    """
-
-    ids_TK: Tensor
-    weights_TK: Tensor | None
-    given_T: Tensor | None
-    highest: int
-    experts: int
-    compare: bool = False
-    counts_2: Tensor | None = None
-
-    def impl(self, path: str, own: RouteImpl) -> RouteImpl:
-        """Return a routing implementation that takes the prescribed experts instead of the best."""
-
-        def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
-            self._check(path, logits_TE, spec)
-            self._move(logits_TE.device)
-            ids_TK = self.ids_TK
-            counting = self.compare and not inside_backward()
-            if self.given_T is not None or counting:
-                own_TK = own(logits_TE.detach(), spec, bias_E).ids_TK.long()
-                if counting:
-                    self._count(own_TK)
-                if self.given_T is not None:
-                    ids_TK = torch.where(self.given_T.unsqueeze(1), ids_TK, own_TK)
-            return Routing(ids_TK, weights_at(logits_TE, spec, ids_TK), logits_TE)
-
-        return route
-
-    def with_values(self, weights_TK: Tensor) -> Tensor:
-        """Return the trace's values with the gradient of the gate's own weights."""
-        if self.weights_TK is None:
-            return weights_TK
-        values_TK = self.weights_TK.to(weights_TK.dtype) + (weights_TK - weights_TK.detach())
-        if self.given_T is None:
-            return values_TK
-        return torch.where(self.given_T.unsqueeze(1), values_TK, weights_TK)
-
-    def _count(self, own_TK: Tensor) -> None:
-        other_TK = (self.ids_TK.unsqueeze(2) != own_TK.unsqueeze(1)).all(-1)
-        given_TK = torch.ones_like(other_TK)
-        if self.given_T is not None:
-            given_TK = self.given_T.unsqueeze(1).expand_as(other_TK)
-        counts_2 = torch.stack([given_TK.sum(), (other_TK & given_TK).sum()])
-        self.counts_2 = counts_2 if self.counts_2 is None else self.counts_2 + counts_2
-
-    def _check(self, path: str, logits_TE: Tensor, spec: RouteSpec) -> None:
-        T, E = logits_TE.shape
-        if (T, spec.top_k) != tuple(self.ids_TK.shape):
-            raise UnsupportedOptionError(
-                f"{path}: replay_routing: this forward routes (tokens, K) = {(T, spec.top_k)}, the "
-                f"trace has {tuple(self.ids_TK.shape)}; accepted: a forward of the trace's tokens"
-            )
-        if self.highest >= E or self.experts not in (0, E):
-            raise UnsupportedOptionError(
-                f"{path}: replay_routing: the router has {E} experts, the trace "
-                f"{self.experts or 'an unknown number'} and ids up to {self.highest}; accepted: a "
-                "trace of this model"
-            )
-
-    def _move(self, device: torch.device) -> None:
-        if self.ids_TK.device != device:
-            self.ids_TK = self.ids_TK.to(device)
-            self.weights_TK = None if self.weights_TK is None else self.weights_TK.to(device)
-            self.given_T = None if self.given_T is None else self.given_T.to(device)
+# A search of all modules would take 2% of a step of twelve layers. An entry ends with its model.
+_KNOWN: WeakKeyDictionary[nn.Module, list[tuple[FoundBlock, list[ModulePatch | None]]]] = (
+    WeakKeyDictionary()
+)
 
 
-def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor) -> Tensor:
-    """Return a family's routing weights at given experts, [T, K], differentiable in the logits.
+def _known_blocks(model: nn.Module) -> list[FoundBlock]:
+    """Return :func:`replayable` blocks, from the last search if all routers are in place."""
+    known = _KNOWN.get(model)
+    if known is not None and all(_in_place(model, *each) for each in known):
+        return [block for block, _ in known]
+    blocks = replayable(model, "replay_routing")
+    # An entry that held its own model would never end.
+    if all(block.block is not model for block in blocks):
+        _KNOWN[model] = [(block, [patch_of(r) for _, r in block.routers]) for block in blocks]
+    return blocks
 
-    Runs the routing definition itself, with a correction bias per row, which never enters the
-    weights. The bias makes the given experts the best, in the given order.
-    """
-    K = ids_TK.shape[1]
-    steps_K = _STEP * torch.arange(K, 0, -1, device=logits_TE.device, dtype=torch.float32)
-    bias_TE = torch.zeros(logits_TE.shape, device=logits_TE.device, dtype=torch.float32)
-    bias_TE = bias_TE.scatter(1, ids_TK, steps_K.expand(ids_TK.shape))
-    free = dataclasses.replace(spec, groups=0, top_groups=0, ties="lower")
-    return torch_route(logits_TE, free, bias_TE).weights_TK
+
+def _in_place(model: nn.Module, block: FoundBlock, patches: list[ModulePatch | None]) -> bool:
+    for (path, router), patch in zip(block.routers, patches, strict=True):
+        module: nn.Module | None = model
+        for name in path.split("."):
+            module = None if module is None else module._modules.get(name)
+        if module is not router or patch_of(router) is not patch:
+            return False
+    return True
 
 
 def replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
@@ -259,7 +193,9 @@ def replayable(model: nn.Module, caller: str) -> list[FoundBlock]:
     return blocks
 
 
-def _match(blocks: list[FoundBlock], trace: RoutingTrace, compare: bool) -> list[LayerReplay]:
+def _match(
+    model: nn.Module, blocks: list[FoundBlock], trace: RoutingTrace, whole: ModelReplay
+) -> list[LayerReplay]:
     """Split the trace by layer, and check it (values too) against the model once."""
     paths = tuple(block.path for block in blocks)
     L = trace.ids_TLK.shape[1]
@@ -268,18 +204,30 @@ def _match(blocks: list[FoundBlock], trace: RoutingTrace, compare: bool) -> list
             f"replay_routing: the trace has {L} layers {trace.paths or '(paths unknown)'}, the "
             f"model has {len(paths)}: {paths}; accepted: a trace of this model"
         )
+    ids_LTK = trace.ids_TLK.transpose(0, 1).long().contiguous()
+    given_LT = (ids_LTK >= 0).all(-1)
+    order_LTK = ids_LTK.sort(-1).values
+    twice_LT = (order_LTK[..., 1:] == order_LTK[..., :-1]).any(-1) & given_LT
+    # Check all layers together: on a GPU each of these values is waited for.
+    facts = torch.stack([twice_LT.sum(1), given_LT.all(1).long(), _largest(ids_LTK)]).tolist()
     layers = []
-    for index, (path, ids_TK) in enumerate(zip(paths, trace.ids_TLK.long().unbind(1), strict=True)):
-        weights_TK = None if trace.weights_TLK is None else trace.weights_TLK[:, index]
-        given_T = (ids_TK >= 0).all(-1)
-        order_TK = ids_TK.sort(-1).values
-        twice_T = (order_TK[:, 1:] == order_TK[:, :-1]).any(-1) & given_T
-        if twice_T.any():
+    for index, (path, twice, given, highest) in enumerate(zip(paths, *facts, strict=True)):
+        if twice:
             raise UnsupportedOptionError(
-                f"replay_routing: {path}: {int(twice_T.sum())} tokens name an expert twice; "
-                "accepted: K different experts per token, or a negative id to leave a token free"
+                f"replay_routing: {path}: {twice} tokens name an expert twice; accepted: K "
+                "different experts per token, or a negative id to leave a token free"
             )
-        highest = int(ids_TK.max()) if ids_TK.numel() else -1
-        given = None if bool(given_T.all()) else given_T
-        layers.append(LayerReplay(ids_TK, weights_TK, given, highest, trace.experts, compare))
+        weights_TK = None if trace.weights_TLK is None else trace.weights_TLK[:, index]
+        given_T = None if given else given_LT[index]
+        ids_TK = ids_LTK[index]
+        reentrant = reentrant_at(model, path)
+        layers.append(
+            LayerReplay(whole, ids_TK, weights_TK, given_T, highest, trace.experts, reentrant)
+        )
     return layers
+
+
+def _largest(ids_LTK: Tensor) -> Tensor:
+    if ids_LTK.numel() == 0:
+        return ids_LTK.new_full((ids_LTK.shape[0],), -1)
+    return ids_LTK.flatten(1).amax(1)

@@ -10,21 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_patch import PatchStateError, UnsupportedOptionError, patch_model, record, record_routing
 from moe_patch.integrations.trainer import MoePatchCallback
+from moe_patch.integrations.trl_engines import returning_experts
 from moe_patch.integrations.trl_replay import WRAPPED, replay_rollouts
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, attention, lora_config
+from tests.support.dist_helpers import run_ranks
 from tests.support.numerics import assert_bits
 from tests.support.signals_cases import listening
-from tests.support.trl_engine import Engine, K, experts_of
+from tests.support.trl_engine import Engine, K, StandInLLM, drawn, experts_of, returned
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
@@ -42,14 +48,13 @@ def word_numbers(completions: list[str], **_: Any) -> list[float]:
 def rollout(prompts: list, trainer: Any) -> dict[str, list]:
     """Random completions of 2 to 6 tokens, and the engine's uint8 array for each."""
     prompt_ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
-    lengths = torch.randint(2, 7, (len(prompts),)).tolist()
-    completions = [torch.randint(4, 80, (n,)).tolist() for n in lengths]
-    sequences = [torch.tensor(p + c) for p, c in zip(prompt_ids, completions, strict=True)]
+    completions = [drawn() for _ in prompts]
+    pairs = zip(prompt_ids, completions, strict=True)
     return {
         "prompt_ids": prompt_ids,
         "completion_ids": completions,
         "logprobs": [[-4.0] * len(c) for c in completions],
-        "routed_experts": [experts_of(s)[:-1].numpy().astype("uint8") for s in sequences],
+        "routed_experts": [returned(prompt + completion) for prompt, completion in pairs],
     }
 
 
@@ -85,6 +90,21 @@ def grpo(folder: Any, function: Any = rollout, lora: bool = False, **options: An
         callbacks=[MoePatchCallback()],
         rollout_func=function,
     )
+
+
+@pytest.fixture
+def colocated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of a trainer that generates with a stand-in for an engine in its own process."""
+    from trl.generation import vllm_generation
+
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "LLM", StandInLLM, raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", lambda _: None)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")  # TRL sets these for vLLM; the fixture removes them
+        monkeypatch.delenv(name)
+    return {"use_vllm": True, "vllm_mode": "colocate"}
 
 
 @pytest.fixture
@@ -173,6 +193,78 @@ def test_a_vllm_servers_answers_are_replayed(server, tmp_path, monkeypatch) -> N
     replay_rollouts(trainer)
     with pytest.raises(UnsupportedOptionError, match="the engine returned no routing"):
         trainer.train()
+
+
+def test_a_colocated_engines_outputs_are_replayed(colocated, tmp_path) -> None:
+    """An engine that returns its routing, and one built as TRL builds it."""
+    from trl.generation import vllm_generation
+
+    with returning_experts():
+        trainer = grpo(tmp_path, None, **colocated)
+    assert vllm_generation.LLM is StandInLLM
+    llm, generation = trainer.vllm_generation.llm, trainer.vllm_generation
+    before = dict(vars(llm)), dict(vars(generation))
+    handle = replay_rollouts(trainer)
+    with record(trainer.model) as recorder:
+        seen = watch(trainer, recorder)
+        trainer.train()
+    assert seen.count(True) == 3 * 2
+    assert seen.count(False) == 2 * 2
+    assert set(logged(trainer, "moe/replay_free_tokens")) == {1.0}
+    assert len(logged(trainer, "moe/rollout_kl")) == 2
+    handle.undo()
+    assert (vars(llm), vars(generation)) == before
+    trainer = grpo(tmp_path, None, **colocated)
+    replay_rollouts(trainer)
+    with pytest.raises(UnsupportedOptionError, match="the engine returned no routing"):
+        trainer.train()
+
+
+def test_without_vllm_no_engine_can_be_asked_for_its_routing() -> None:
+    with pytest.raises(UnsupportedOptionError, match="TRL found no vLLM"), returning_experts():
+        pass
+
+
+def shard_by_fsdp2(trainer: Any) -> None:
+    """Let the trainer prepare its model by accelerate's FSDP2 plugin; on a CPU it would use DDP."""
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3MoeDecoderLayer"], cpu_ram_efficient_loading=False,
+    )  # fmt: skip
+
+
+def rank_of(rank: int, kind: str, folder: str) -> tuple[list[bool], dict, dict, str]:
+    """Train on one of two ranks; return its forwards, logs and weights, and what wrapped them."""
+    torch.manual_seed(rank)
+    trainer = grpo(folder, seed=3 + rank, gradient_checkpointing=kind == "ddp")
+    if kind == "fsdp2":
+        shard_by_fsdp2(trainer)
+    replay_rollouts(trainer)
+    with record(trainer.model) as recorder:
+        seen = watch(trainer, recorder)
+        trainer.train()
+    names = ("moe/replay_disagreement", "moe/rollout_kl")
+    weights = trainer.model.state_dict()
+    full = {n: w.full_tensor() if isinstance(w, DTensor) else w for n, w in weights.items()}
+    wrapped = type(trainer.model_wrapped).__name__
+    return seen, {name: logged(trainer, name) for name in names}, full, wrapped
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrapper"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen3MoeForCausalLM")]
+)
+def test_two_ranks_replay_their_own_rollouts(kind, wrapper, tmp_path) -> None:
+    """Each forward of a rank runs the experts of its own tokens; weights and logs are shared."""
+    first, second = run_ranks(rank_of, kind, str(tmp_path))
+    for seen, logs, _, wrapped in (first, second):
+        assert wrapped == wrapper
+        assert (seen.count(True), seen.count(False)) == (3 * 2, 2 * 2)
+        assert logs == first[1]
+        assert all(0.3 < value < 1 for value in logs["moe/replay_disagreement"])
+    for name, weight in first[2].items():
+        assert_bits(weight, second[2][name], name)
 
 
 def trained(trainer: Any, replay: bool) -> dict[str, Tensor]:

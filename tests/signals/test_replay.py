@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from typing import Any
 
 import pytest
@@ -14,16 +15,19 @@ import torch
 from torch import Tensor
 
 from moe_patch import (
+    PatchStateError,
     UnsupportedOptionError,
     patch_model,
     record,
     replay_routing,
     supported_model_types,
+    unpatch_model,
 )
 from moe_patch.signals.trace import RoutingTrace
 from tests.support import tiny_models
 from tests.support.numerics import FP32, assert_bits, assert_close, rel_err
 from tests.support.replay_cases import other_experts, patched, step, traced
+from tests.support.signals_cases import listening
 
 # One of each routing function and of each peculiarity: bias on gate or block, groups, fp32 or not.
 FAMILIES = (
@@ -114,6 +118,86 @@ def test_the_routers_own_choice_is_counted_once_per_forward(reentrant) -> None:
         model(**batch)
     with pytest.raises(UnsupportedOptionError, match="nothing was compared"):
         replay.counts()
+
+
+def test_a_model_that_changed_is_searched_again() -> None:
+    """Another patch, adapters, fewer layers: the blocks of the last search no longer count."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    for change in (
+        lambda: patch_model(unpatch_model(model), self_check=False),
+        lambda: setattr(model.model.layers[1], "mlp", model.model.layers[0].mlp.gate),
+    ):
+        trace = other_experts(traced(model, batch))
+        with replay_routing(model, trace), record(model) as recorder, torch.no_grad():
+            model(**batch)
+        for index, layer in enumerate(recorder.layers.values()):
+            assert torch.equal(layer.ids, trace.ids_TLK[:, index])
+        change()
+    with (
+        pytest.raises(UnsupportedOptionError, match="the model has 1"),
+        replay_routing(model, trace),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["checkpoint", "reentrant"])
+def test_a_replay_that_ends_before_its_recomputes_is_refused(reentrant) -> None:
+    """And leaves nothing behind once a forward without it has run."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    trace = other_experts(traced(model, batch))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with replay_routing(model, trace):
+        loss = tiny_models.loss(model(**batch))
+    with pytest.raises(PatchStateError, match=r"mlp\.gate: .* after its replay ended"):
+        loss.backward()
+    expected = step(model, batch)
+    assert not listening(model)
+    with replay_routing(model, trace):
+        step(model, batch)
+    assert not listening(model)
+    for mine, theirs in zip(step(model, batch), expected, strict=True):
+        assert_bits(mine, theirs)
+
+
+def test_two_replays_at_once_are_refused() -> None:
+    """And the first one goes on."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    trace = other_experts(traced(model, batch))
+    with replay_routing(model, trace), record(model) as recorder:
+        with (
+            pytest.raises(UnsupportedOptionError, match=r"mlp\.gate: a replay is already active"),
+            replay_routing(model, trace),
+        ):
+            pass
+        step(model, batch)
+    for index, layer in enumerate(recorder.layers.values()):
+        assert torch.equal(layer.ids, trace.ids_TLK[:, index])
+    assert not listening(model)
+
+
+def test_other_threads_are_refused() -> None:
+    """Before they route anything; the thread of the replay goes on."""
+    model = patched()
+    batch = tiny_models.inputs(model)
+    trace = other_experts(traced(model, batch))
+    failures: list[Exception] = []
+
+    def forward() -> None:
+        try:
+            model(**batch)
+        except PatchStateError as error:
+            failures.append(error)
+
+    with replay_routing(model, trace):
+        thread = threading.Thread(target=forward, name="another")
+        thread.start()
+        thread.join()
+        step(model, batch)
+    assert "a forward of thread 'another'" in str(failures[0])
 
 
 def as_in_transformers(model: Any, trace: RoutingTrace, values: bool) -> list[Tensor]:
