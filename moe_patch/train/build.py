@@ -33,6 +33,7 @@ from moe_patch.tools.model_files import ADAPTER, refuse_other_kind
 from moe_patch.train import liger
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
+from moe_patch.train.linears import cast_adapters, quantize_linears
 from moe_patch.train.router_losses import RouterLossConfig
 from moe_patch.train.smk import SmkConfig
 
@@ -180,11 +181,12 @@ def build_base(
     seed: int,
     storage: str | None = None,
     device: torch.device | str = "cpu",
+    linear: str | None = None,
 ) -> Any:
     """Make the model without adapters, in training mode; equal arguments give equal weights.
 
     It is on the CPU. With ``storage`` ("nf4", "fp8", "mxfp4") it is on ``device`` instead, and its
-    experts are packed while they are read.
+    experts are packed while they are read. With ``linear`` ("nf4") it is on ``device`` as well.
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
@@ -220,6 +222,8 @@ def build_base(
         raise UnsupportedOptionError(
             f"model: its vocabulary of {rows} is smaller than the tokenizer's of {len(tokenizer)}"
         )
+    if linear is not None:
+        quantize_linears(base.to(device))
     return base.train()
 
 
@@ -240,8 +244,14 @@ def _dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
+def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str = "float32") -> Any:
     """Return ``base`` itself without ``lora``, else a PeftModel around it.
+
+    Args:
+        base: the model without adapters.
+        lora: arguments of ``peft.LoraConfig``.
+        seed: of the adapters' random values.
+        dtype: "float32" casts 16-bit factors to fp32 as PEFT does; "bfloat16" makes them bf16.
 
     Raises:
         UnsupportedOptionError: PEFT refuses the arguments, or a target does not exist.
@@ -253,9 +263,15 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
     modules = {name.rpartition(".")[2] for name in paths} - {""}
     parameters = {name.rpartition(".")[2] for name, _ in base.named_parameters()}
     try:
-        model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        model = get_peft_model(
+            base,
+            LoraConfig(**{"task_type": "CAUSAL_LM", **lora}),
+            autocast_adapter_dtype=dtype == "float32",
+        )
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
+    if dtype == "bfloat16":
+        cast_adapters(model, torch.bfloat16)
     # Use PEFT's final lists, where old names of experts' modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
     _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
