@@ -35,7 +35,8 @@ def read_sizes(model: Any, targets: dict[str, list[str]]) -> Sizes:
         )
     moes = {block.path: _moe(block, targets) for block in blocks}
     layers = dict(_layers(model, blocks))
-    config, fused = model.config.get_text_config(), type(model)._supports_sdpa
+    config = model.config.get_text_config()
+    fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
     return Sizes(
         weights=tuple(_weights(model, blocks, list(layers), targets)),
         layers=tuple(
@@ -142,7 +143,7 @@ def _layer(
 ) -> Layer:
     inside = [block for block in blocks if block.path.startswith(f"{path}.")]
     skipped = _owned(inside)
-    heads, attention = 0, 0
+    heads, attention, eager = 0, 0, 0
     partial = _is_partly_rotated(config)
     inputs: list[Input] = []
     mlps: list[int] = []
@@ -160,9 +161,11 @@ def _layer(
         if "Attention" in type(module).__name__ and linears.keys() & {*OUT}:
             attention += _attention(linears)
             heads += config.num_attention_heads
+            # gpt-oss's softmax stays in the model's dtype; all others make it in fp32 and cast it.
+            width = next(module.parameters()).itemsize
+            eager = 0 if fused else width if "sinks" in module._parameters else 4 + width
     moe = moes[inside[0].path] if inside else None
     merged = _merged(path, layer, targets)
-    eager = heads > 0 and not fused
     return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
 
 

@@ -109,10 +109,33 @@ def linear_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
 def attention_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
     """Return bytes a token kept by attention: q, k, v, the output and a log-sum-exp a head.
 
-    Eager attention keeps probabilities of T keys instead of the log-sum-exp: fp32 and cast.
+    Eager attention keeps probabilities of T keys instead of the log-sum-exp: fp32 and cast, or only
+    in the model's dtype (gpt-oss, whose sinks share the softmax; it keeps an index a row as well).
     """
-    each = recipe.tokens * (4 + itemsize) if layer.eager else 4
+    each = recipe.tokens * layer.eager + 8 if layer.eager else 4
     return layer.attention * itemsize + layer.heads * each
+
+
+def eager_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return the peak of eager attention beyond what it keeps; 0 with a fused kernel.
+
+    Backward holds the probabilities' gradient and the one behind the softmax at once, both of the
+    width that is kept. Forward holds no more.
+    """
+    wide = 4 if layer.eager > itemsize else layer.eager
+    return 2 * wide * layer.heads * recipe.tokens**2
+
+
+def layer_peak(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return the peak of one layer's backward beyond what it keeps.
+
+    Backward of the experts comes first and frees what they keep before that of attention begins.
+    """
+    attention = eager_bytes(layer, recipe, itemsize)
+    if layer.moe is None:
+        return attention
+    freed = experts_bytes(layer.moe, recipe, itemsize)
+    return max(block_bytes(layer.moe, recipe, itemsize), attention - freed)
 
 
 def mlp_bytes(layer: Layer, itemsize: int) -> int:

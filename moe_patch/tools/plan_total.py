@@ -56,7 +56,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     kept = last + (len(layers) * inputs if recipe.checkpointing else sum(each))
     again = max(each) if recipe.checkpointing else 0
     moes = [layer.moe for layer in layers if layer.moe]
-    block = max((parts.block_bytes(moe, recipe, b) for moe in moes), default=0)
+    block = max(parts.layer_peak(layer, recipe, b) for layer in layers)
     buffer = max((max(parts.decode_bytes(moe, recipe, b)) for moe in moes), default=0)
     logits = parts.logits_bytes(sizes, recipe)
     found = {

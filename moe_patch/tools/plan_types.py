@@ -60,7 +60,8 @@ class Layer(NamedTuple):
         norms: (values, rows) a token of every norm.
         attention: values a token of q, k, v and the output together, in all softmax attentions.
         heads: heads of them; each keeps a log-sum-exp in fp32.
-        eager: the attention keeps its T x T probabilities, because it has no fused kernel.
+        eager: bytes that attention without a fused kernel keeps of each of its T x T
+            probabilities a head; 0 with one.
         mlps: inner widths of gated MLPs outside the routed experts.
         inputs: of all Linear modules outside the routed experts.
         merged: values of the 2-D weights with adapters by parameter; PEFT merges them in each call.
@@ -70,7 +71,7 @@ class Layer(NamedTuple):
     norms: tuple[tuple[int, int], ...]
     attention: int
     heads: int
-    eager: bool
+    eager: int
     mlps: tuple[int, ...]
     inputs: tuple[Input, ...]
     merged: int
