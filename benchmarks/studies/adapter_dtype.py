@@ -1,9 +1,9 @@
 """Compare adapters in bf16 with adapters in fp32 over 300 steps: is a compensated update needed?
 
 A small bf16 Qwen3-MoE learns the first half of the standard library's docstrings with all weights.
-Adapters of the QLoRA recipe then learn the second half, experts in NF4 below them, in three ways:
-fp32; bf16; and bf16 with a second bf16 tensor that carries each update's rounding error to the next
-step (Kahan's summation). Learning rates are the recipe's and five times that, seeds three.
+Adapters on attention and experts then learn the second half in three ways: fp32; bf16; and bf16
+with a second bf16 tensor that carries each update's rounding error to the next step (Kahan's
+summation). Learning rates are the recipe's and five times that, seeds three.
 
     python benchmarks/studies/adapter_dtype.py --out rows.jsonl
     python benchmarks/studies/adapter_dtype.py --draw rows.jsonl --svg docs/img/adapter_dtype.svg
@@ -119,13 +119,13 @@ class Compensated:
 
 
 def adapted(base: Any, way: str, rate: float, seed: int) -> tuple[Any, Any]:
-    """Return a patched PeftModel over NF4 experts, and its optimizer."""
+    """Return a patched PeftModel over a copy of the base, and its optimizer."""
     import torch
 
-    from moe_patch import lora_targets, patch_model, quantize_experts
+    from moe_patch import lora_targets, patch_model
     from moe_patch.train.build import add_adapters
 
-    model = quantize_experts(copy.deepcopy(base), "nf4")
+    model = copy.deepcopy(base)
     lora = {"r": 8, "lora_alpha": 16, **lora_targets(model, router=False)}
     dtype = "float32" if way == "fp32" else "bfloat16"
     model = patch_model(add_adapters(model, lora, seed, dtype)).train()

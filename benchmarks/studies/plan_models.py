@@ -16,7 +16,7 @@ from moe_patch.formats.packed import PackedWeight, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import state
 from moe_patch.quant.surgery import Projection, expert_projections
-from moe_patch.train.linears import quantize_linears
+from moe_patch.train.frozen import quantize_embedding, quantize_linears
 
 # Sizes as published; keys that are left out have the defaults of the config class.
 MODELS: dict[str, dict[str, Any]] = {
@@ -71,7 +71,9 @@ def meta_model(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def fill(model: Any, storage: str, linear: str, device: torch.device) -> Any:
+def fill(
+    model: Any, storage: str, linear: str, device: torch.device, embedding: str = "bf16"
+) -> Any:
     """Give a meta model random weights on ``device``, in their storages, module by module.
 
     Args:
@@ -79,6 +81,7 @@ def fill(model: Any, storage: str, linear: str, device: torch.device) -> Any:
         storage: of the experts: "bf16", "nf4", "fp8" or "mxfp4".
         linear: of the frozen Linear modules: "bf16" or "nf4".
         device: the device that trains.
+        embedding: of the frozen input embedding: "bf16" or "nf4".
     """
     if storage != "bf16":
         for one in expert_projections(model):
@@ -98,6 +101,8 @@ def fill(model: Any, storage: str, linear: str, device: torch.device) -> Any:
                 module._buffers[name] = torch.zeros_like(value, device=device)
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    if embedding != "bf16":
+        quantize_embedding(model)
     return model if linear == "bf16" else quantize_linears(model)
 
 

@@ -6,6 +6,7 @@ Processes import their libraries ahead, but only one at a time touches the card.
 
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --drawn 0  three by seed
+    python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --recipes  of configs/
     python benchmarks/studies/plan_rows.py --device cpu --small                     a dry run
 """
 
@@ -22,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
@@ -47,10 +50,12 @@ class Setting:
     liger: bool = False
     full: bool = False
     linear: str = "bf16"
+    embedding: str = "bf16"
     adapters: str = "fp32"
     attention: str | None = None
     drawn: bool = False
     cap_gib: float | None = None
+    config: str | None = None
 
 
 SETTINGS = (
@@ -67,6 +72,32 @@ SETTINGS = (
     Setting("GLM-4.5-Air", 6, "fp8", 8192, 8, "adamw_8bit", linear="nf4", adapters="bf16"),
     Setting("GLM-4.5-Air", 4, "bf16", 2048, 16, "sgd", checkpointing=False),
 )
+
+
+# Files of configs/ at their true sizes, each under a hard cap of so many GiB.
+RECIPES = {
+    "qwen3_30b_24gb": 20.5,
+    "qwen3_30b_20gb": 17.5,
+    "gpt_oss_20b_16gb": 12.9,
+    "gpt_oss_120b_80gb": 73.5,
+    "glm4_air_80gb": 73.5,
+}
+
+
+def read_recipe(name: str, cap: float) -> Setting:
+    """Return a file of configs/ as a setting, with all layers of its model."""
+    from plan_models import MODELS
+
+    node = yaml.safe_load((HERE.parents[2] / "configs" / f"{name}.yaml").read_text("utf-8"))
+    model = Path(node["model"]["path"]).name
+    return Setting(
+        model, MODELS[model]["num_hidden_layers"], node["quantize_experts"],
+        node["data"]["block_size"], node["lora"]["r"], "adamw_8bit",
+        node["training"]["gradient_checkpointing"], node["liger"],
+        linear=node.get("quantize_linear", "bf16"),
+        embedding=node.get("quantize_embedding", "bf16"), adapters="bf16",
+        attention=node["model"].get("attn_implementation"), cap_gib=cap, config=name,
+    )  # fmt: skip
 
 
 def draw(count: int, seed: int) -> Iterator[Setting]:
@@ -90,10 +121,20 @@ def draw(count: int, seed: int) -> Iterator[Setting]:
         )
 
 
-def node_of(one: Setting, recipe: Any, targets: dict[str, list[str]], cpu: bool) -> dict[str, Any]:
-    """Return the training file of a setting."""
+def node_of(one: Setting, targets: dict[str, list[str]], cpu: bool) -> dict[str, Any]:
+    """Return the training file of a setting; the model it names is never made."""
     from moe_patch.cli.plan_recipe import OPTIM
 
+    if one.config is not None:
+        text = (HERE.parents[2] / "configs" / f"{one.config}.yaml").read_text("utf-8")
+        node = yaml.safe_load(text)
+        node["model"], node["tokenizer"] = {"model_type": "qwen3_moe", "dtype": "bfloat16"}, "train"
+        node["training"] |= {
+            "max_steps": STEPS, "warmup_steps": 0, "disable_tqdm": True, "use_cpu": cpu,
+            "learning_rate": float(node["training"]["learning_rate"]),
+            "dataloader_pin_memory": False,
+        }  # fmt: skip
+        return {key: value for key, value in node.items() if not key.startswith("tiny")}
     node: dict[str, Any] = {
         "model": {"model_type": "qwen3_moe", "dtype": "bfloat16"},
         "tokenizer": "train",
@@ -124,6 +165,9 @@ def prepare(one: Setting, small: bool) -> tuple[Any, Any, dict[str, list[str]]]:
     if one.attention is not None:
         model.set_attn_implementation(one.attention)
     targets = {} if one.full else lora_targets(model)
+    if one.config is not None:
+        lora = node_of(one, {}, False)["lora"]
+        targets = {key: lora[key] for key in ("target_modules", "target_parameters")}
     return model, read_sizes(model, targets), targets
 
 
@@ -134,7 +178,7 @@ def recipe_of(one: Setting, hopper: bool) -> Any:
     return Recipe(
         one.tokens, one.rank, one.storage, one.linear, one.optimizer, one.checkpointing,
         liger=one.liger, full=one.full, adapter_bytes=4 if one.adapters == "fp32" else 2,
-        hopper=hopper,
+        hopper=hopper, embedding=one.embedding,
     )  # fmt: skip
 
 
@@ -157,14 +201,14 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
     marks = [("start", time.perf_counter())]
     recipe = recipe_of(one, cuda and torch.cuda.get_device_capability() == (9, 0))
     plan = make_plan(sizes, recipe)
-    config = make_config(node_of(one, recipe, targets, not cuda))
+    config = make_config(node_of(one, targets, not cuda))
     if one.liger:
         check_liger(device, config.training)
     args = build.training_arguments(config, Path("outputs/plan_rows"))
     if one.cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(one.cap_gib * GIB / total)
-    model = fill(model, one.storage, one.linear, device).train()
+    model = fill(model, one.storage, one.linear, device, one.embedding).train()
     marks.append(("fill", time.perf_counter()))
     with torch.device(device):  # else PEFT draws the adapters on the CPU
         model = build.add_adapters(model, config.lora, 0, config.adapter_dtype)
@@ -178,12 +222,13 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
         torch.cuda.reset_peak_memory_stats()
     trained = train_once(model, args, blocks, name="row")
     marks.append(("train", time.perf_counter()))
-    words = said(recipe) + f", Linear modules in {one.linear}, adapters in {one.adapters}"
+    words = said(recipe)
     words += f", {one.attention} attention" if one.attention else ""
     words += f", under a cap of {one.cap_gib} GiB" if one.cap_gib else ""
     found = {
         "recipe": words,
         "plan_gib": plan.allocated / GIB,
+        "plan_reserved": plan.reserved / GIB,
         "allocated_gib": torch.cuda.max_memory_allocated() / GIB if cuda else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if cuda else None,
         "tokens_per_s": trained.steps * one.tokens / trained.steady,
@@ -291,7 +336,9 @@ def run_one(
     process.kill()
     process.wait()
     reserved_now = measured.pop("reserved_now", 0)
-    extra = {name: measured.pop(name, None) for name in ("losses", "seconds", "largest")}
+    extra = {
+        name: measured.pop(name, None) for name in ("losses", "seconds", "largest", "plan_reserved")
+    }
     row = {
         "model": one.model, "layers": one.layers, "storage": one.storage, "tokens": one.tokens,
         "rank": None if one.full else one.rank, "optimizer": one.optimizer,
@@ -312,7 +359,7 @@ def said_of(row: dict[str, Any], extra: dict[str, Any]) -> str:
     if row["allocated_gib"] is None:
         return f"{row} {extra}"
     off = row["plan_gib"] / row["allocated_gib"] - 1
-    reserved = row["plan_gib"] * 1.05 / row["reserved_gib"] - 1
+    reserved = extra["plan_reserved"] / row["reserved_gib"] - 1
     return (
         f"{row['model']} {row['layers']}L T={row['tokens']} {row['recipe']}: plan "
         f"{row['plan_gib']:.2f}, allocated {row['allocated_gib']:.2f} ({off:+.1%}), reserved "
@@ -360,7 +407,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small widths, two layers, 64 tokens")
     parser.add_argument("--drawn", type=int, metavar="N", help="the N-th three drawn by the seed")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of settings")
+    parser.add_argument("--recipes", action="store_true", help="the files of configs/, capped")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the twelve, after --recipes")
     parser.add_argument("--limit", type=float, help="seconds after which no setting is started")
     parser.add_argument("--warm", action="store_true", help="compile all kernels at once first")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -368,10 +416,13 @@ def main() -> None:
     if options.child is not None:
         return child(options)
     settings = list(SETTINGS)
+    if options.recipes:
+        settings = [read_recipe(name, cap) for name, cap in RECIPES.items()]
     if options.drawn is not None:
         settings = list(draw(3, SEED + options.drawn))
     if options.only is not None:
-        settings = [settings[at] for at in options.only]
+        settings = settings if options.recipes else []
+        settings += [SETTINGS[at] for at in options.only]
     run_all(settings, options)
 
 

@@ -100,6 +100,8 @@ def _weights(
         for name in (layout_of(experts, block.spec).up_name, "down_proj")
     }
     modules = dict(model.named_modules())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    untied = head is None or head.weight is not embedding.weight
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
         module = modules[path]
@@ -108,7 +110,7 @@ def _weights(
         packed_linear = kind == "linear" and last == "weight" and layer >= 0
         by_module = last == "weight" and _ends(path, targets.get("target_modules", []))
         adapted = by_module or _ends(name, targets.get("target_parameters", []))
-        packable = packed_linear or name in projections
+        packable = packed_linear or name in projections or (untied and module is embedding)
         yield Weight(kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize)
 
 

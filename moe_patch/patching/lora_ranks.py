@@ -1,9 +1,9 @@
 """Ranks by projection for a number of trainable parameters: ``lora_targets(model, budget=N)``.
 
 Attention, shared experts and routers get rank R, and experts R / K, at least 1: a token passes K
-experts, so its path holds about the same rank everywhere. This is the rule of Schulman et al., "LoRA
-Without Regret" (Thinking Machines Lab, 2025), where each expert has the total rank over the number
-of active experts. No rank exceeds the smaller side of its weight. R is the largest that fits.
+experts, so its path holds about the same rank everywhere. Schulman et al., "LoRA Without Regret"
+(Thinking Machines Lab, 2025), give each expert the total rank over the number of active experts. No
+rank exceeds the smaller side of its weight. R is the largest that fits.
 """
 
 from __future__ import annotations

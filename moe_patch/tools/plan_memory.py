@@ -12,10 +12,10 @@ from moe_patch.formats.packed import decoded_at_once
 from moe_patch.quant.memory import packed_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
-# CUDA's context and the loaded kernels; no allocator of torch counts them.
-CONTEXT = 600 << 20
-# Share of the allocated peak that the caching allocator reserves beyond it.
-FRAGMENTATION = 0.05
+# CUDA's context and the loaded kernels on an H200 by NVML; no allocator of torch counts them.
+CONTEXT = 768 << 20
+# Share of the allocated peak that the caching allocator reserves beyond it, by measured rows.
+FRAGMENTATION = 0.06
 # Rows an expert up to which Hopper decodes in front of the product (kernels/packed/linear.py).
 FRONT_ROWS = {"nf4": 320, "fp8": 512, "mxfp4": 0}
 
@@ -24,13 +24,17 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     """Return the bytes of the weights by kind.
 
     Expert projections take quant.memory.packed_bytes in a packed storage, and a Linear in 4 bits
-    the same as one expert in NF4. All other weights take b a value.
+    the same as one expert in NF4. bitsandbytes' EmbeddingNF4 keeps an fp32 scale per 64 values and
+    16 levels. All other weights take b a value.
     """
     found = dict.fromkeys(KINDS, 0)
+    storages = {"experts": recipe.storage, "linear": recipe.linear, "embeddings": recipe.embedding}
     for one in sizes.weights:
-        storage = {"experts": recipe.storage, "linear": recipe.linear}.get(one.kind, "bf16")
+        storage = storages.get(one.kind, "bf16")
         if storage == "bf16" or not one.packable:
             found[one.kind] += one.numel * one.itemsize
+        elif one.kind == "embeddings":
+            found[one.kind] += one.numel // 2 + 4 * (one.numel // 64) + 4 * 16
         else:
             E, rows, columns = (1, *one.shape)[-3:]
             found[one.kind] += packed_bytes((E, rows, columns), storage)
@@ -124,6 +128,15 @@ def eager_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
     """
     wide = 4 if layer.eager > itemsize else layer.eager
     return 2 * wide * layer.heads * recipe.tokens**2
+
+
+def eager_whole(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return all T x T tensors of one eager attention at its peak.
+
+    They are too small for logits, which come after them, so the allocator keeps them beside those.
+    """
+    kept = layer.eager * layer.heads * recipe.tokens**2
+    return kept + eager_bytes(layer, recipe, itemsize)
 
 
 def layer_peak(layer: Layer, recipe: Recipe, itemsize: int) -> int:

@@ -13,7 +13,8 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 class Weight(NamedTuple):
     """One parameter: its kind (one of KINDS), shape, layer (-1: none), and if adapters target it.
 
-    ``packable`` means a 3-D expert projection, or the weight of a Linear for bitsandbytes.
+    ``packable`` means a 3-D expert projection, or the weight of a Linear or of an untied input
+    embedding for bitsandbytes.
     ``itemsize`` is its own: some routers stay in fp32.
     """
 
@@ -98,6 +99,7 @@ class Recipe:
         rank: of the adapters; ignored with ``full``.
         storage: of the experts; "bf16" is the model's dtype, whichever it is.
         linear: of frozen Linear modules: "bf16", or "nf4" by bitsandbytes.
+        embedding: of the frozen input embedding: "bf16", or "nf4" by bitsandbytes.
         optimizer: one of OPTIMIZERS.
         ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
@@ -118,7 +120,8 @@ class Recipe:
     accumulation: int = 1
     adapter_bytes: int = 4
     hopper: bool = False
+    embedding: str = "bf16"
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 and self.storage == "bf16" and self.linear == "bf16"
+        return self.ranks > 1 and {self.storage, self.linear, self.embedding} == {"bf16"}

@@ -33,7 +33,6 @@ from moe_patch.tools.model_files import ADAPTER, refuse_other_kind
 from moe_patch.train import liger
 from moe_patch.train.config import ModelConfig, TokenizerConfig, TrainConfig
 from moe_patch.train.data import train_tokenizer
-from moe_patch.train.linears import cast_adapters, quantize_linears
 from moe_patch.train.router_losses import RouterLossConfig
 from moe_patch.train.smk import SmkConfig
 
@@ -181,12 +180,11 @@ def build_base(
     seed: int,
     storage: str | None = None,
     device: torch.device | str = "cpu",
-    linear: str | None = None,
 ) -> Any:
     """Make the model without adapters, in training mode; equal arguments give equal weights.
 
     It is on the CPU. With ``storage`` ("nf4", "fp8", "mxfp4") it is on ``device`` instead, and its
-    experts are packed while they are read. With ``linear`` ("nf4") it is on ``device`` as well.
+    experts are packed while they are read.
 
     Raises:
         UnsupportedOptionError: it cannot be built or loaded, or its vocabulary is too small.
@@ -222,8 +220,6 @@ def build_base(
         raise UnsupportedOptionError(
             f"model: its vocabulary of {rows} is smaller than the tokenizer's of {len(tokenizer)}"
         )
-    if linear is not None:
-        quantize_linears(base.to(device))
     return base.train()
 
 
@@ -271,7 +267,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str =
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
     if dtype == "bfloat16":
-        cast_adapters(model, torch.bfloat16)
+        _cast_adapters(model, torch.bfloat16)
     # Use PEFT's final lists, where old names of experts' modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
     _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
@@ -281,6 +277,16 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str =
     for key in ("modules_to_save", "exclude_modules"):
         _check_targets(key, lora.get(key), paths, modules)
     return model
+
+
+def _cast_adapters(model: Any, dtype: torch.dtype) -> None:
+    """Cast the trained adapters of a PeftModel, one tensor at a time.
+
+    PEFT makes fp32 factors on a base layer whose weight has no floating dtype.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _check_targets(key: str, targets: Any, found: list[str], names: set[str]) -> None:

@@ -7,7 +7,7 @@
     training: arguments of transformers.TrainingArguments
     adapter_dtype: float32 | bfloat16, of the adapters' weights            default: float32
     quantize_experts: nf4 | fp8 | mxfp4, frozen experts under adapters     default: unchanged
-    quantize_linear: nf4, frozen Linear modules by bitsandbytes            default: unchanged
+    quantize_linear, quantize_embedding: nf4, frozen, by bitsandbytes      default: unchanged
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
@@ -102,6 +102,7 @@ class TrainConfig:
     adapter_dtype: str = "float32"
     quantize_experts: str | None = None
     quantize_linear: str | None = None
+    quantize_embedding: str | None = None
     training: dict[str, Any] = field(default_factory=dict)
     moe_patch: bool | dict[str, Any] = True
     router_losses: dict[str, Any] | None = None
@@ -230,15 +231,13 @@ def _check_adapters(node: Mapping[str, Any], model: ModelConfig, where: str) -> 
     check_choice(f"{where}: adapter_dtype", dtype, ADAPTER_DTYPES)
     if dtype == "bfloat16" and (node.get("lora") is None or model.dtype != "bfloat16"):
         raise UnsupportedOptionError(
-            f"{where}: adapter_dtype: bfloat16 needs `lora` and model.dtype: bfloat16, which is "
-            f"{model.dtype}"
+            f"{where}: adapter_dtype: bfloat16 needs `lora` and model.dtype: bfloat16"
         )
-    if (storage := node.get("quantize_linear")) is not None:
-        check_choice(f"{where}: quantize_linear", storage, ("nf4",))
-        if node.get("lora") is None:
-            raise UnsupportedOptionError(
-                f"{where}: quantize_linear freezes the Linear modules; it needs `lora`"
-            )
+    for key in ("quantize_linear", "quantize_embedding"):
+        if node.get(key) is not None:
+            check_choice(f"{where}: {key}", node[key], ("nf4",))
+            if node.get("lora") is None:
+                raise UnsupportedOptionError(f"{where}: {key} freezes weights; it needs `lora`")
 
 
 def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from moe_patch.train import build, checks, report
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
+from moe_patch.train.frozen import check_bitsandbytes, stored_base, stores_frozen
 from moe_patch.train.liger import check_liger, check_liger_knows
-from moe_patch.train.linears import check_bitsandbytes
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
@@ -128,8 +128,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     args = build.training_arguments(config, output.partial / "checkpoints")
     if config.liger:
         check_liger(args.device, config.training)
-    if config.quantize_linear is not None:
-        check_bitsandbytes("quantize_linear")
+    check_bitsandbytes(config)
     if args.process_index == 0:
         output.check(reads=args.resume_from_checkpoint)
     texts = read_texts(config.data)
@@ -147,7 +146,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
     """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
     config = inputs.config
-    base = _quantised_base(inputs)
+    base = stored_base(config, inputs.tokenizer, inputs.args.device)
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
@@ -155,19 +154,6 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
     # Move before patching: the backend and its self-check depend on the device.
     model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
     return model.to(inputs.args.device)
-
-
-def _quantised_base(inputs: _Inputs) -> Any:
-    """Return the model without adapters, its frozen weights stored as the file says."""
-    config = inputs.config
-    return build.build_base(
-        config.model,
-        inputs.tokenizer,
-        config.seed,
-        config.quantize_experts,
-        inputs.args.device,
-        config.quantize_linear,
-    )
 
 
 def _describe(model: Any) -> str:
@@ -269,13 +255,11 @@ def _reload(
 ) -> Check:
     gc.collect()
     config = inputs.config
-    if config.quantize_experts is not None or config.quantize_linear is not None:
-        adapted = PeftModel.from_pretrained(
-            _quantised_base(inputs),
-            folder / "adapter",
-            autocast_adapter_dtype=config.adapter_dtype == "float32",
-        ).to(inputs.args.device)
-        reloaded = patch_model(adapted, config.moe_patch)
+    if stores_frozen(config):
+        base = stored_base(config, inputs.tokenizer, inputs.args.device)
+        wide = config.adapter_dtype == "float32"
+        adapted = PeftModel.from_pretrained(base, folder / "adapter", autocast_adapter_dtype=wide)
+        reloaded = patch_model(adapted.to(inputs.args.device), config.moe_patch)
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
         )
