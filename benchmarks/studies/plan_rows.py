@@ -56,6 +56,9 @@ class Setting:
     drawn: bool = False
     cap_gib: float | None = None
     config: str | None = None
+    steps: int = STEPS
+    patched: bool = True
+    prepared: bool = False  # by peft.prepare_model_for_kbit_training
 
 
 SETTINGS = (
@@ -130,7 +133,7 @@ def node_of(one: Setting, targets: dict[str, list[str]], cpu: bool) -> dict[str,
         node = yaml.safe_load(text)
         node["model"], node["tokenizer"] = {"model_type": "qwen3_moe", "dtype": "bfloat16"}, "train"
         node["training"] |= {
-            "max_steps": STEPS, "warmup_steps": 0, "disable_tqdm": True, "use_cpu": cpu,
+            "max_steps": one.steps, "warmup_steps": 0, "disable_tqdm": True, "use_cpu": cpu,
             "learning_rate": float(node["training"]["learning_rate"]),
             "dataloader_pin_memory": False,
         }  # fmt: skip
@@ -140,7 +143,7 @@ def node_of(one: Setting, targets: dict[str, list[str]], cpu: bool) -> dict[str,
         "tokenizer": "train",
         "data": {"source": "python-stdlib-docstrings", "block_size": one.tokens},
         "training": {
-            "max_steps": STEPS, "per_device_train_batch_size": 1, "learning_rate": 1e-4,
+            "max_steps": one.steps, "per_device_train_batch_size": 1, "learning_rate": 1e-4,
             "bf16": True, "gradient_checkpointing": one.checkpointing,
             "optim": OPTIM[one.optimizer], "disable_tqdm": True, "use_cpu": cpu,
             "dataloader_pin_memory": False,
@@ -210,12 +213,17 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
         torch.cuda.set_per_process_memory_fraction(one.cap_gib * GIB / total)
     model = fill(model, one.storage, one.linear, device, one.embedding).train()
     marks.append(("fill", time.perf_counter()))
+    if one.prepared:
+        from peft import prepare_model_for_kbit_training
+
+        model = prepare_model_for_kbit_training(model)
     with torch.device(device):  # else PEFT draws the adapters on the CPU
         model = build.add_adapters(model, config.lora, 0, config.adapter_dtype)
-    patch_model(model)
+    if one.patched:
+        patch_model(model)
     marks.append(("patch", time.perf_counter()))
     vocabulary = sizes.vocab
-    blocks = TokenBlocks(torch.randint(0, vocabulary, (STEPS, one.tokens)))
+    blocks = TokenBlocks(torch.randint(0, vocabulary, (one.steps, one.tokens)))
     if cuda:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -378,8 +386,10 @@ def warm_up(settings: list[Setting], options: argparse.Namespace) -> None:
             print(f"warm {one}:", *[line.rstrip() for line in before[-12:]], sep="\n", flush=True)
 
 
-def run_all(settings: list[Setting], options: argparse.Namespace) -> None:
-    """Measure every setting in turn and append its row to the file."""
+def run_all(
+    settings: list[Setting], options: argparse.Namespace
+) -> Iterator[dict[str, Any] | None]:
+    """Measure every setting in turn, append its row to the file, and yield it, or None."""
     card = Card(options.device)
     begin = time.monotonic()
     if options.warm:
@@ -387,17 +397,19 @@ def run_all(settings: list[Setting], options: argparse.Namespace) -> None:
         print(f"warm after {time.monotonic() - begin:.0f} s", flush=True)
     waiting = [start(one, options) for one in settings[:AHEAD]]
     for at, one in enumerate(settings):
+        process, row = waiting.pop(0), None
         if options.limit and time.monotonic() - begin > options.limit:
             print(f"{one}: not run, {options.limit} s are over", flush=True)
-            waiting.pop(0).kill()
-            continue
-        row = run_one(one, waiting.pop(0), card, options)
+            process.kill()
+        else:
+            row = run_one(one, process, card, options)
         if at + AHEAD < len(settings):
             waiting.append(start(settings[at + AHEAD], options))
         if row is not None and options.out is not None:
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         print(f"{time.monotonic() - begin:.0f} s", flush=True)
+        yield row
 
 
 def main() -> None:
@@ -408,7 +420,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small widths, two layers, 64 tokens")
     parser.add_argument("--drawn", type=int, metavar="N", help="the N-th three drawn by the seed")
     parser.add_argument("--recipes", action="store_true", help="the files of configs/, capped")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of the twelve, after --recipes")
+    parser.add_argument(
+        "--only", type=int, nargs="*", help="numbers of the twelve, after --recipes"
+    )
     parser.add_argument("--limit", type=float, help="seconds after which no setting is started")
     parser.add_argument("--warm", action="store_true", help="compile all kernels at once first")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -423,7 +437,8 @@ def main() -> None:
     if options.only is not None:
         settings = settings if options.recipes else []
         settings += [SETTINGS[at] for at in options.only]
-    run_all(settings, options)
+    for _ in run_all(settings, options):
+        pass
 
 
 if __name__ == "__main__":
