@@ -19,7 +19,7 @@ from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.quant.stored import stored
-from moe_patch.tools.plan_memory import CONTEXT, FRAGMENTATION
+from moe_patch.tools.plan_memory import CONTEXT
 from moe_patch.tools.plan_total import Plan, first_fitting, make_plan, most_tokens
 from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
 
@@ -52,6 +52,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--rank", type=int, help="rank of the adapters; default: 16")
     parser.add_argument("--storage", choices=STORAGES, help="storage of the experts")
     parser.add_argument("--linear", choices=("bf16", "nf4"), help="storage of frozen Linear layers")
+    parser.add_argument("--embedding", choices=("bf16", "nf4"), help="storage of the embedding")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     parser.add_argument("--checkpointing", action=flag, help="gradient checkpointing; default: on")
     parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
@@ -138,10 +139,10 @@ def recipe_of(
     fixed = {name: getattr(args, name) for name in CHOICES if getattr(args, name) is not None}
     linear = _linear(args, config, fixed)
     if args.full:
-        if fixed.get("storage", "bf16") != "bf16" or linear != "bf16":
+        if {fixed.get("storage", "bf16"), linear, args.embedding or "bf16"} != {"bf16"}:
             raise UnsupportedOptionError(
                 "--full trains every weight, but packed weights are frozen; accepted: --storage "
-                "bf16 with --linear bf16, or adapters without --full"
+                "bf16 with --linear bf16 and --embedding bf16, or adapters without --full"
             )
         fixed["storage"] = "bf16"
         if args.offload:
@@ -154,7 +155,8 @@ def recipe_of(
         tokens=args.tokens, linear=linear, recompute=args.recompute, full=args.full,
         offload=args.offload,
         ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
-        adapter_bytes=4 if args.adapters == "fp32" else 2, **fixed,
+        adapter_bytes=4 if args.adapters == "fp32" else 2, embedding=args.embedding or "bf16",
+        **fixed,
     )  # fmt: skip
     return recipe, fixed
 
@@ -258,6 +260,7 @@ def _result(
         "parts": plan.parts,
         "moments": plan.moments,
         "allocated_bytes": plan.allocated,
+        "reserved_bytes": plan.reserved,
         "needed_bytes": plan.needed,
         "memory_bytes": memory,
         "most_tokens": most,
@@ -286,8 +289,9 @@ def _print(result: dict[str, Any], plan: Plan, recipe: Recipe, text: str | None)
         ("moment of a step", "allocated"), [(k, bytes_text(n)) for k, n in plan.moments.items()]
     )
     print(
-        f"\npeak {bytes_text(plan.allocated)}; each card needs {bytes_text(plan.needed)}, with "
-        f"{FRAGMENTATION:.0%} for fragmentation and {bytes_text(CONTEXT)} for CUDA's context"
+        f"\npeak {bytes_text(plan.allocated)}; each card needs {bytes_text(plan.needed)}: "
+        f"{bytes_text(plan.reserved)} for torch's allocator and {bytes_text(CONTEXT)} for CUDA's "
+        "context"
     )
     if result["memory_bytes"] is not None:
         print(f"fits {bytes_text(result['memory_bytes'])}; most tokens: {result['most_tokens']:,}")

@@ -25,6 +25,9 @@ def said(recipe: Recipe) -> str:
         "Liger" if recipe.liger else "no Liger",
     ]
     words += ["experts in host memory"] if recipe.offload else []
+    words += ["Linear in nf4"] * (recipe.linear != "bf16")
+    words += ["embedding in nf4"] * (recipe.embedding != "bf16")
+    words += ["bf16 adapters"] * (recipe.adapter_bytes == 2 and not recipe.full)
     return ", ".join(words)
 
 
@@ -34,13 +37,13 @@ def training_node(
     """Return the training file of a recipe as a mapping.
 
     Raises:
-        UnsupportedOptionError: a training file has no key for an option.
+        UnsupportedOptionError: bf16 adapters on a model of another dtype.
     """
-    if args.adapters == "bf16" or args.linear == "nf4":
-        option = "--adapters bf16" if args.adapters == "bf16" else "--linear nf4"
+    bf16_adapters = recipe.adapter_bytes == 2 and not recipe.full
+    if bf16_adapters and dtype != torch.bfloat16:
         raise UnsupportedOptionError(
-            f"{option}: a training file has no key for this option; leave it out with --memory or "
-            "--recipe"
+            f"--adapters bf16: a training file needs a bfloat16 model for them, found {dtype}; "
+            "accepted: --dtype bfloat16"
         )
     name = str(dtype).removeprefix("torch.")
     rate = 1e-5 if recipe.full else 2e-4
@@ -59,8 +62,10 @@ def training_node(
         "gradient_checkpointing": recipe.checkpointing,
         "optim": OPTIM[recipe.optimizer],
     }
-    if recipe.storage != "bf16":
-        node["quantize_experts"] = recipe.storage
+    if bf16_adapters:
+        node["adapter_dtype"] = "bfloat16"
+    storages = {"experts": recipe.storage, "linear": recipe.linear, "embedding": recipe.embedding}
+    node |= {f"quantize_{what}": s for what, s in storages.items() if s != "bf16"}
     options = {"recompute": recipe.recompute, "offload_experts": recipe.offload}
     node["moe_patch"] = {name: True for name, on in options.items() if on} or True
     node["liger"] = recipe.liger
@@ -72,7 +77,8 @@ def text_of(node: dict[str, Any], recipe: Recipe, model: str) -> str:
     """Return the file's text, with the packages that it needs in comments."""
     lines = [f"# moe-patch plan {model}: {recipe.tokens:,} tokens, {said(recipe)}."]
     needs = ["liger-kernel"] if recipe.liger else []
-    needs += ["bitsandbytes"] if recipe.optimizer == "adamw_8bit" else []
+    packed = recipe.optimizer == "adamw_8bit" or {recipe.linear, recipe.embedding} != {"bf16"}
+    needs += ["bitsandbytes"] if packed else []
     lines += [f"# Needs: pip install {' '.join(needs)}"] if needs else []
     lines += [f"# Start {recipe.ranks} processes with accelerate launch."] * (recipe.ranks > 1)
     return "\n".join(lines) + "\n" + yaml.safe_dump(node, sort_keys=False)

@@ -35,7 +35,8 @@ def read_sizes(model: Any, targets: dict[str, list[str]]) -> Sizes:
         )
     moes = {block.path: _moe(block, targets) for block in blocks}
     layers = dict(_layers(model, blocks))
-    config, fused = model.config.get_text_config(), type(model)._supports_sdpa
+    config = model.config.get_text_config()
+    fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
     return Sizes(
         weights=tuple(_weights(model, blocks, list(layers), targets)),
         layers=tuple(
@@ -99,6 +100,8 @@ def _weights(
         for name in (layout_of(experts, block.spec).up_name, "down_proj")
     }
     modules = dict(model.named_modules())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    untied = head is None or head.weight is not embedding.weight
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
         module = modules[path]
@@ -107,7 +110,7 @@ def _weights(
         packed_linear = kind == "linear" and last == "weight" and layer >= 0
         by_module = last == "weight" and _ends(path, targets.get("target_modules", []))
         adapted = by_module or _ends(name, targets.get("target_parameters", []))
-        packable = packed_linear or name in projections
+        packable = packed_linear or name in projections or (untied and module is embedding)
         yield Weight(kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize)
 
 
@@ -142,7 +145,7 @@ def _layer(
 ) -> Layer:
     inside = [block for block in blocks if block.path.startswith(f"{path}.")]
     skipped = _owned(inside)
-    heads, attention = 0, 0
+    heads, attention, eager = 0, 0, 0
     partial = _is_partly_rotated(config)
     inputs: list[Input] = []
     mlps: list[int] = []
@@ -160,9 +163,11 @@ def _layer(
         if "Attention" in type(module).__name__ and linears.keys() & {*OUT}:
             attention += _attention(linears)
             heads += config.num_attention_heads
+            # gpt-oss's softmax stays in the model's dtype; all others make it in fp32 and cast it.
+            width = next(module.parameters()).itemsize
+            eager = 0 if fused else width if "sinks" in module._parameters else 4 + width
     moe = moes[inside[0].path] if inside else None
     merged = _merged(path, layer, targets)
-    eager = heads > 0 and not fused
     return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
 
 

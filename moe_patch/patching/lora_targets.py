@@ -14,6 +14,7 @@ from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.patching.lora_ranks import rank_arguments
 from moe_patch.runtime.adapters import EXPERT_PARAMETERS
 from moe_patch.runtime.peft_release import rewritten_target
 
@@ -30,7 +31,8 @@ def lora_targets(
     router: bool = True,
     shared: bool = True,
     attention: bool = True,
-) -> dict[str, list[str]]:
+    budget: int | None = None,
+) -> dict[str, Any]:
     """Return arguments for ``peft.LoraConfig`` that adapt the chosen parts of an MoE model.
 
     Args:
@@ -39,14 +41,18 @@ def lora_targets(
         router: the router's weight.
         shared: the Linear modules of shared experts and of their gate.
         attention: the Linear modules of attention, but not those of sparse attention's indexer.
+        budget: the largest number of trainable parameters; None leaves the ranks to the caller.
 
     Returns:
         ``{"target_modules": [...], "target_parameters": [...]}``, name suffixes as PEFT matches
-        them: ``LoraConfig(r=16, **lora_targets(model))``.
+        them: ``LoraConfig(r=16, **lora_targets(model))``. With ``budget`` also ``r``,
+        ``lora_alpha``, ``rank_pattern`` and ``alpha_pattern``, the largest ranks that fit:
+        ``LoraConfig(**lora_targets(model, budget=10_000_000))``.
 
     Raises:
         UnsupportedModelError: the model has no MoE block, has none of the chosen parts, or already
             carries adapters.
+        UnsupportedOptionError: the budget is too small for rank 1; names the least.
     """
     _refuse_adapters(model)
     blocks = discover(model)
@@ -72,7 +78,8 @@ def lora_targets(
         raise UnsupportedModelError(
             f"{type(model).__name__}: none of the chosen parts can carry an adapter"
         )
-    return {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
+    targets = {"target_modules": sorted(modules), "target_parameters": sorted(parameters)}
+    return targets if budget is None else targets | rank_arguments(model, targets, blocks, budget)
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -14,10 +14,10 @@ from moe_patch.kernels.common.chunks import COLUMNS, auto_chunk, chunks
 from moe_patch.quant.memory import packed_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
-# CUDA's context and the loaded kernels; no allocator of torch counts them.
-CONTEXT = 600 << 20
-# Share of the allocated peak that the caching allocator reserves beyond it.
-FRAGMENTATION = 0.05
+# CUDA's context and the loaded kernels on an H200 by NVML; no allocator of torch counts them.
+CONTEXT = 768 << 20
+# Share of the allocated peak that the caching allocator reserves beyond it, by measured rows.
+FRAGMENTATION = 0.06
 # Rows an expert up to which Hopper decodes in front of the product (kernels/packed/linear.py).
 FRONT_ROWS = {"nf4": 320, "fp8": 512, "mxfp4": 0}
 
@@ -26,13 +26,17 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     """Return the bytes of the weights by kind.
 
     Expert projections take quant.memory.packed_bytes in a packed storage, and a Linear in 4 bits
-    the same as one expert in NF4. All other weights take b a value.
+    the same as one expert in NF4. bitsandbytes' EmbeddingNF4 keeps an fp32 scale per 64 values and
+    16 levels. All other weights take b a value.
     """
     found = dict.fromkeys(KINDS, 0)
+    storages = {"experts": recipe.storage, "linear": recipe.linear, "embeddings": recipe.embedding}
     for one in sizes.weights:
-        storage = {"experts": recipe.storage, "linear": recipe.linear}.get(one.kind, "bf16")
+        storage = storages.get(one.kind, "bf16")
         if storage == "bf16" or not one.packable:
             found[one.kind] += one.numel * one.itemsize
+        elif one.kind == "embeddings":
+            found[one.kind] += one.numel // 2 + 4 * (one.numel // 64) + 4 * 16
         else:
             E, rows, columns = (1, *one.shape)[-3:]
             found[one.kind] += packed_bytes((E, rows, columns), storage)
@@ -121,10 +125,42 @@ def linear_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
 def attention_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
     """Return bytes a token kept by attention: q, k, v, the output and a log-sum-exp a head.
 
-    Eager attention keeps probabilities of T keys instead of the log-sum-exp: fp32 and cast.
+    Eager attention keeps probabilities of T keys instead of the log-sum-exp: fp32 and cast, or only
+    in the model's dtype (gpt-oss, whose sinks share the softmax; it keeps an index a row as well).
     """
-    each = recipe.tokens * (4 + itemsize) if layer.eager else 4
+    each = recipe.tokens * layer.eager + 8 if layer.eager else 4
     return layer.attention * itemsize + layer.heads * each
+
+
+def eager_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return the peak of eager attention beyond what it keeps; 0 with a fused kernel.
+
+    Backward holds the probabilities' gradient and the one behind the softmax at once, both of the
+    width that is kept. Forward holds no more.
+    """
+    wide = 4 if layer.eager > itemsize else layer.eager
+    return 2 * wide * layer.heads * recipe.tokens**2
+
+
+def eager_whole(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return all T x T tensors of one eager attention at its peak.
+
+    They are too small for logits, which come after them, so the allocator keeps them beside those.
+    """
+    kept = layer.eager * layer.heads * recipe.tokens**2
+    return kept + eager_bytes(layer, recipe, itemsize)
+
+
+def layer_peak(layer: Layer, recipe: Recipe, itemsize: int) -> int:
+    """Return the peak of one layer's backward beyond what it keeps.
+
+    Backward of the experts comes first and frees what they keep before that of attention begins.
+    """
+    attention = eager_bytes(layer, recipe, itemsize)
+    if layer.moe is None:
+        return attention
+    freed = experts_bytes(layer.moe, recipe, itemsize)
+    return max(block_bytes(layer.moe, recipe, itemsize), attention - freed)
 
 
 def mlp_bytes(layer: Layer, itemsize: int) -> int:

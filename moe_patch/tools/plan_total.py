@@ -21,11 +21,13 @@ class Plan:
         weights: by kind.
         parts: everything else by name.
         moments: the sum that is allocated at each moment of a step.
+        cached: bytes that the allocator still holds in small pieces when it makes the logits.
     """
 
     weights: dict[str, int]
     parts: dict[str, int]
     moments: dict[str, int]
+    cached: int = 0
 
     @property
     def allocated(self) -> int:
@@ -33,9 +35,15 @@ class Plan:
         return max(self.moments.values())
 
     @property
+    def reserved(self) -> int:
+        """Return what the allocator takes from the card."""
+        peak = max(self.allocated, self.moments["loss"] + self.cached)
+        return int(peak * (1 + parts.FRAGMENTATION))
+
+    @property
     def needed(self) -> int:
         """Return the memory that a card needs: reserved by the allocator, and the context."""
-        return int(self.allocated * (1 + parts.FRAGMENTATION)) + parts.CONTEXT
+        return self.reserved + parts.CONTEXT
 
 
 def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
@@ -58,7 +66,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     kept = last + (len(layers) * inputs if recipe.checkpointing else sum(each))
     again = max(each) if recipe.checkpointing else 0
     moes = [layer.moe for layer in layers if layer.moe]
-    block = max((parts.block_bytes(moe, recipe, b) for moe in moes), default=0)
+    block = max(parts.layer_peak(layer, recipe, b) for layer in layers)
     buffer = max((max(parts.decode_bytes(moe, recipe, b)) for moe in moes), default=0)
     logits = parts.logits_bytes(sizes, recipe)
     found = {
@@ -84,7 +92,8 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
         "last backward": there + gradients + inputs + max(each) + block,
         "step": there + gradients,
     }
-    return Plan(weights, found, moments)
+    eager = max(parts.eager_whole(layer, recipe, b) for layer in layers)
+    return Plan(weights, found, moments, eager)
 
 
 def _shares(bytes_by_kind: dict[str, int], ranks: int) -> dict[str, int]:

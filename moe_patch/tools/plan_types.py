@@ -13,7 +13,8 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "sgd")
 class Weight(NamedTuple):
     """One parameter: its kind (one of KINDS), shape, layer (-1: none), and if adapters target it.
 
-    ``packable`` means a 3-D expert projection, or the weight of a Linear for bitsandbytes.
+    ``packable`` means a 3-D expert projection, or the weight of a Linear or of an untied input
+    embedding for bitsandbytes.
     ``itemsize`` is its own: some routers stay in fp32.
     """
 
@@ -60,7 +61,8 @@ class Layer(NamedTuple):
         norms: (values, rows) a token of every norm.
         attention: values a token of q, k, v and the output together, in all softmax attentions.
         heads: heads of them; each keeps a log-sum-exp in fp32.
-        eager: the attention keeps its T x T probabilities, because it has no fused kernel.
+        eager: bytes that attention without a fused kernel keeps of each of its T x T
+            probabilities a head; 0 with one.
         mlps: inner widths of gated MLPs outside the routed experts.
         inputs: of all Linear modules outside the routed experts.
         merged: values of the 2-D weights with adapters by parameter; PEFT merges them in each call.
@@ -70,7 +72,7 @@ class Layer(NamedTuple):
     norms: tuple[tuple[int, int], ...]
     attention: int
     heads: int
-    eager: bool
+    eager: int
     mlps: tuple[int, ...]
     inputs: tuple[Input, ...]
     merged: int
@@ -97,6 +99,7 @@ class Recipe:
         rank: of the adapters; ignored with ``full``.
         storage: of the experts; "bf16" is the model's dtype, whichever it is.
         linear: of frozen Linear modules: "bf16", or "nf4" by bitsandbytes.
+        embedding: of the frozen input embedding: "bf16", or "nf4" by bitsandbytes.
         optimizer: one of OPTIMIZERS.
         chunk: ``chunk_tokens`` of the patch.
         ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
@@ -121,7 +124,8 @@ class Recipe:
     adapter_bytes: int = 4
     hopper: bool = False
     offload: bool = False
+    embedding: str = "bf16"
 
     @property
     def sharded(self) -> bool:
-        return self.ranks > 1 and self.storage == "bf16" and self.linear == "bf16"
+        return self.ranks > 1 and {self.storage, self.linear, self.embedding} == {"bf16"}

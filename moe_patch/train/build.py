@@ -249,8 +249,14 @@ def _dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
+def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str = "float32") -> Any:
     """Return ``base`` itself without ``lora``, else a PeftModel around it.
+
+    Args:
+        base: the model without adapters.
+        lora: arguments of ``peft.LoraConfig``.
+        seed: of the adapters' random values.
+        dtype: "float32" casts 16-bit factors to fp32 as PEFT does; "bfloat16" makes them bf16.
 
     Raises:
         UnsupportedOptionError: PEFT refuses the arguments, or a target does not exist.
@@ -262,9 +268,15 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
     modules = {name.rpartition(".")[2] for name in paths} - {""}
     parameters = {name.rpartition(".")[2] for name, _ in base.named_parameters()}
     try:
-        model = get_peft_model(base, LoraConfig(**{"task_type": "CAUSAL_LM", **lora}))
+        model = get_peft_model(
+            base,
+            LoraConfig(**{"task_type": "CAUSAL_LM", **lora}),
+            autocast_adapter_dtype=dtype == "float32",
+        )
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
+    if dtype == "bfloat16":
+        _cast_adapters(model, torch.bfloat16)
     # Use PEFT's final lists, where old names of experts' modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
     _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
@@ -274,6 +286,16 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int) -> Any:
     for key in ("modules_to_save", "exclude_modules"):
         _check_targets(key, lora.get(key), paths, modules)
     return model
+
+
+def _cast_adapters(model: Any, dtype: torch.dtype) -> None:
+    """Cast the trained adapters of a PeftModel, one tensor at a time.
+
+    PEFT makes fp32 factors on a base layer whose weight has no floating dtype.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _check_targets(key: str, targets: Any, found: list[str], names: set[str]) -> None:

@@ -5,7 +5,9 @@
     data: python-stdlib-docstrings | FILE.txt | FILE.jsonl | DATASETS_ID | {source: ..., ...}
     lora: arguments of peft.LoraConfig                                     absent: full fine-tuning
     training: arguments of transformers.TrainingArguments
+    adapter_dtype: float32 | bfloat16, of the adapters' weights            default: float32
     quantize_experts: nf4 | fp8 | mxfp4, frozen experts under adapters     default: unchanged
+    quantize_linear, quantize_embedding: nf4, frozen, by bitsandbytes      default: unchanged
     moe_patch: true | false | options of moe_patch.PatchConfig             default: true
     router_losses: {load_balance: 0.01, z: 0.001}, added to the loss       default: none
     smk: {target: delta_sc, weight: 0.1}, options of train.smk.SmkConfig   default: none
@@ -37,6 +39,7 @@ from moe_patch.train.paths import expand_paths
 from moe_patch.train.text_file import read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
+ADAPTER_DTYPES = ("float32", "bfloat16")
 SIZE_KEYS = ("tiny", "tiny_values")
 MODEL_KEYS = ("path", "model_type", "dtype", "attn_implementation")
 
@@ -96,7 +99,10 @@ class TrainConfig:
     data: DataConfig
     output_dir: str
     lora: dict[str, Any] | None = None
+    adapter_dtype: str = "float32"
     quantize_experts: str | None = None
+    quantize_linear: str | None = None
+    quantize_embedding: str | None = None
     training: dict[str, Any] = field(default_factory=dict)
     moe_patch: bool | dict[str, Any] = True
     router_losses: dict[str, Any] | None = None
@@ -185,6 +191,7 @@ def make_config(node: Mapping[str, Any], where: str = "config") -> TrainConfig:
     if compare is not True and compare is not False and compare < 1:
         raise UnsupportedOptionError(f"{where}: compare_unpatched is {compare}; at least 1 step")
     _check_patched(shape, compare is not False, where)
+    _check_adapters(shape, model, where)
     training = dict(shape.pop("training", None) or {})
     return TrainConfig(model=model, tokenizer=tokenizer, data=data, training=training, **shape)
 
@@ -223,6 +230,21 @@ def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
                 f"{where}: quantize_experts freezes the experts, which only patched models run; "
                 "it needs `lora` and not `moe_patch: false`"
             )
+
+
+def _check_adapters(node: Mapping[str, Any], model: ModelConfig, where: str) -> None:
+    """Refuse keys about adapters or frozen weights where the file has neither."""
+    dtype = node.get("adapter_dtype", ADAPTER_DTYPES[0])
+    check_choice(f"{where}: adapter_dtype", dtype, ADAPTER_DTYPES)
+    if dtype == "bfloat16" and (node.get("lora") is None or model.dtype != "bfloat16"):
+        raise UnsupportedOptionError(
+            f"{where}: adapter_dtype: bfloat16 needs `lora` and model.dtype: bfloat16"
+        )
+    for key in ("quantize_linear", "quantize_embedding"):
+        if node.get(key) is not None:
+            check_choice(f"{where}: {key}", node[key], ("nf4",))
+            if node.get("lora") is None:
+                raise UnsupportedOptionError(f"{where}: {key} freezes weights; it needs `lora`")
 
 
 def _sized(node: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from moe_patch.patching.report import BlockReport, patch_report
 from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, report
+from moe_patch.train.build import home_of
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
+from moe_patch.train.frozen import check_bitsandbytes, stored_base, stores_frozen
 from moe_patch.train.liger import check_liger, check_liger_knows
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
@@ -127,6 +129,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     args = build.training_arguments(config, output.partial / "checkpoints")
     if config.liger:
         check_liger(args.device, config.training)
+    check_bitsandbytes(config)
     if args.process_index == 0:
         output.check(reads=args.resume_from_checkpoint)
     texts = read_texts(config.data)
@@ -144,15 +147,15 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
     """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
     config, device = inputs.config, inputs.args.device
-    home = device if plain else build.home_of(config, device)
-    storage = config.quantize_experts
-    base = build.build_base(config.model, inputs.tokenizer, config.seed, storage, home, device)
+    home = device if plain else home_of(config, device)
+    base = stored_base(config, inputs.tokenizer, device, home)
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Move before patching: the backend and its self-check depend on the device.
-    return build.add_adapters(base, config.lora, config.seed).to(home)
+    model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
+    return model.to(home)
 
 
 def _describe(model: Any) -> str:
@@ -191,7 +194,7 @@ def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
     """Return the whole trained model, unpatched, on the CPU: one device may be too small for it."""
     config = inputs.config
     base = build.build_base(config.model, inputs.tokenizer, config.seed)
-    model = build.add_adapters(base, config.lora, config.seed)
+    model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
     model.load_state_dict(state)
     return model
 
@@ -252,12 +255,13 @@ def _reload(
 ) -> Check:
     gc.collect()
     config = inputs.config
-    if config.quantize_experts is not None:
-        storage, own = config.quantize_experts, inputs.args.device
-        home = build.home_of(config, own)
-        base = build.build_base(config.model, inputs.tokenizer, config.seed, storage, home, own)
-        adapted = PeftModel.from_pretrained(base, folder / "adapter").to(home)
-        reloaded = patch_model(adapted, config.moe_patch).to(own)
+    if stores_frozen(config):
+        own = inputs.args.device
+        home = home_of(config, own)
+        base = stored_base(config, inputs.tokenizer, own, home)
+        wide = config.adapter_dtype == "float32"
+        adapted = PeftModel.from_pretrained(base, folder / "adapter", autocast_adapter_dtype=wide)
+        reloaded = patch_model(adapted.to(home), config.moe_patch).to(own)
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
         )

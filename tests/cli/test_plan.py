@@ -42,6 +42,9 @@ RECIPES = [
     ((), {"quantize_experts": None, "liger": False}),
     (("--storage", "nf4", "--rank", "4"), {"quantize_experts": "nf4"}),
     (("--full", "--optimizer", "adamw_8bit"), {"lora": None}),
+    (("--adapters", "bf16"), {"adapter_dtype": "bfloat16"}),
+    (("--linear", "nf4"), {"quantize_linear": "nf4", "quantize_embedding": None}),
+    (("--embedding", "nf4"), {"quantize_embedding": "nf4", "adapter_dtype": "float32"}),
     (("--liger", "--recompute", "--ranks", "2"), {"liger": True, "moe_patch": {"recompute": True}}),
 ]
 
@@ -100,8 +103,8 @@ MISTAKES = [
     (("--ranks", "-1"), "--ranks -1: accepted: 1 or more"),
     (("--full", "--storage", "nf4"), "--full trains every weight"),
     (("--storage", "mxfp4"), "--storage mxfp4: only for checkpoints that"),
-    (("--adapters", "bf16", "--memory", "1GB"), "--adapters bf16: a training file has no key"),
-    (("--linear", "nf4", "--memory", "1GB"), "--linear nf4: a training file has no key"),
+    (("--full", "--embedding", "nf4"), "--full trains every weight"),
+    (("--adapters", "bf16", "--dtype", "float32", "--memory", "1GB"), "accepted: --dtype bfl"),
 ]
 
 

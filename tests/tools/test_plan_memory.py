@@ -17,6 +17,7 @@ from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops import routing_op
 from moe_patch.tools import plan_memory as parts
 from moe_patch.tools.plan_types import KINDS, Moe, Recipe
+from moe_patch.train.frozen import quantize_embedding
 from moe_patch.types import RouteSpec
 from tests.support import tiny_models
 
@@ -83,6 +84,21 @@ def test_a_linear_in_4_bits_is_what_bitsandbytes_makes():
             tensors = (packed, state.absmax, state.code, state.offset, nested.absmax, nested.code)
             found += sum(t.nbytes for t in tensors)
     assert planned == found
+
+
+def test_an_embedding_in_4_bits_is_what_bitsandbytes_makes():
+    pytest.importorskip("bitsandbytes")
+    model = tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE, tie_word_embeddings=False)
+    sizes = sizes_of(model)
+    planned = parts.weight_bytes(sizes, Recipe(embedding="nf4"))["embeddings"]
+    quantize_embedding(model)
+    packed = model.get_input_embeddings().weight
+    state = packed.quant_state
+    found = sum(t.nbytes for t in (packed.data, state.absmax, state.code))
+    assert planned == found + model.get_output_embeddings().weight.nbytes
+    tied = sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, tie_word_embeddings=True))
+    plain, same = (parts.weight_bytes(tied, Recipe(embedding=e)) for e in ("bf16", "nf4"))
+    assert plain == same
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,6 +205,31 @@ def test_attention_and_norms_keep(family, mode, at):
         + parts.attention_bytes(part, recipe, 2)
     )
     assert found == T * token
+
+
+@pytest.mark.families("gpt_oss")
+def test_attention_with_sinks_keeps_its_probabilities_once():
+    model = tiny_models.build("gpt_oss", torch.bfloat16)
+    layer, planned = model.model.layers[0], sizes_of(model).layers[0]
+    x = torch.randn(1, T, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    positions = model.model.rotary_emb(x, torch.arange(T)[None])
+    mask = torch.zeros(1, 1, T, T, dtype=torch.bfloat16)
+
+    def attention():
+        layer.self_attn(x, position_embeddings=positions, attention_mask=mask)
+
+    model.requires_grad_(False)
+    found = kept_by(attention, [*model.parameters(), *positions])
+    heads, width = model.config.num_attention_heads, 2
+    probabilities = heads * T * (T + 1) * width  # the sink's column as well
+    recipe = Recipe(tokens=T)
+    assert planned.eager == width
+    # q, k and v are kept as well, the latter two once a head.
+    assert probabilities < found < 2 * T * parts.attention_bytes(planned, recipe, 2)
+    fused = parts.attention_bytes(planned._replace(eager=0), recipe, 2)
+    assert T * (parts.attention_bytes(planned, recipe, 2) - fused) == pytest.approx(
+        probabilities + 8 * heads * T, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("mode", ["fp32", "bf16", "full"])

@@ -27,7 +27,8 @@ def test_every_family_of_the_readme_has_one():
     names = {path.stem for path in SIZED}
     assert names == {
         "qwen3_moe_lora", "olmoe_full", "deepseek_v3_lora", "glm4_moe_lora", "minimax_m2_lora",
-        "gpt_oss_lora", "doge", "qwen3_moe_qlora",
+        "gpt_oss_lora", "doge", "qwen3_moe_qlora", "qwen3_30b_24gb", "qwen3_30b_20gb",
+        "gpt_oss_20b_16gb", "gpt_oss_120b_80gb", "glm4_air_80gb",
     }  # fmt: skip
 
 

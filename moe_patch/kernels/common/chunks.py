@@ -24,7 +24,7 @@ def _most(chunk: int) -> int:
 
 
 def chunk_count(tokens: int, chunk: int) -> int:
-    """Return the least number of chunks of at most ``chunk`` tokens, in multiples of 8 if larger."""
+    """Return the least number of chunks of ``chunk`` tokens or fewer, in eights if larger."""
     return -(-tokens // _most(chunk))
 
 

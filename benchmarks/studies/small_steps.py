@@ -1,0 +1,67 @@
+"""Time QLoRA steps of few tokens beside PEFT over bitsandbytes, on 12 layers of Qwen3-30B-A3B.
+
+Both train adapters of rank 16 on attention and experts by the Trainer, with checkpointing and
+torch's fused AdamW; weights are random. bitsandbytes packs Linear modules alone: attention is in
+NF4, and the fused experts of transformers stay in bf16, where PEFT adds B A to the whole weight of
+every expert in each forward and transformers' grouped products run on the sum. Ours has the experts
+in NF4 as well. "prepared" calls peft.prepare_model_for_kbit_training first, as PEFT's guide has it,
+which makes fp32 of everything that is not in 4 bits, experts included.
+
+    python benchmarks/studies/small_steps.py --commit SHA --out rows.jsonl
+    python benchmarks/studies/small_steps.py --device cpu --small
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import plan_rows
+from plan_rows import Setting
+
+MODEL, LAYERS, STEPS = "Qwen3-30B-A3B", 12, 10
+TOKENS = (512, 2048, 8192)
+IMPLS: dict[str, dict[str, Any]] = {
+    "moe_patch": {"storage": "nf4"},
+    "peft_bitsandbytes": {"storage": "bf16", "patched": False},
+    "peft_bitsandbytes prepared": {"storage": "bf16", "patched": False, "prepared": True},
+}
+
+
+def settings() -> dict[tuple[str, int], Setting]:
+    """Return the settings by implementation and tokens."""
+    common = {"linear": "nf4", "steps": STEPS}
+    return {
+        (impl, tokens): Setting(MODEL, LAYERS, tokens=tokens, **common, **options)
+        for tokens in TOKENS
+        for impl, options in IMPLS.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--commit", default="", help="full SHA, for the rows")
+    parser.add_argument("--out", type=Path, help="file to append the rows to")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="small widths, two layers, 64 tokens")
+    parser.add_argument("--limit", type=float, help="seconds after which no setting is started")
+    parser.add_argument("--warm", action="store_true", help="compile all kernels at once first")
+    options = parser.parse_args()
+    wanted = settings()
+    out, options.out = options.out, None
+    for (impl, tokens), row in zip(
+        wanted, plan_rows.run_all(list(wanted.values()), options), strict=True
+    ):
+        if row is None or out is None:
+            continue
+        kept = ("model", "layers", "rank", "allocated_gib", "reserved_gib", "tokens_per_s")
+        found = {"impl": impl, "tokens": tokens} | {name: row[name] for name in kept}
+        found |= {name: row[name] for name in ("card", "commit", "date")}
+        with out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
