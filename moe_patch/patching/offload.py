@@ -76,7 +76,7 @@ def take_seats(blocks: list[FoundBlock]) -> list[Seated]:
         UnsupportedOptionError: there is too little host memory, or it cannot be locked.
     """
     found = [(path, e, block.spec) for block in blocks for path, e in block.experts]
-    offload, seated, moved = Offload(), [], {}
+    offload, seated, new, moved = Offload(), [], [], {}
     _check_memory([p for _, e, spec in found for p in _weights(e, spec)])
     try:
         for index, (path, experts, spec) in enumerate(found):
@@ -84,13 +84,14 @@ def take_seats(blocks: list[FoundBlock]) -> list[Seated]:
             seat = None if patch is None else patch.seat
             if seat is None:
                 seat = Seat(offload, index, f"{path} ({type(experts).__name__})")
+                new.append((experts, seat))
             seated.append((experts, seat))
             for name in _names(experts, spec):
                 _to_host(experts, name, seat, moved)
             weights = read_tensors(experts, layout_of(experts, spec), torch.float32, "auto", False)
             seat.read(weights.weights, lock=torch.cuda.is_available())
     except (MoePatchError, RuntimeError):
-        for experts, seat in seated:
+        for experts, seat in new:
             give_back(experts, seat)
         raise
     return seated
