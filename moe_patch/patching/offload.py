@@ -76,7 +76,8 @@ def take_seats(blocks: list[FoundBlock]) -> list[Seated]:
         UnsupportedOptionError: there is too little host memory, or it cannot be locked.
     """
     found = [(path, e, block.spec) for block in blocks for path, e in block.experts]
-    offload, seated, new, moved = Offload(), [], [], {}
+    offload, moved = Offload(), dict[int, Any]()
+    seated, new = list[Seated](), list[Seated]()
     _check_memory([p for _, e, spec in found for p in _weights(e, spec)])
     try:
         for index, (path, experts, spec) in enumerate(found):
@@ -115,11 +116,12 @@ def _move(experts: Any, name: str, device: torch.device, moved: dict[int, Any]) 
 
     A plain parameter stays the same object.
     """
-    weight = experts._parameters[name]
+    weight: Any = experts._parameters[name]
     if isinstance(weight, QuantTensor):
         if id(weight) not in moved:
             # Keep the old one too, as its id must not be used again.
-            moved[id(weight)] = parameter(weight.to(device)), weight
+            packed: Any = weight.to(device)
+            moved[id(weight)] = parameter(packed), weight
         experts._parameters[name] = moved[id(weight)][0]
     elif weight.device != device:
         weight.data = weight.data.to(device)
