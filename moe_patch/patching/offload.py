@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch.config import PatchConfig
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.patching.discover import FoundBlock
@@ -45,6 +46,14 @@ def check_offload(block: FoundBlock) -> None:
             f"{block.path}: offload_experts: it has no experts module; exclude it, or leave "
             "offload_experts out"
         )
+
+
+def computes_here(weight: Tensor, config: PatchConfig) -> bool:
+    """Return whether an expert weight is on the device that will compute with it.
+
+    The operator checks the device of meta weights and of those in host memory in each call.
+    """
+    return not weight.is_meta and not (config.offload_experts and weight.device.type == "cpu")
 
 
 def _why_not(experts: Any, spec: FamilySpec) -> str | None:

@@ -1,4 +1,4 @@
-"""What experts in host memory cannot have is refused by name, before it changes anything."""
+"""Refusals by name, before anything changes: experts in host memory cannot have everything."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_full_fine_tuning_is_refused_before_anything_is_loaded() -> None:
 
 
 def test_ddp_ignores_experts_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP wants all parameters on one device, and experts stay on the host."""
+    """DDP needs all parameters on one device, and experts stay on the host."""
     model = quant_models.build()
     patch_model(model, offload_experts=True)
     given: list[Any] = []
