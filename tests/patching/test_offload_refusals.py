@@ -18,8 +18,10 @@ from moe_patch import (
 from moe_patch.patching import offload as taking
 from moe_patch.runtime import offload, transfers
 from moe_patch.runtime.module_patch import patch_of
+from moe_patch.types import Lora
 from tests.support import quant_models, tiny_models
 from tests.support.adapters import EXPERTS, adapt, expert_modules, lora_config
+from tests.support.offload_cases import seats
 
 
 def test_trainable_experts_are_refused_by_name() -> None:
@@ -80,14 +82,14 @@ def test_options_that_compute_elsewhere_are_refused(options: dict[str, Any], sai
 def test_adapters_elsewhere_are_refused_before_they_compute_or_merge() -> None:
     """PEFT puts an adapter beside its weight, and merges layer by layer."""
     base = quant_models.build("qwen3_moe", num_hidden_layers=3)
-    batch = tiny_models.inputs(base)
     model = adapt(base, lora_config(EXPERTS))
     patch_model(model, offload_experts=True)
     for name, module in model.named_modules():
         if name.endswith(("lora_A", "lora_B")):
             module.to("meta")
+    nothing = torch.empty(2, 2, 2, device="meta")
     with pytest.raises(UnsupportedModelError, match=r"experts.*an adapter is on meta, .* on cpu"):
-        model(**batch)
+        seats(model)[0].check_adapter(Lora(nothing, nothing, 1.0), torch.device("cpu"))
     with pytest.raises(UnsupportedModelError, match=r"in host memory.*adapters are on meta; no w"):
         model.merge_and_unload()
     unpatch_model(model)
