@@ -84,6 +84,9 @@ def adapted(model: Any, options: argparse.Namespace, device: torch.device) -> An
     config = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, **lora_targets(model))
     with torch.device(device):
         found = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for factor in found.parameters():
+        if factor.requires_grad:
+            factor.data = factor.data.bfloat16()
     found.gradient_checkpointing_enable({"use_reentrant": False})
     found.enable_input_require_grads()
     return found.train()

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from moe_patch.families import lookup
 from moe_patch.runtime.adapters import is_param_wrapper
@@ -221,3 +222,11 @@ def _looks_like_moe(module: nn.Module) -> str | None:
             "parameters by a registered family"
         )
     return None
+
+
+def place_of(found: FoundBlock, weight: Tensor) -> torch.device:
+    """Return where a block computes: on its router's device, if its experts are on the host."""
+    offloaded = any((p := patch_of(e)) is not None and p.seat for _, e in found.experts)
+    parameters = (p for _, router in found.routers for p in router.parameters())
+    beside = next(parameters, None) if offloaded else None
+    return weight.device if beside is None else beside.device

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch.config import PatchConfig
 from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.patching.discover import FoundBlock
@@ -47,6 +48,14 @@ def check_offload(block: FoundBlock) -> None:
         )
 
 
+def computes_here(weight: Tensor, config: PatchConfig) -> bool:
+    """Return whether an expert weight is on the device that will compute with it.
+
+    The operator checks the device of meta weights and of those in host memory in each call.
+    """
+    return not weight.is_meta and not (config.offload_experts and weight.device.type == "cpu")
+
+
 def _why_not(experts: Any, spec: FamilySpec) -> str | None:
     if spec.experts_forward is not None or read_glu(experts, spec) is None:
         return "its activation, norm or experts run in torch's own products"
@@ -76,7 +85,8 @@ def take_seats(blocks: list[FoundBlock]) -> list[Seated]:
         UnsupportedOptionError: there is too little host memory, or it cannot be locked.
     """
     found = [(path, e, block.spec) for block in blocks for path, e in block.experts]
-    offload, seated, moved = Offload(), [], {}
+    offload, moved = Offload(), dict[int, Any]()
+    seated, new = list[Seated](), list[Seated]()
     _check_memory([p for _, e, spec in found for p in _weights(e, spec)])
     try:
         for index, (path, experts, spec) in enumerate(found):
@@ -84,13 +94,14 @@ def take_seats(blocks: list[FoundBlock]) -> list[Seated]:
             seat = None if patch is None else patch.seat
             if seat is None:
                 seat = Seat(offload, index, f"{path} ({type(experts).__name__})")
+                new.append((experts, seat))
             seated.append((experts, seat))
             for name in _names(experts, spec):
                 _to_host(experts, name, seat, moved)
             weights = read_tensors(experts, layout_of(experts, spec), torch.float32, "auto", False)
             seat.read(weights.weights, lock=torch.cuda.is_available())
     except (MoePatchError, RuntimeError):
-        for experts, seat in seated:
+        for experts, seat in new:
             give_back(experts, seat)
         raise
     return seated
@@ -114,11 +125,12 @@ def _move(experts: Any, name: str, device: torch.device, moved: dict[int, Any]) 
 
     A plain parameter stays the same object.
     """
-    weight = experts._parameters[name]
+    weight: Any = experts._parameters[name]
     if isinstance(weight, QuantTensor):
         if id(weight) not in moved:
             # Keep the old one too, as its id must not be used again.
-            moved[id(weight)] = parameter(weight.to(device)), weight
+            packed: Any = weight.to(device)
+            moved[id(weight)] = parameter(packed), weight
         experts._parameters[name] = moved[id(weight)][0]
     elif weight.device != device:
         weight.data = weight.data.to(device)

@@ -13,7 +13,7 @@ from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import BackendChoice, choose_backend
 from moe_patch.ops.routing_op import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
-from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
+from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover, place_of
 from moe_patch.runtime.adapters import paused, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
@@ -126,7 +126,7 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     if conflict is not None:
         return refusal_row(found, conflict)
     weight = _a_weight(found)
-    device = weight.device if device is None else device
+    device = place_of(found, weight) if device is None else device
     choice = choose_backend(patch.config.backend, device, weight.dtype)
     tier, router, router_backend, why = _routing(found, choice.name)
     experts_backend, reason = _experts(found, choice, device)

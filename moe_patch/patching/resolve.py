@@ -25,7 +25,7 @@ from moe_patch.patching.discover import (
     unmatched,
 )
 from moe_patch.patching.entry_fit import mismatch
-from moe_patch.patching.offload import check_offload
+from moe_patch.patching.offload import check_offload, computes_here
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
 from moe_patch.runtime.adapters import HELD_KEY, is_param_wrapper, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
@@ -261,8 +261,7 @@ def _check_experts_module(
         stored = (p for name, p in named if "parametrizations" not in name.split("."))
         for tensor in (weight, *computed, *stored):
             require_float(tensor, f"{path} ({type(experts).__name__})")
-        # Experts in host memory compute elsewhere; the operator checks that device in each call.
-        if not weight.is_meta and not (config.offload_experts and weight.device.type == "cpu"):
+        if computes_here(weight, config):
             choose_backend(config.backend, weight.device, weight.dtype, config.batch_invariant)
 
 

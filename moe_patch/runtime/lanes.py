@@ -23,13 +23,13 @@ class Block(NamedTuple):
     """One block's expert weights in host memory.
 
     Attributes:
-        index: place in the order of the blocks.
+        place: its number in the order of the blocks.
         sources: what is copied, by part: packed bytes and scales, or the weight.
         split: True for parts of which expert e has the e-th of E equal pieces.
         stamps: address and version of every part; a copy with other stamps is out of date.
     """
 
-    index: int
+    place: int
     sources: tuple[Tensor, ...]
     split: tuple[bool, ...]
     stamps: tuple[tuple[int, int], ...]
@@ -46,7 +46,7 @@ class Slot:
     Attributes:
         buffer: the memory; empty before the first use.
         views: the parts of the block in it.
-        holds: index and stamps of the block, or None.
+        holds: place and stamps of the block, or None.
         ready, used: events: the copy is complete; the last call that borrowed it is done.
     """
 
@@ -79,9 +79,9 @@ class Lane:
         """
         # The lock holds until the call's kernels are launched: another thread's copy comes after.
         with self.lock:
-            if not again and block.index <= self.last:
+            if not again and block.place <= self.last:
                 self._forget()
-            self.last = block.index
+            self.last = block.place
             slot = self._holding(block)
             if slot is None:
                 slot = self._fill(self.slots[0], block)
@@ -112,7 +112,7 @@ class Lane:
             slot.holds = None
 
     def _holding(self, block: Block) -> Slot | None:
-        wanted = block.index, block.stamps
+        wanted = block.place, block.stamps
         return next((slot for slot in self.slots if slot.holds == wanted), None)
 
     def _fill(
@@ -131,7 +131,7 @@ class Lane:
                 pairs = _pieces(pairs, block.split, experts, count)
             slot.ready = self.transfer.copy(pairs, slot.used)
         if experts is None:
-            slot.holds = block.index, block.stamps
+            slot.holds = block.place, block.stamps
         return slot
 
 

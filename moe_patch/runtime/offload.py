@@ -153,7 +153,8 @@ class Seat:
         """Return a loan of these weights, in a compute dtype, to a device.
 
         Raises:
-            UnsupportedOptionError: gradients are on and an expert weight requires one.
+            UnsupportedOptionError: gradients are on and an expert weight requires one, or a CUDA
+                graph is being captured.
         """
         if torch.is_grad_enabled() and any(
             isinstance(w, Tensor) and w.requires_grad for w in (weights.w13_EHD, weights.w2_EDF)
@@ -162,6 +163,11 @@ class Seat:
                 f"{self.where}: requires_grad is True, but offloaded experts get no gradient and "
                 "no optimiser state; accepted: frozen experts (adapters on them, requires_grad_"
                 "(False)), torch.no_grad(), or offload_experts=False to train them"
+            )
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedOptionError(
+                f"{self.where}: a CUDA graph is being captured, but offloaded experts are copied "
+                "anew in each call; accepted: calls outside graphs, or offload_experts=False"
             )
         self.device = device
         return Loan(self, weights, dtype)

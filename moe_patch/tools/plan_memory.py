@@ -43,14 +43,21 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     return found
 
 
-def slot_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """Return the bytes of offloaded experts on the card: two slots as large as any block's."""
-    layers: dict[int, list[Weight]] = {}
-    for one in sizes.weights:
-        if one.kind == "experts":
-            layers.setdefault(one.layer, []).append(one)
-    alone = (replace(sizes, weights=tuple(own)) for own in layers.values())
-    return 2 * max((weight_bytes(one, recipe)["experts"] for one in alone), default=0)
+def resident_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
+    """Return the bytes of the weights on the card by kind.
+
+    Offloaded experts take two slots, each as large as any layer's experts (runtime/lanes.py).
+    """
+    found = weight_bytes(sizes, recipe)
+    if recipe.offload:
+        layers: dict[int, list[Weight]] = {}
+        for one in sizes.weights:
+            if one.kind == "experts":
+                layers.setdefault(one.layer, []).append(one)
+        alone = (replace(sizes, weights=tuple(own)) for own in layers.values())
+        largest = max((weight_bytes(one, recipe)["experts"] for one in alone), default=0)
+        found["experts"] = 2 * largest
+    return found
 
 
 def adapter_tensors(weight: Weight, rank: int) -> tuple[int, ...]:

@@ -55,9 +55,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     """
     b, layers = sizes.itemsize, sizes.layers
     share = recipe.ranks if recipe.sharded else 1
-    weights = _shares(parts.weight_bytes(sizes, recipe), share)
-    if recipe.offload:
-        weights["experts"] = parts.slot_bytes(sizes, recipe)
+    weights = _shares(parts.resident_bytes(sizes, recipe), share)
     trained = parts.trained_bytes(sizes, recipe)
     gradients = trained // share
     each = [parts.kept_bytes(layer, recipe, b) for layer in layers]

@@ -168,7 +168,8 @@ def _patch(model: Any, config: TrainConfig, device: torch.device) -> tuple[str, 
     """Patch in place unless the file forbids it; return one line about it and the block count."""
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
-    patch_model(model, config.moe_patch).to(device)
+    patch_model(model, config.moe_patch)
+    model.to(device)
     rows = patch_report(model)
     refused = [row for row in rows if row.tier == "refused"]
     served = len(rows) - len(refused)

@@ -22,6 +22,20 @@ def folder(tmp_path_factory) -> str:
     return only_config(tmp_path_factory.mktemp("wide"), "qwen3_moe", **WIDE)
 
 
+def test_offloaded_experts_take_two_slots(capsys, folder):
+    arguments = ("plan", folder, "--dtype", "bfloat16", "--storage", "nf4")
+    resident = answer(capsys, *arguments)
+    found = answer(capsys, *arguments, "--offload", "--memory", "80GB")
+    layers = only_layers(folder)
+    assert found["weights"]["experts"] == resident["weights"]["experts"] * 2 // layers
+    assert found["recipe"]["moe_patch"] == {"offload_experts": True}
+    assert "frozen" in error_of(capsys, "plan", folder, "--full", "--offload")
+
+
+def only_layers(folder):
+    return json.loads((Path(folder) / "config.json").read_text())["num_hidden_layers"]
+
+
 def test_the_parts_of_a_run(capsys, folder):
     found = answer(capsys, "plan", folder, "--dtype", "bfloat16", "--tokens", "64")
     inspected = answer(capsys, "inspect", folder, "--dtype", "bfloat16")

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch import (
-    PatchConfig,
     UnsupportedModelError,
     UnsupportedOptionError,
     patch_model,
+    quantize_experts,
     unpatch_model,
 )
-from moe_patch.patching import offload as taking
-from moe_patch.runtime import offload, transfers
-from moe_patch.runtime.module_patch import patch_of
+from moe_patch.patching.discover import discover, place_of
+from moe_patch.runtime import offload
 from tests.support import quant_models, tiny_models
 from tests.support.adapters import (
     EXPERTS,
@@ -215,56 +214,23 @@ def test_few_rows_copy_only_their_experts() -> None:
     assert copied < whole / 2
 
 
-def test_trainable_experts_are_refused_by_name() -> None:
+def test_the_report_names_the_device_that_computes() -> None:
     model = quant_models.build("qwen3_moe")
     patch_model(model, offload_experts=True)
-    batch = tiny_models.inputs(model)
-    with pytest.raises(UnsupportedOptionError, match=r"layers\.0\.mlp\.experts.*no gradient"):
-        model(**batch)
-    with torch.no_grad():
-        model(**batch)
+    block = discover(model)[0]
+    model.to("meta")
+    weight = expert_modules(model)[0]._parameters["down_proj"]
+    assert weight is not None
+    assert place_of(block, weight) == torch.device("meta")
+    unpatch_model(model)
+    assert place_of(block, weight) == torch.device("cpu")
 
 
-def test_a_failure_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = build()
-
-    def fail(self: offload.Seat, *_: Any, **__: Any) -> Any:
-        if self.index == 2:
-            raise UnsupportedOptionError("no room")
-
-    monkeypatch.setattr(offload.Seat, "read", fail)
-    with pytest.raises(UnsupportedOptionError, match="no room"):
-        patch_model(model, offload_experts=True)
-    for experts in expert_modules(model):
-        assert patch_of(experts) is None
-        assert "_apply" not in experts.__dict__
-
-
-def test_memory_that_is_missing_or_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = torch.empty(1 << 50, dtype=torch.uint8, device="meta")
-    with pytest.raises(UnsupportedOptionError, match="need 1048576.0 GiB of host memory"):
-        taking._check_memory([large])
-
-    class Refusing:
-        def cudaHostRegister(self, *_: int) -> int:
-            return 2
-
-        def cudaError(self, code: int) -> int:
-            return code
-
-        def cudaGetErrorString(self, _: int) -> str:
-            return "out of memory"
-
-    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with pytest.raises(UnsupportedOptionError, match="layer 3: .*error 2, out of memory"):
-        transfers.LockedMemory(torch.empty(8).untyped_storage(), "layer 3")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [({"fuse_lora": "off"}, "fuse_lora='off'"), ({"shadow_check": 5}, "shadow_check=5")],
-    ids=str,
-)
-def test_options_that_compute_elsewhere_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UnsupportedOptionError, match=said):
-        PatchConfig(offload_experts=True, **options)
+def test_packing_elsewhere_gives_the_same_bytes() -> None:
+    """``pack_on`` packs on one device for another; "cpu" for "cpu" copies nothing wrong."""
+    plain = quant_models.build("qwen3_moe")
+    other = quantize_experts(copy.deepcopy(plain), "nf4", device="cpu", pack_on="cpu")
+    quantize_experts(plain, "nf4")
+    for one, two in zip(quant_models.quantised(plain), quant_models.quantised(other), strict=True):
+        assert_bits(one.packed, two.packed)
+        assert_bits(one.scale_0, two.scale_0)  # type: ignore[attr-defined]

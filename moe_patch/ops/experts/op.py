@@ -274,8 +274,8 @@ class _Experts(torch.autograd.Function):
         if call.lend is None:
             return _Experts.gradients(ctx.needs_input_grad, dout, saved, call)
         with call.lend() as w:
-            (w13, w2, _, _), scales, _ = plain_weights(w)
-            saved = *saved[:2], w13, w2, *saved[4:]
+            plain, scales = plain_weights(w)[:2]
+            saved = *saved[:2], plain.w13_EHD, plain.w2_EDF, *saved[4:]
             call = call._replace(scales=scales)
             return _Experts.gradients(ctx.needs_input_grad, dout, saved, call)
 
