@@ -24,7 +24,7 @@ def _most(chunk: int) -> int:
 
 
 def chunk_count(tokens: int, chunk: int) -> int:
-    """Return the least number of chunks of at most ``chunk`` tokens, of multiples of 8 from 8 on."""
+    """Return the least number of chunks of at most ``chunk`` tokens, rounded down to eights."""
     return -(-tokens // _most(chunk))
 
 
