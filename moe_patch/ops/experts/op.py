@@ -232,8 +232,8 @@ class _Experts(torch.autograd.Function):
         run = schema.experts if direct else _OPERATORS.experts.default
         if direct and call.keep[0] and drops_h(x.shape[0], call.chunk):
             without_h = call._replace(keep=[False, *call.keep[1:]])
-            output = list(run(*without_h.arguments(x, ids, weights, tensors)))
-            output[4] = stand_in(x, (ids.numel(), call.width))
+            output = run(*without_h.arguments(x, ids, weights, tensors))
+            output = *output[:4], stand_in(x, (ids.numel(), call.width)), *output[5:]
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
