@@ -5,11 +5,11 @@
 
 The experts alone have Qwen3-30B-A3B's sizes and random routing. Modes: "kept" trains and keeps h;
 "recompute" trains and keeps the plan; "no_grad" runs forward, and "first_forward" the forward of a
-checkpoint that is not reentrant. A row's ``over_gib`` is
-torch.cuda.max_memory_allocated less what a call has to hold: inputs and outputs (their gradients
-included), h in mode "kept", and ``sums_gib``: what chunks need for the gradients of trained
-weights, w a of all rows or fp32 sums. ``times`` compares with the call that keeps h, all tokens at
-once; ``times_same`` with the same mode. Calls alternate; times are medians.
+checkpoint that is not reentrant. A row's ``over_gib`` is torch.cuda.max_memory_allocated less what
+a call has to hold: inputs, outputs, their gradients, h in mode "kept", and ``sums_gib``. That is
+what chunks need for gradients of trained weights, w a of all rows or fp32 sums. ``times`` compares
+with the call that keeps h, all tokens at once; ``times_same`` with the same mode. Calls alternate;
+times are medians.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
     limit = recipe.chunk
     if limit == "auto":
-        limit = auto_chunk(recipe.tokens, moe.top_k, moe.hidden, moe.width, itemsize)
+        limit = auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
     first = chunks(recipe.tokens, moe.top_k, int(limit) or recipe.tokens)[0].tokens
     return first.stop - first.start
 

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 from moe_patch.kernels.common.chunks import auto_chunk, chunk_count, chunks
 from moe_patch.ops.experts import op
+from moe_patch.ops.experts.long_context import chunk_of
 from moe_patch.ops.experts.op import Signals
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu
@@ -59,11 +60,11 @@ def check(case: Case, chunk: int, device: str) -> None:
 
 def check_signals(device: str) -> None:
     """Record the norms of a call with all tokens, bit for bit."""
-    inputs = make_inputs(Case(13, 2, 5, 40, 24, rank=4, bias=True), F32, device)
+    inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4, bias=True), F32, device)
     tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
     recorded = []
     for chunk in (0, 5):
-        signals = Signals(torch.empty(3, 13, 2, device=device))
+        signals = Signals(torch.empty(3, 9, 2, device=device))
         run(inputs, tensors, chunk_tokens=chunk, signals=signals)
         recorded.append((signals.act_norm_TK, signals.grads_3TK))
     for whole, found in zip(*recorded, strict=True):
@@ -72,12 +73,12 @@ def check_signals(device: str) -> None:
 
 def check_kept(device: str) -> None:
     """Keep what a call with all tokens keeps, and the offsets of each chunk's plan."""
-    case = Case(40, 2, 5, 40, 24, rank=4)
+    case = Case(20, 2, 3, 24, 16, rank=4)
     inputs = make_inputs(case, F16, device)
     tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
     for recompute in (False, True):
         whole = kept_bytes(inputs, tensors, recompute=recompute)
-        found = kept_bytes(inputs, tensors, recompute=recompute, chunk_tokens=16)
+        found = kept_bytes(inputs, tensors, recompute=recompute, chunk_tokens=8)
         assert found == whole + 2 * 4 * (case.E + 1)
 
 
@@ -85,7 +86,7 @@ def check_checkpoints(device: str) -> None:
     """Keep no h in the first forward of either kind of checkpoint, and compute the same bits."""
     from moe_patch.kernels.experts import chunked
 
-    inputs = make_inputs(Case(13, 2, 5, 40, 24, rank=4), F32, device)
+    inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4), F32, device)
     tensors = {n: t.requires_grad_() for n, t in inputs.tensors.items()}
     expected = run(inputs, tensors, chunk_tokens=5)
     w, lora13, lora2 = operands(tensors)
@@ -111,7 +112,7 @@ def check_checkpoints(device: str) -> None:
 
 def check_fake(device: str) -> None:
     """Give compilers the shapes of what runs."""
-    inputs = make_inputs(Case(13, 2, 5, 40, 24), F32, device)
+    inputs = make_inputs(Case(9, 2, 3, 24, 16), F32, device)
     t, glu = inputs.tensors, inputs.case.glu
     options = encode_options(glu, "triton", False, "", 5)
     scalars = 1.0, 1.0, glu.alpha, glu.limit, options
@@ -123,13 +124,13 @@ def check_fake(device: str) -> None:
 
 
 CASES = {
-    "plain": partial(check, Case(13, 2, 5, 40, 24), 5),
-    "oai_bias": partial(check, Case(13, 2, 5, 40, 24, GPT_OSS, bias=True, transposed=True), 4),
-    "lora": partial(check, Case(13, 2, 5, 40, 24, rank=4, bias=True), 8),
-    "peft": partial(check, Case(21, 3, 5, 40, 24, Glu("gelu"), rank=3, strides="peft"), 16),
-    "ungated_odd": partial(check, Case(13, 2, 5, 33, 17, Glu("relu2", gated=False)), 1),
-    "one_expert": partial(check, Case(37, 2, 3, 16, 16, ids="one"), 12),
-    "empty_slots_only": partial(check, Case(6, 2, 3, 16, 16, ids="empty", rank=2), 2),
+    "plain": partial(check, Case(9, 2, 3, 40, 24), 4),
+    "oai_bias": partial(check, Case(9, 2, 3, 40, 16, GPT_OSS, bias=True, transposed=True), 4),
+    "lora": partial(check, Case(9, 2, 3, 40, 24, rank=4, bias=True), 8),
+    "peft": partial(check, Case(17, 2, 3, 24, 16, Glu("gelu"), rank=3, strides="peft"), 12),
+    "ungated_odd": partial(check, Case(5, 2, 3, 33, 17, Glu("relu2", gated=False)), 2),
+    "one_expert": partial(check, Case(12, 2, 3, 16, 16, ids="one"), 5),
+    "empty_slots_only": partial(check, Case(6, 2, 3, 16, 16, ids="empty", rank=2), 3),
     "signals": check_signals,
     "kept": check_kept,
     "checkpoints": check_checkpoints,
@@ -193,20 +194,17 @@ def test_chunks_cover_all_tokens(tokens: int, chunk: int) -> None:
         assert (part.rows.start, part.rows.stop) == (3 * part.tokens.start, 3 * part.tokens.stop)
 
 
-def test_what_runs_in_chunks() -> None:
-    """Only the Triton backend, only above the size; "auto" counts a and y of a token."""
+def test_tokens_of_a_chunk() -> None:
+    """Only the Triton backend has chunks; "auto" counts a and y of a token."""
     w = ExpertWeights(*(torch.empty(s, device="meta") for s in ((4, 96, 64), (4, 64, 48))))
-
-    def chunk(tokens: int, wanted: int | str, backend: str = "triton") -> int:
-        x_TD = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
-        ids_TK = torch.empty(tokens, 2, dtype=torch.int64, device="meta")
-        return op.chunk_of(wanted, backend, x_TD, ids_TK, w)
-
-    limit = (896 << 20) // (2 * (48 + 64) * 2)
-    assert [chunk(10, 10), chunk(11, 10), chunk(11, 10, "torch")] == [0, 10, 0]
-    assert [chunk(limit, "auto"), chunk(limit + 1, "auto")] == [0, limit]
-    assert auto_chunk(32768, 2, 6144, 32768, 2) == 0
-    assert 0 < auto_chunk(32769, 2, 6144, 32768, 2) < 32768
+    x_TD = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
+    ids_TK = torch.empty(7, 2, dtype=torch.int64, device="meta")
+    args = x_TD, ids_TK, w
+    assert [chunk_of(10, name, *args) for name in ("triton", "torch")] == [10, 0]
+    assert [chunk_of(0, "triton", *args), chunk_of("auto", "torch", *args)] == [0, 0]
+    assert chunk_of("auto", "triton", *args) == (896 << 20) // (2 * (48 + 64) * 2)
+    assert auto_chunk(8, 2048, 768, 2) == 45875
+    assert auto_chunk(2, 6144, 32768, 2) == 32768
 
 
 if __name__ == "__main__":

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from moe_patch.errors import refuse_forward_mode
 from moe_patch.formats.packed import plain_weights
-from moe_patch.kernels.common.chunks import auto_chunk
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.checkpoints import saved_is_dropped, stand_in
+from moe_patch.ops.experts.long_context import chunk_of, drops_h, stand_in
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
@@ -105,7 +104,7 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w) if chunk_tokens else 0
+    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w)
     encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
@@ -121,7 +120,8 @@ def experts_mlp(
         None if signals is None else signals.grads_3TK,
         scales,
         lend,
-        (ids_TK.numel(), w.w13_EHD.shape[1]) if keep and chunk else None,
+        chunk,
+        w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
     # third of its time.
@@ -135,18 +135,6 @@ def experts_mlp(
     return found[0]
 
 
-def chunk_of(
-    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights
-) -> int:
-    """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend."""
-    if backend != "triton":
-        return 0
-    T, D = x_TD.shape
-    if chunk_tokens == "auto":
-        chunk_tokens = auto_chunk(T, ids_TK.shape[1], D, w.w2_EDF.shape[2], x_TD.element_size())
-    return int(chunk_tokens) if int(chunk_tokens) < T else 0
-
-
 class _Call(NamedTuple):
     """Arguments of the operator other than differentiable tensors, in its order.
 
@@ -157,7 +145,7 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
-        large_h: shape of h if a long context keeps it.
+        chunk, width: tokens of a chunk, or 0; the width of h.
     """
 
     scalars: tuple[float | str, ...]
@@ -165,7 +153,8 @@ class _Call(NamedTuple):
     signals: Tensor | None
     scales: list[Tensor]
     lend: Lend | None
-    large_h: tuple[int, int] | None
+    chunk: int
+    width: int
 
     def arguments(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, tensors: Sequence[Tensor | None]
@@ -250,10 +239,10 @@ class _Experts(torch.autograd.Function):
         *tensors, call = others
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
-        if direct and call.large_h is not None and saved_is_dropped():
+        if direct and call.keep[0] and drops_h(x.shape[0], call.chunk):
             without_h = call._replace(keep=[False, *call.keep[1:]])
-            output = list(run(*without_h.arguments(x, ids, weights, tensors)))
-            output[4] = stand_in(x, call.large_h)
+            output = run(*without_h.arguments(x, ids, weights, tensors))
+            output = *output[:4], stand_in(x, (ids.numel(), call.width)), *output[5:]
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)

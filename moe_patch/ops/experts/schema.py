@@ -64,7 +64,7 @@ def encode_options(
 
     Args:
         storage: from :func:`moe_patch.formats.packed.plain_weights`.
-        chunk: run the Triton backend in chunks of at most so many tokens; 0 for all at once.
+        chunk: run more tokens than these in chunks, on the Triton backend; 0 for all at once.
     """
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
     return f"{activation} {backend} {batch_invariant:d} {chunk} {storage}"
@@ -93,7 +93,7 @@ def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     decoded = read_options(options)
     w13 = packed_weights(ExpertWeights(w13, w2), scales, decoded.storage, x.dtype).w13_EHD
     T, K = ids.shape
-    plans = chunk_count(T, decoded.chunk) if decoded.chunk else 1
+    plans = torch.sym_max(1, chunk_count(T, decoded.chunk)) if decoded.chunk else 1
     return (
         x.new_empty(x.shape),
         ids.new_empty(T * K, dtype=torch.int32),
@@ -136,20 +136,21 @@ def _module(backend: str) -> ModuleType:
 
 
 def _operands(
-    args: Sequence[Any], scales: list[Tensor], dtype: torch.dtype
+    args: Sequence[Any], scales: list[Tensor], x: Tensor
 ) -> tuple[ExpertWeights, Glu, Lora | None, Lora | None, ModuleType, dict[str, int]]:
     w13, w2, b13, b2, a13, lb13, a2, lb2, s13, s2, alpha, limit, encoded = args
-    options = read_options(encoded)
+    options, dtype = read_options(encoded), x.dtype
     # The torch backend has no such option, because it cannot be batch invariant.
     own: dict[str, int] = {"batch_invariant": True} if options.batch_invariant else {}
-    if options.chunk:
-        own["chunk"] = options.chunk
+    module = options.backend
+    if 0 < options.chunk < x.shape[0]:
+        module, own["chunk"] = "triton in chunks", options.chunk
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
         read_glu(encoded, alpha, limit),
         None if a13 is None else Lora(_cast(a13, dtype), _cast(lb13, dtype), s13),
         None if a2 is None else Lora(_cast(a2, dtype), _cast(lb2, dtype), s2),
-        _module(f"{options.backend} in chunks" if options.chunk else options.backend),
+        _module(module),
         own,
     )
 
@@ -174,7 +175,7 @@ def experts(x: Any, ids: Any, weights: Any, *args: Any) -> tuple[Tensor, ...]:
     A tensor that is not saved is empty; several may be the same empty tensor.
     """
     *operands, keep, _, scales = args
-    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x)
     save_h, save_u13, save_u2, norms = keep
     with _no_autocast(x.device.type):
         out, plan, kept, act_norm = backend.experts_forward(
@@ -192,7 +193,7 @@ def experts_operator(*args: Any) -> tuple[Tensor, ...]:
 def inference(x: Any, ids: Any, weights: Any, *args: Any) -> Tensor:
     """Return only the output of :func:`experts`."""
     *operands, scales = args
-    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x)
     with _no_autocast(x.device.type):
         return backend.experts_forward(
             x, ids, weights, w, glu, lora13, lora2, save_h=False, **options
@@ -207,7 +208,7 @@ def experts_bwd(
 ) -> Sequence[Tensor | None]:
     """Return the fields of ExpertsBackward; None for those not requested."""
     *operands, row_of_N, slot_of_TK, offsets, h, u13, u2, needs, scales = args
-    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x.dtype)
+    w, glu, lora13, lora2, backend, options = _operands(operands, scales, x)
     needs = ExpertsNeeds(*needs)
     plan = Plan(row_of_N, slot_of_TK, offsets)
     with _no_autocast(x.device.type):

@@ -1,0 +1,61 @@
+"""Decisions of the operator for long contexts: tokens of a chunk, and if h is needed at all.
+
+The first forward of a checkpoint drops all that autograd saves, so it needs no h.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_patch.kernels.common.chunks import auto_chunk
+from moe_patch.types import ExpertWeights
+
+_DROPS = "torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook"
+
+
+def chunk_of(
+    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights
+) -> int:
+    """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend.
+
+    The number of tokens does not matter here: compilers would guard it.
+    """
+    if backend != "triton":
+        return 0
+    if chunk_tokens == "auto":
+        width = w.w2_EDF.shape[2]
+        return auto_chunk(ids_TK.shape[1], x_TD.shape[1], width, x_TD.element_size())
+    return int(chunk_tokens)
+
+
+@functools.cache
+def _hooks_on_top() -> Callable[[bool], Any]:
+    """Return torch's private function for the innermost hooks on saved tensors.
+
+    If this release lacks it, no checkpoint is recognised. That costs memory only.
+    """
+    return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def drops_h(tokens: int, chunk: int) -> bool:
+    """Return whether a call in chunks need not keep h, because nothing saved is kept."""
+    return 0 < chunk < tokens and saved_is_dropped()
+
+
+def saved_is_dropped() -> bool:
+    """Return whether ``torch.utils.checkpoint`` drops what autograd saves now, and reads its shape.
+
+    True in the first forward without ``use_reentrant``. With it, that forward has no gradients.
+    """
+    hooks = _hooks_on_top()(False)
+    return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
+
+
+def stand_in(like: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a tensor of this shape on one value, in place of one that is dropped."""
+    return like.new_empty(1).expand(shape)
