@@ -20,6 +20,7 @@ from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.expert_parallel.gradients import average_factors, average_replicas
 from moe_patch.expert_parallel.layout import (
     Held,
+    batch_axes,
     batch_groups,
     experts_wrappers,
     held_experts,
@@ -172,6 +173,7 @@ def _refuse(model: nn.Module) -> None:
     """Refuse merged adapters, and adapters on modules that tensor parallelism divides."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    batches = batch_axes(model)
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             if module.merged:
@@ -181,7 +183,7 @@ def _refuse(model: nn.Module) -> None:
                 )
             base = base_of(module)
             only = module.parameter_name if is_param_wrapper(module) else None
-            refuse_divided(base, path.replace(".base_layer", ""), only)
+            refuse_divided(base, path.replace(".base_layer", ""), batches, only)
 
 
 @contextmanager
@@ -191,11 +193,12 @@ def _placeholders(model: nn.Module) -> Iterator[None]:
     The model's mesh is hidden too. With it, PEFT would follow the rules for experts of the
     tensor-parallel plan, which do not apply under expert parallelism.
     """
+    batches = batch_axes(model)
     meshes = {m: m.__dict__[_MESH] for m in model.modules() if _MESH in m.__dict__}
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and held_experts(p, f"{path}.{name}") is not None:
+            if p is not None and held_experts(p, f"{path}.{name}", batches) is not None:
                 stored.append((module, name, p))
     for holder in meshes:
         holder.__dict__[_MESH] = None
