@@ -151,18 +151,18 @@ def _attached(model: nn.Module, peft_config: Any, name: str, options: dict[str, 
         if isinstance(model, PeftModel):
             model.add_adapter(name, peft_config, **options)
             return model
-        return get_peft_model(model, peft_config, adapter_name=name, **options)  # type: ignore[arg-type]
+        return get_peft_model(model, peft_config, adapter_name=name, **options)
 
 
 def _divided_or_removed(found: Any, model: nn.Module, adapter_name: str) -> Any:
     """Divide a new adapter; take it off again if that is refused."""
-    divided = False
+    added_to_it, divided = found is model, False
     try:
         shard_adapters(found)
         divided = True
     finally:
         if not divided:
-            if found is model:
+            if added_to_it:
                 found.delete_adapter(adapter_name)
             else:
                 found.unload()
@@ -227,10 +227,10 @@ def _divide(wrapper: Any, adapter: str, held: Held) -> list[nn.Parameter]:
     if isinstance(a, DTensor):
         return []
     R = a.shape[0] // held.total
-    own = slice(held.first, held.first + held.count)
+    own = slice(held.first, held.first + held.size)
     parts = (
-        a.detach().view(held.total, R, -1)[own].reshape(held.count * R, -1),
-        b.detach().view(-1, R, held.total)[:, :, own].reshape(-1, R * held.count),
+        a.detach().view(held.total, R, -1)[own].reshape(held.size * R, -1),
+        b.detach().view(-1, R, held.total)[:, :, own].reshape(-1, R * held.size),
     )
     device = base_of(wrapper)._parameters[wrapper.parameter_name].device
     made = []
@@ -248,5 +248,5 @@ def _divide(wrapper: Any, adapter: str, held: Held) -> list[nn.Parameter]:
         )  # fmt: skip
         holder.weight = new
         made.append(new)
-    wrapper.__dict__[HELD_KEY] = held.count
+    wrapper.__dict__[HELD_KEY] = held.size
     return made

@@ -31,13 +31,13 @@ class Held(NamedTuple):
 
     Attributes:
         mesh: 1-D mesh of the ranks that hold all experts together.
-        first, count, total: this rank's experts are first .. first + count - 1 of ``total``.
+        first, size, total: this rank's experts are first .. first + size - 1 of ``total``.
         copies: groups of ranks that hold the same experts, largest axis first.
     """
 
     mesh: DeviceMesh
     first: int
-    count: int
+    size: int
     total: int
     copies: tuple[Any, ...]
 
@@ -66,24 +66,24 @@ def held_experts(parameter: Tensor, where: str, batches: frozenset[str]) -> Held
     if axis is None:
         return None
     mesh, placement = parameter.device_mesh, parameter.placements[axis]
-    name, size = _names(mesh)[axis], mesh.size(axis)
+    name, ranks = _names(mesh)[axis], mesh.size(axis)
     if placement.dim != 0:  # type: ignore[attr-defined]
         raise UnsupportedModelError(
-            f"{where}: tensor parallelism ({placement} over {size} ranks of {name!r}) divides each "
+            f"{where}: tensor parallelism ({placement} over {ranks} ranks of {name!r}) divides each "
             "expert, and no adapter fits a part of an expert; accepted: whole experts on each "
-            f"rank; load with DistributedConfig(tp_size={size}, ep_size={size}), or before "
-            f"transformers 5.19 with tp_size={size} and enable_expert_parallel=True"
+            f"rank; load with DistributedConfig(tp_size={ranks}, ep_size={ranks}), or before "
+            f"transformers 5.19 with tp_size={ranks} and enable_expert_parallel=True"
         )
     total = parameter.shape[0]
-    if total % size:
+    if total % ranks:
         raise UnsupportedModelError(
-            f"{where}: {total} experts over {size} ranks of {name!r}; accepted: a number of ranks "
+            f"{where}: {total} experts over {ranks} ranks of {name!r}; accepted: a number of ranks "
             "that divides the experts"
         )
-    count = total // size
+    size = total // ranks
     copies = [mesh.get_group(i) for i in range(mesh.ndim) if i != axis and mesh.size(i) > 1]
     own = mesh if mesh.ndim == 1 else mesh[name]
-    return Held(own, own.get_local_rank() * count, count, total, tuple(copies))
+    return Held(own, own.get_local_rank() * size, size, total, tuple(copies))
 
 
 def refuse_divided(

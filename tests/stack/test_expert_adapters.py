@@ -11,9 +11,11 @@ import copy
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from moe_patch import patch_model
 from moe_patch.expert_parallel import (
@@ -150,6 +152,35 @@ def test_adapters_that_peft_attached(tmp_path):
         for key, value in mean.items():
             if key != "loss":
                 assert_close(other[key], value.cpu() / 2, FP32, key)
+
+
+def trainer(rank, model_class, folder):
+    """Train with transformers' Trainer, which clips, and saves on every rank."""
+    model = cases.load(model_class, folder, {"fsdp_size": 2, "ep_size": 2})
+    torch.manual_seed(0)
+    model = patch_model(attach_adapter(model, cases.config("qwen3_moe", False)))
+    args = TrainingArguments(
+        f"{folder}/out", max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+        report_to=[], max_grad_norm=0.1, logging_steps=1, disable_tqdm=True,
+        use_cpu=model.device.type == "cpu",
+    )  # fmt: skip
+    rows = [{key: t[0] for key, t in cases.batch("any", i).items()} for i in range(8)]
+    run = Trainer(model=model, args=args, train_dataset=rows)
+    run.train()
+    run.save_model(f"{folder}/adapter")
+    norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
+    return norms, cases.run(model, "any", (0,))["loss"]
+
+
+@cases.dispatches
+def test_the_trainer_clips_and_saves_divided_adapters(tmp_path):
+    base = cases.make("qwen3_moe")
+    base.save_pretrained(tmp_path)
+    (norms, loss), other = run_ranks(trainer, type(base), str(tmp_path))
+    assert len(norms) == 2
+    assert norms == other[0]
+    alone = PeftModel.from_pretrained(base.to(device(2)), str(tmp_path / "adapter"))
+    assert_close(alone(**on(alone, "any", 0)).loss.detach().cpu(), loss, FP32)
 
 
 def same_file(path, reference):
