@@ -69,8 +69,8 @@ def held_experts(parameter: Tensor, where: str, batches: frozenset[str]) -> Held
     name, ranks = _names(mesh)[axis], mesh.size(axis)
     if placement.dim != 0:  # type: ignore[attr-defined]
         raise UnsupportedModelError(
-            f"{where}: tensor parallelism ({placement} over {ranks} ranks of {name!r}) divides each "
-            "expert, and no adapter fits a part of an expert; accepted: whole experts on each "
+            f"{where}: tensor parallelism ({placement} over {ranks} ranks of {name!r}) divides "
+            "each expert, and no adapter fits a part of an expert; accepted: whole experts on each "
             f"rank; load with DistributedConfig(tp_size={ranks}, ep_size={ranks}), or before "
             f"transformers 5.19 with tp_size={ranks} and enable_expert_parallel=True"
         )
