@@ -8,6 +8,8 @@ if there are enough CUDA devices, else through gloo.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -62,28 +64,36 @@ def is_factor(p):
     return p.requires_grad and isinstance(p, DTensor)
 
 
-def expected(base, name, batches, dense, rank_batch):
-    """Return one process's runs on all batches of a step, its model after it, and its tokens."""
+class Expected(NamedTuple):
+    """One process: runs on all batches of a step, then tokens and whole factors after the step."""
+
+    runs: dict[str, dict[str, torch.Tensor]]
+    tokens: torch.Tensor
+    file: Path
+    factors: list[torch.Tensor]
+
+
+def expected(base, name, batches, dense, rank_batch, folder):
     model = cases.reference(copy.deepcopy(base), name, dense)
-    runs = {}
-    for kind in (*cases.BATCHES, "checkpointed"):
-        every = tuple(range(batches)) + (9,) * batches
-        found = cases.run(model, "any" if kind == "checkpointed" else kind, every)
-        mean = {key: t / batches for key, t in found.items()}
-        own = [model(**on(model, kind, number)).loss.detach() for number in (rank_batch, 9)]
-        runs[kind] = mean | {"loss": torch.stack(own).sum()}
-    cases.run(model, "any", every)
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= batches
+    every, runs = tuple(range(batches)) + (9,) * batches, {}
+    for kind in cases.BATCHES:
+        found = cases.run(model, kind, every)
+        mean = {key: (t / batches).cpu() for key, t in found.items()}
+        with torch.no_grad():
+            own = [model(**on(model, kind, number)).loss for number in (rank_batch, 9)]
+        runs[kind] = mean | {"loss": torch.stack(own).sum().cpu()}
     trained = [p for p in model.parameters() if p.grad is not None]
-    runs["norm"] = {"norm": torch.nn.utils.clip_grad_norm_(trained, 0.1)}
+    for p in trained:
+        p.grad /= batches
+    norm = torch.nn.utils.clip_grad_norm_(trained, 0.1)
+    runs |= {"checkpointed": runs["any"], "norm": {"norm": norm.cpu()}}
     cases.step(model)
-    return model, runs
+    model.save_pretrained(folder)
+    factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
+    return Expected(runs, cases.decode(model).cpu(), folder / FILE, factors)
 
 
 def on(model, kind, number):
-    kind = "any" if kind == "checkpointed" else kind
     return {key: t.to(model.device) for key, t in cases.batch(kind, number).items()}
 
 
@@ -97,18 +107,16 @@ def check_ranks(tmp_path, name, world, **over):
         for layout, (_, batches, ep, dense) in cases.layouts(world).items():
             key = batches, dense, rank * batches // world
             if key not in wanted:
-                wanted[key] = expected(base, name, *key)
-            (model, runs), got = wanted[key], found[layout]
-            for kind, run in runs.items():
+                wanted[key] = expected(base, name, *key, tmp_path / f"one{len(wanted)}")
+            want, got = wanted[key], found[layout]
+            for kind, run in want.runs.items():
                 assert got["runs"][kind].keys() == run.keys()
                 for one, value in run.items():
-                    assert_close(got["runs"][kind][one], value.cpu(), FP32, f"{layout} {one}")
+                    assert_close(got["runs"][kind][one], value, FP32, f"{layout} {one}")
             assert_close(got["loaded"], got["after"], FP32, layout)
-            assert torch.equal(got["tokens"], cases.decode(model).cpu())
-            model.save_pretrained(tmp_path / "one")
-            same_file(tmp_path / layout / FILE, tmp_path / "one" / FILE)
-            factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
-            assert got["sizes"] == {p.numel() // ep for p in factors}
+            assert torch.equal(got["tokens"], want.tokens)
+            same_file(tmp_path / layout / FILE, want.file)
+            assert got["sizes"] == {p.numel() // ep for p in want.factors}
     return wanted
 
 
@@ -194,7 +202,7 @@ def same_file(path, reference):
 def test_ranks_equal_one_process(tmp_path, name):
     wanted = check_ranks(tmp_path, name, 2)
     if name != "deepseek_v3":  # where groups of experts are excluded, others step in
-        _, runs = wanted[1, not cases.DISPATCHES, 0]
+        runs = wanted[1, not cases.DISPATCHES, 0].runs
         factors = [t for key, t in runs["few"].items() if key.endswith(A) and ".experts." in key]
         assert len(factors) == 4
         for grad in factors:  # rank 1 had no token at all
