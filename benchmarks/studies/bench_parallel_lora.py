@@ -51,7 +51,8 @@ def expert_parallel(world: int) -> tuple[dict[str, Any], int]:
 def ddp(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, int]:
     """Return a model with adapters, the same inside DDP, and the batches of one step."""
     model = adapted(random_model(options.size, options.layers, {}, device), options)
-    return model, DistributedDataParallel(model, device_ids=[device]), options.world
+    devices = [device] if device.type == "cuda" else None
+    return model, DistributedDataParallel(model, device_ids=devices), options.world
 
 
 def ep(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, int]:

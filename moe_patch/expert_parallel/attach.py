@@ -20,6 +20,7 @@ from moe_patch.errors import PatchStateError, UnsupportedModelError
 from moe_patch.expert_parallel.gradients import average_factors, average_replicas
 from moe_patch.expert_parallel.layout import (
     Held,
+    batch_axes,
     batch_groups,
     experts_wrappers,
     held_experts,
@@ -150,18 +151,18 @@ def _attached(model: nn.Module, peft_config: Any, name: str, options: dict[str, 
         if isinstance(model, PeftModel):
             model.add_adapter(name, peft_config, **options)
             return model
-        return get_peft_model(model, peft_config, adapter_name=name, **options)  # type: ignore[arg-type]
+        return get_peft_model(model, peft_config, adapter_name=name, **options)
 
 
 def _divided_or_removed(found: Any, model: nn.Module, adapter_name: str) -> Any:
     """Divide a new adapter; take it off again if that is refused."""
-    divided = False
+    added_to_it, divided = found is model, False
     try:
         shard_adapters(found)
         divided = True
     finally:
         if not divided:
-            if found is model:
+            if added_to_it:
                 found.delete_adapter(adapter_name)
             else:
                 found.unload()
@@ -172,6 +173,7 @@ def _refuse(model: nn.Module) -> None:
     """Refuse merged adapters, and adapters on modules that tensor parallelism divides."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    batches = batch_axes(model)
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             if module.merged:
@@ -181,7 +183,7 @@ def _refuse(model: nn.Module) -> None:
                 )
             base = base_of(module)
             only = module.parameter_name if is_param_wrapper(module) else None
-            refuse_divided(base, path.replace(".base_layer", ""), only)
+            refuse_divided(base, path.replace(".base_layer", ""), batches, only)
 
 
 @contextmanager
@@ -191,11 +193,12 @@ def _placeholders(model: nn.Module) -> Iterator[None]:
     The model's mesh is hidden too. With it, PEFT would follow the rules for experts of the
     tensor-parallel plan, which do not apply under expert parallelism.
     """
+    batches = batch_axes(model)
     meshes = {m: m.__dict__[_MESH] for m in model.modules() if _MESH in m.__dict__}
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
     for path, module in model.named_modules():
         for name, p in module._parameters.items():
-            if p is not None and held_experts(p, f"{path}.{name}") is not None:
+            if p is not None and held_experts(p, f"{path}.{name}", batches) is not None:
                 stored.append((module, name, p))
     for holder in meshes:
         holder.__dict__[_MESH] = None
@@ -224,10 +227,10 @@ def _divide(wrapper: Any, adapter: str, held: Held) -> list[nn.Parameter]:
     if isinstance(a, DTensor):
         return []
     R = a.shape[0] // held.total
-    own = slice(held.first, held.first + held.count)
+    own = slice(held.first, held.first + held.size)
     parts = (
-        a.detach().view(held.total, R, -1)[own].reshape(held.count * R, -1),
-        b.detach().view(-1, R, held.total)[:, :, own].reshape(-1, R * held.count),
+        a.detach().view(held.total, R, -1)[own].reshape(held.size * R, -1),
+        b.detach().view(-1, R, held.total)[:, :, own].reshape(-1, R * held.size),
     )
     device = base_of(wrapper)._parameters[wrapper.parameter_name].device
     made = []
@@ -245,5 +248,5 @@ def _divide(wrapper: Any, adapter: str, held: Held) -> list[nn.Parameter]:
         )  # fmt: skip
         holder.weight = new
         made.append(new)
-    wrapper.__dict__[HELD_KEY] = held.count
+    wrapper.__dict__[HELD_KEY] = held.size
     return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from moe_patch.expert_parallel.layout import Held
 
 
-def average_factors(parameters: list[Tensor], held: Held, batches: int) -> None:
+def average_factors(parameters: Sequence[Tensor], held: Held, batches: int) -> None:
     """Average gradients of divided factors: a rank has seen the tokens of all its mesh's batches.
 
     Args:

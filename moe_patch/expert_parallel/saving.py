@@ -82,7 +82,7 @@ def _whole_state(model: Any, names: list[str]) -> dict[str, Tensor]:
                 state[f"{path}.lora_A.{name}.weight"] = torch.cat(parts)
             parts = _gather(b, held)
             if parts:
-                by_rank = [part.view(-1, R, held.count) for part in parts]
+                by_rank = [part.view(-1, R, held.size) for part in parts]
                 whole = torch.cat(by_rank, dim=2).view(-1, R * held.total)
                 state[f"{path}.lora_B.{name}.weight"] = whole
     return state
@@ -94,7 +94,7 @@ def _gather(factor: DTensor, held: Held) -> list[Tensor]:
     members = dist.get_process_group_ranks(group)
     if 0 not in members:
         return []  # other copies of the same experts
-    local = factor.detach().to_local().contiguous()
+    local = factor.to_local().detach().contiguous()
     sent = local.view(torch.uint8)  # bytes: a backend need not know the dtype
     if dist.get_rank() != 0:
         dist.gather(sent, dst=0, group=group)

@@ -83,7 +83,7 @@ def _described(tensor: Tensor) -> tuple[Any, ...]:
     if isinstance(tensor, DTensor):
         return tuple(tensor.shape), str(tensor.dtype)
     content = tensor.cpu().contiguous().view(torch.uint8).numpy()
-    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(content)
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(content.data)
 
 
 def _gather(value: Any) -> list[Any]:

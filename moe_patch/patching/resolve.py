@@ -291,8 +291,8 @@ def _check_batch_invariant(block: FoundBlock, config: PatchConfig) -> None:
 def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
     for path, wrapper in block.wrappers:
         if config.fuse_lora == "off" and HELD_KEY in wrapper.__dict__:
-            why = "fuse_lora='off' cannot hold on experts divided over ranks; use 'auto'"
-            raise UnsupportedModelError(f"{path}: {why}")
+            reason = "fuse_lora='off' cannot hold on experts divided over ranks; use 'auto'"
+            raise UnsupportedModelError(f"{path}: {reason}")
     if config.fuse_lora != "require":
         return
     for path, wrapper in block.wrappers:

@@ -54,10 +54,8 @@ def lora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
     ]  # fmt: skip
     for row in rows:
         if row["run"] == last["run"]:
-            peak = row["peak_bytes"] / 1e9
-            lines.append(
-                f"| {row['layout']} | {row['impl']} | {row['tokens_per_s']} | {peak:.1f} |"
-            )
+            peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+            lines.append(f"| {row['layout']} | {row['impl']} | {row['tokens_per_s']} | {peak} |")
     return lines
 
 

@@ -8,12 +8,16 @@ if there are enough CUDA devices, else through gloo.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from moe_patch import patch_model
 from moe_patch.expert_parallel import (
@@ -60,28 +64,36 @@ def is_factor(p):
     return p.requires_grad and isinstance(p, DTensor)
 
 
-def expected(base, name, batches, dense, rank_batch):
-    """Return one process's runs on all batches of a step, its model after it, and its tokens."""
+class Expected(NamedTuple):
+    """One process: runs on all batches of a step, then tokens and whole factors after the step."""
+
+    runs: dict[str, dict[str, torch.Tensor]]
+    tokens: torch.Tensor
+    file: Path
+    factors: list[torch.Tensor]
+
+
+def expected(base, name, batches, dense, rank_batch, folder):
     model = cases.reference(copy.deepcopy(base), name, dense)
-    runs = {}
-    for kind in (*cases.BATCHES, "checkpointed"):
-        every = tuple(range(batches)) + (9,) * batches
-        found = cases.run(model, "any" if kind == "checkpointed" else kind, every)
-        mean = {key: t / batches for key, t in found.items()}
-        own = [model(**on(model, kind, number)).loss.detach() for number in (rank_batch, 9)]
-        runs[kind] = mean | {"loss": torch.stack(own).sum()}
-    cases.run(model, "any", every)
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad /= batches
+    every, runs = tuple(range(batches)) + (9,) * batches, {}
+    for kind in cases.BATCHES:
+        found = cases.run(model, kind, every)
+        mean = {key: (t / batches).cpu() for key, t in found.items()}
+        with torch.no_grad():
+            own = [model(**on(model, kind, number)).loss for number in (rank_batch, 9)]
+        runs[kind] = mean | {"loss": torch.stack(own).sum().cpu()}
     trained = [p for p in model.parameters() if p.grad is not None]
-    runs["norm"] = {"norm": torch.nn.utils.clip_grad_norm_(trained, 0.1)}
+    for p in trained:
+        p.grad /= batches
+    norm = torch.nn.utils.clip_grad_norm_(trained, 0.1)
+    runs |= {"checkpointed": runs["any"], "norm": {"norm": norm.cpu()}}
     cases.step(model)
-    return model, runs
+    model.save_pretrained(folder)
+    factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
+    return Expected(runs, cases.decode(model).cpu(), folder / FILE, factors)
 
 
 def on(model, kind, number):
-    kind = "any" if kind == "checkpointed" else kind
     return {key: t.to(model.device) for key, t in cases.batch(kind, number).items()}
 
 
@@ -95,18 +107,16 @@ def check_ranks(tmp_path, name, world, **over):
         for layout, (_, batches, ep, dense) in cases.layouts(world).items():
             key = batches, dense, rank * batches // world
             if key not in wanted:
-                wanted[key] = expected(base, name, *key)
-            (model, runs), got = wanted[key], found[layout]
-            for kind, run in runs.items():
+                wanted[key] = expected(base, name, *key, tmp_path / f"one{len(wanted)}")
+            want, got = wanted[key], found[layout]
+            for kind, run in want.runs.items():
                 assert got["runs"][kind].keys() == run.keys()
                 for one, value in run.items():
-                    assert_close(got["runs"][kind][one], value.cpu(), FP32, f"{layout} {one}")
+                    assert_close(got["runs"][kind][one], value, FP32, f"{layout} {one}")
             assert_close(got["loaded"], got["after"], FP32, layout)
-            assert torch.equal(got["tokens"], cases.decode(model).cpu())
-            model.save_pretrained(tmp_path / "one")
-            same_file(tmp_path / layout / FILE, tmp_path / "one" / FILE)
-            factors = [p for n, p in model.named_parameters() if ".experts." in n and "lora" in n]
-            assert got["sizes"] == {p.numel() // ep for p in factors}
+            assert torch.equal(got["tokens"], want.tokens)
+            same_file(tmp_path / layout / FILE, want.file)
+            assert got["sizes"] == {p.numel() // ep for p in want.factors}
     return wanted
 
 
@@ -152,6 +162,35 @@ def test_adapters_that_peft_attached(tmp_path):
                 assert_close(other[key], value.cpu() / 2, FP32, key)
 
 
+def trainer(rank, model_class, folder):
+    """Train with transformers' Trainer, which clips, and saves on every rank."""
+    model = cases.load(model_class, folder, {"fsdp_size": 2, "ep_size": 2})
+    torch.manual_seed(0)
+    model = patch_model(attach_adapter(model, cases.config("qwen3_moe", False)))
+    args = TrainingArguments(
+        f"{folder}/out", max_steps=2, per_device_train_batch_size=2, save_strategy="no",
+        report_to=[], max_grad_norm=0.1, logging_steps=1, disable_tqdm=True,
+        use_cpu=model.device.type == "cpu",
+    )  # fmt: skip
+    rows = [{key: t[0] for key, t in cases.batch("any", i).items()} for i in range(8)]
+    run = Trainer(model=model, args=args, train_dataset=rows)
+    run.train()
+    run.save_model(f"{folder}/adapter")
+    norms = [line["grad_norm"] for line in run.state.log_history if "grad_norm" in line]
+    return norms, cases.run(model, "any", (0,))["loss"]
+
+
+@cases.dispatches
+def test_the_trainer_clips_and_saves_divided_adapters(tmp_path):
+    base = cases.make("qwen3_moe")
+    base.save_pretrained(tmp_path)
+    (norms, loss), other = run_ranks(trainer, type(base), str(tmp_path))
+    assert len(norms) == 2
+    assert norms == other[0]
+    alone = PeftModel.from_pretrained(base.to(device(2)), str(tmp_path / "adapter"))
+    assert_close(alone(**on(alone, "any", 0)).loss.detach().cpu(), loss, FP32)
+
+
 def same_file(path, reference):
     got, want = load_file(path), load_file(reference)
     assert got.keys() == want.keys()
@@ -163,7 +202,7 @@ def same_file(path, reference):
 def test_ranks_equal_one_process(tmp_path, name):
     wanted = check_ranks(tmp_path, name, 2)
     if name != "deepseek_v3":  # where groups of experts are excluded, others step in
-        _, runs = wanted[1, not cases.DISPATCHES, 0]
+        runs = wanted[1, not cases.DISPATCHES, 0].runs
         factors = [t for key, t in runs["few"].items() if key.endswith(A) and ".experts." in key]
         assert len(factors) == 4
         for grad in factors:  # rank 1 had no token at all

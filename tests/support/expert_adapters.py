@@ -50,11 +50,7 @@ def layouts(world: int) -> dict[str, Layout]:
     """Return each way to divide experts over ``world`` ranks."""
     if not DISPATCHES:
         shared = {"tp_size": world, "enable_expert_parallel": True}
-        found = {"all_reduce": Layout(shared, 1, world, True)}
-        if world == 4:
-            both = {"fsdp_size": 2, "tp_size": 2, "enable_expert_parallel": True}
-            found["fsdp and copies"] = Layout(both, 2, 2, True)
-        return found
+        return {"all_reduce": Layout(shared, 1, world, True)}
     shared = {"tp_size": world, "ep_size": world}
     found = {
         "all_to_all": Layout(shared | {"ep_implementation": "all_to_all"}, 1, world, False),
