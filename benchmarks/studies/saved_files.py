@@ -9,8 +9,8 @@ by a high rank. One process saves and another one loads. Meanwhile this one read
 (memory that belongs to no file). It prints the peak above the resident memory before, in bytes of
 the adapter.
 
-``packed``: layers with their experts in nf4, fp8 (Qwen3-30B's shape) or mxfp4 (gpt-oss's shape), of
-about a gigabyte, are saved by save_pretrained and read by load_quantized. A plain read of the same
+``packed``: a model of about a gigabyte with packed experts is saved, and read by load_quantized.
+The shape is that of Qwen3-30B, for mxfp4 that of gpt-oss-20b. A plain read of the same
 files into memory is timed beside it. Both end with a sum over every byte, because loading may map
 files without reading them. Times are with the files in the page cache, and with the files dropped
 from it before each read.

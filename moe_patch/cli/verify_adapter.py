@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from moe_patch.cli import adapted, models
-from moe_patch.cli.output import print_json, print_table, quiet_libraries
+from moe_patch.cli import adapted, adapter_logits
+from moe_patch.cli.output import print_json, print_table
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.errors import UnsupportedOptionError
 
-# Largest relative error of logits in fp32 between two models with equal weights.
-LOGITS = 1e-3
+# Largest relative errors of logits in fp32: of a merge against PEFT's with equal rounding, and of
+# an export against PEFT's adapter.
+LOGITS = {"merged": 1e-3, "exported": 1e-5}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +58,10 @@ def _merged(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base, merged = Checkpoint(folder), Checkpoint(args.merged)
     found = list(weights(adapter, base, merged))
     failed = [one for one in found if not one.passed]
-    packed = any(one.storage != "plain" for one in found)
-    logits = None if args.no_logits or packed else _logits(args, config, folder, adapter, merged)
-    passed = not failed and (logits is None or logits["merged"] <= LOGITS)
+    logits = None
+    if not args.no_logits:
+        logits = adapter_logits.of_merged(args, config, folder, adapter, merged)
+    passed = not failed and _agree(logits)
     return {"result": args.merged, "passed": passed, **_summary(found), "logits": logits}
 
 
@@ -76,11 +72,19 @@ def _exported(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from moe_patch.tools.base_identity import check_base
 
     check_base(args.adapter, folder)
-    _, plain = adapted.plain_model(folder, args.adapter)
-    adapter = read_adapter(args.adapter, plain)
-    found = list(exported(adapter, Checkpoint(folder), args.exported))
-    passed = all(one.passed for one in found)
-    return {"result": args.exported, "passed": passed, **_summary(found), "logits": None}
+    config, plain = adapted.plain_model(folder, args.adapter)
+    adapter, base = read_adapter(args.adapter, plain), Checkpoint(folder)
+    found = list(exported(adapter, base, args.exported))
+    logits = None
+    if not args.no_logits:
+        logits = adapter_logits.of_exported(args, config, folder, adapter, base)
+    passed = all(one.passed for one in found) and _agree(logits)
+    return {"result": args.exported, "passed": passed, **_summary(found), "logits": logits}
+
+
+def _agree(logits: dict[str, float] | None) -> bool:
+    found = logits or {}
+    return all(found[key] <= limit for key, limit in LOGITS.items() if key in found)
 
 
 def _summary(found: list[Any]) -> dict[str, Any]:
@@ -90,77 +94,6 @@ def _summary(found: list[Any]) -> dict[str, Any]:
         "least_share": min((one.share for one in found), default=1.0),
         "failed": [asdict(one) for one in found if not one.passed],
     }
-
-
-def _logits(
-    args: argparse.Namespace, config: Any, folder: Path, adapter: Any, merged: Any
-) -> dict[str, float]:
-    """Return relative errors of logits in fp32.
-
-    Returns:
-        ``merged``: the result against PEFT's merge, whose changed weights are rounded to the
-        result's dtypes. ``rounding``: the result against the unmerged adapter. ``adapter``: the
-        base against the unmerged adapter, for scale.
-    """
-    from peft import PeftModel
-
-    device = models.device_of(args)
-    with _quiet():
-        model = models.load(str(folder), config, torch.float32, device)
-        ids = _ids(model, args)
-        plain = _run(model, ids)
-        wrapped = PeftModel.from_pretrained(model, args.adapter).eval()
-        unmerged = _run(wrapped, ids)
-        model = wrapped.merge_and_unload()
-        _round(model, adapter, merged)
-        expected = _run(model, ids)
-        del model, wrapped
-        again = models.load_config(args.merged)
-        found = _run(models.load(args.merged, again, torch.float32, device), ids)
-    return {
-        "merged": _relative(found, expected),
-        "rounding": _relative(found, unmerged),
-        "adapter": _relative(plain, unmerged),
-    }
-
-
-def _round(model: Any, adapter: Any, merged: Any) -> None:
-    from moe_patch.serving.names import units_of
-
-    units = units_of(adapter.plain, merged.entries)
-    named = dict(model.named_parameters())
-    for name in adapter.changes:
-        if name in units and name in named:
-            dtype = merged.entries[units[name].sources[0]].parts[0].dtype
-            named[name].data = named[name].data.to(dtype).float()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with quiet_libraries(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _ids(model: Any, args: argparse.Namespace) -> Tensor:
-    generator = torch.Generator().manual_seed(args.seed)
-    with models.explained("MODEL takes no token ids (--no-logits compares only the weights)"):
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(vocabulary, (args.batch, args.length), generator=generator)
-    return ids.to(model.device)
-
-
-@torch.no_grad()
-def _run(model: Any, ids: Tensor) -> Tensor:
-    with models.explained(
-        "MODEL cannot run on token ids alone (--no-logits compares only the weights)"
-    ):
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    return logits.double().cpu()
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -176,15 +109,26 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['result']}: {result['weights']} weights and experts compared, "
         f"{len(result['failed'])} wrong; largest error {result['worst_ulps']:.2f} ulps"
     )
-    if result["logits"]:
-        one = result["logits"]
-        print(
-            f"logits: relative error {one['merged']:.1e} against PEFT's merge (limit "
-            f"{LOGITS:.0e}) and {one['rounding']:.1e} against the unmerged adapter; the base "
-            f"alone differs by {one['adapter']:.1e}"
-        )
+    _print_logits(result["logits"])
     print(
         "the result is the base plus the adapter"
         if result["passed"]
         else "the result is NOT the base plus the adapter"
     )
+
+
+def _print_logits(one: dict[str, float] | None) -> None:
+    if one is None:
+        return
+    base = f"the base alone differs by {one['adapter']:.1e}"
+    if "merged" in one:
+        print(
+            f"logits: relative error {one['merged']:.1e} against PEFT's merge (limit "
+            f"{LOGITS['merged']:.0e}) and {one['rounding']:.1e} against the unmerged adapter; "
+            f"{base}"
+        )
+    else:
+        print(
+            f"logits: relative error {one['exported']:.1e} against PEFT's adapter (limit "
+            f"{LOGITS['exported']:.0e}); {base}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,20 +34,12 @@ class Shards:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], stem: str, max_size: int | str) -> None:
-        limit = _bytes(max_size)
-        self.files: list[dict[str, Tensor]] = [{}]
-        self.nbytes = size = 0
-        for name, tensor in tensors.items():
-            own = tensor.numel() * tensor.element_size()
-            if self.files[-1] and size + own > limit:
-                self.files.append({})
-                size = 0
-            self.files[-1][name] = tensor
-            size += own
-            self.nbytes += own
-        count = len(self.files)
-        numbers = [f"-{i + 1:05d}-of-{count:05d}" if count > 1 else "" for i in range(count)]
-        self.names = [f"{stem}{number}.safetensors" for number in numbers]
+        named = list(tensors.items())
+        sizes = [tensor.numel() * tensor.element_size() for _, tensor in named]
+        self.nbytes = sum(sizes)
+        groups = by_size(sizes, _bytes(max_size))
+        self.files = [dict(named[number] for number in group) for group in groups]
+        self.names = file_names(stem, len(groups))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -81,8 +73,6 @@ def new_folder(target: str | Path, nbytes: int) -> Iterator[Path]:
     Raises:
         UnsupportedOptionError: the target holds a model, or the disk is full; nothing remains.
     """
-    from safetensors import SafetensorError
-
     target = Path(target).absolute()
     where = f"save_pretrained: {target}"
     if target.is_file() or any(file for pattern in _MODEL for file in target.glob(pattern)):
@@ -90,31 +80,72 @@ def new_folder(target: str | Path, nbytes: int) -> Iterator[Path]:
             f"{where} already holds a model, or is a file; accepted: a folder without a model"
         )
     partial = target.with_name(f".{target.name}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < nbytes + _SPARE:
-            raise UnsupportedOptionError(
-                f"{where}: {nbytes} bytes are needed, but only {free} are free; free some space "
-                "or name a folder on another disk"
-            )
-        if partial.exists():
-            raise UnsupportedOptionError(
-                f"{where}: {partial} exists: another save is running, or one was interrupted; if "
-                "none is running, delete it"
-            )
-        partial.mkdir()
-    except OSError as error:
-        raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
-    try:
+    if partial.exists():
+        raise UnsupportedOptionError(
+            f"{where}: {partial} exists: another save is running, or one was interrupted; if "
+            "none is running, delete it"
+        )
+    with written_aside(partial, nbytes + _SPARE, where):
         yield partial
         target.mkdir(exist_ok=True)
         for file in sorted(partial.iterdir()):
             file.rename(target / file.name)
+
+
+@contextmanager
+def written_aside(partial: Path, needed: int, where: str) -> Iterator[None]:
+    """Make a folder for a result that is not complete yet; remove what is left of it at the end.
+
+    Args:
+        partial: folder to make, beside the final one; the block moves its content there.
+        needed: number of bytes to be written.
+        where: beginning of errors, which names the final folder.
+
+    Raises:
+        UnsupportedOptionError: the disk is or becomes full, or nothing can be written there.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(partial.parent).free
+        if needed > free:
+            raise UnsupportedOptionError(
+                f"{where}: the result needs {needed:,} bytes, but the disk has {free:,} free; "
+                "accepted: a folder on a disk with enough space"
+            )
+        partial.mkdir()
+        yield
     except (OSError, SafetensorError) as error:
-        raise UnsupportedOptionError(f"{where} cannot be written: {error}") from error
+        raise UnsupportedOptionError(
+            f"{where}: cannot be written: {error}; the partial result was removed"
+        ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def by_size(sizes: Iterable[int], limit: int) -> list[list[int]]:
+    """Return the numbers of the items of each file.
+
+    Args:
+        sizes: bytes of the items in the order of writing.
+        limit: largest size of a file in bytes; a larger item gets its own file.
+    """
+    groups: list[list[int]] = [[]]
+    total = 0
+    for number, own in enumerate(sizes):
+        if groups[-1] and total + own > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(number)
+        total += own
+    return groups
+
+
+def file_names(stem: str, count: int) -> list[str]:
+    """Return the names of a checkpoint's files, numbered if there are several."""
+    numbers = [f"-{i:05d}-of-{count:05d}" if count > 1 else "" for i in range(1, count + 1)]
+    return [f"{stem}{number}.safetensors" for number in numbers]
 
 
 def _bytes(size: int | str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,14 @@ from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8, mxfp4
-from moe_patch.tools.base_identity import INDEX, SINGLE
+from moe_patch.tools.base_identity import (
+    INDEX,
+    SINGLE,
+    TensorEntry,
+    read_header,
+    read_index,
+    weight_files,
+)
 
 PLAIN, FP8, MXFP4 = "plain", "fp8", "mxfp4"
 # Names of dtypes in the header of a safetensors file.
@@ -74,19 +80,24 @@ class Checkpoint:
             UnsupportedOptionError: a file is missing, truncated, or does not match the index.
         """
         self.folder = Path(folder)
-        self._index = _index(self.folder)
+        found = weight_files(self.folder)
+        if not found:
+            raise UnsupportedOptionError(
+                f"{self.folder} holds neither {SINGLE} nor {INDEX}; accepted: a safetensors "
+                "checkpoint"
+            )
+        self._files = [file.name for file in found]
         self._opened: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         parts: dict[str, Part] = {}
-        for file in self.files:
-            opened = self._open(file)
-            for name in opened.keys():  # noqa: SIM118
-                view = opened.get_slice(name)
-                parts[name] = Part(name, self._dtype(file, name, view), tuple(view.get_shape()))
-                self._where[name] = file
-        if missing := sorted(set(self._index) - set(parts)):
+        for file in found:
+            for name, entry in read_header(file).items():
+                parts[name] = Part(name, _dtype(name, entry), entry.shape)
+                self._where[name] = file.name
+        index = read_index(self.folder)
+        if missing := sorted(set(index) - set(parts)):
             raise UnsupportedOptionError(
-                f"{self.folder / INDEX} lists {missing[0]} in {self._index[missing[0]]}, but that "
+                f"{self.folder / INDEX} lists {missing[0]} in {index[missing[0]]}, but that "
                 "file does not have it; accepted: a complete checkpoint (download it again)"
             )
         self.entries = {one.name: one for one in self._entries(parts)}
@@ -94,7 +105,7 @@ class Checkpoint:
     @property
     def files(self) -> list[str]:
         """Names of the files, sorted."""
-        return sorted(set(self._index.values()))
+        return list(self._files)
 
     def raw(self, part: Part) -> Tensor:
         """Return a stored tensor on the CPU, memory-mapped from the file where possible."""
@@ -131,11 +142,6 @@ class Checkpoint:
 
         if file not in self._opened:
             path = self.folder / file
-            if not path.is_file():
-                raise UnsupportedOptionError(
-                    f"{path} does not exist, but {INDEX} lists it; accepted: a complete "
-                    "checkpoint (download it again)"
-                )
             try:
                 self._opened[file] = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:
@@ -144,14 +150,6 @@ class Checkpoint:
                     "checkpoint (download it again)"
                 ) from error
         return self._opened[file]
-
-    def _dtype(self, file: str, name: str, view: Any) -> torch.dtype:
-        if view.get_dtype() not in DTYPES:
-            raise UnsupportedModelError(
-                f"{self.folder / file}: {name} is stored as {view.get_dtype()}; accepted: "
-                f"{', '.join(DTYPES)}"
-            )
-        return DTYPES[view.get_dtype()]
 
     def _entries(self, parts: dict[str, Part]) -> Iterator[Entry]:
         taken = set()
@@ -174,37 +172,9 @@ class Checkpoint:
                 yield Entry(name, PLAIN, (part,), part.shape, self._where[name])
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """Return the file of every tensor.
-
-    Raises:
-        UnsupportedOptionError: the folder has no safetensors weights, or its index is broken.
-    """
-    path = folder / INDEX
-    if not path.is_file():
-        if (folder / SINGLE).is_file():
-            return _names_of(folder / SINGLE)
-        raise UnsupportedOptionError(
-            f"{folder} holds neither {SINGLE} nor {INDEX}; accepted: a safetensors checkpoint"
+def _dtype(name: str, entry: TensorEntry) -> torch.dtype:
+    if entry.dtype not in DTYPES:
+        raise UnsupportedModelError(
+            f"{entry.file}: {name} is stored as {entry.dtype}; accepted: {', '.join(DTYPES)}"
         )
-    try:
-        found: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnsupportedOptionError(
-            f"{path}: not an index of safetensors files; accepted: a complete checkpoint "
-            "(download it again)"
-        ) from error
-    return found
-
-
-def _names_of(path: Path) -> dict[str, str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), path.name)
-    except (OSError, SafetensorError) as error:
-        raise UnsupportedOptionError(
-            f"{path}: not a complete safetensors file: {error}; accepted: a complete checkpoint "
-            "(download it again)"
-        ) from error
+    return DTYPES[entry.dtype]

@@ -62,7 +62,7 @@ def weights(adapter: Adapter, base: Checkpoint, merged: Checkpoint) -> Iterator[
     Raises:
         UnsupportedModelError: a checkpoint lacks a weight of the model.
     """
-    readers = [_Reader(one, adapter.plain) for one in (base, merged)]
+    readers = [Reader(one, adapter.plain) for one in (base, merged)]
     changes, apart, _ = untied(adapter, readers[0].units)
     wanted = [(name, name, own) for name, own in changes.items()]
     wanted += [(name, main, own) for name, (main, own) in apart.items()]
@@ -108,7 +108,7 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(value, about.eps), exponent - 1)
 
 
-class _Reader:
+class Reader:
     """Reader of the model's parameters from a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, plain: nn.Module) -> None:

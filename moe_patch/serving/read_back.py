@@ -58,6 +58,39 @@ def exported(adapter: Adapter, base: Checkpoint, folder: str | Path) -> Iterator
         )
 
 
+def deltas(adapter: Adapter, base: Checkpoint, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the delta of every parameter that the adapter changes, read from an export.
+
+    The file is read as the engine reads it; the checkpoint's tensors are then converted to the
+    model's parameters by transformers' own conversion.
+
+    Args:
+        adapter, base, folder: as in :func:`exported`.
+
+    Yields:
+        The parameter's name and its delta in fp32, with the parameter's shape.
+
+    Raises:
+        UnsupportedOptionError, UnsupportedModelError: as in :func:`exported`.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    if config.get("peft_version"):
+        again = read_adapter(folder, adapter.plain)
+        yield from ((name, _delta(again, name)) for name in again.changes)
+        return
+    factors = _Factors(folder, config)
+    units = units_of(adapter.plain, base.entries)
+    for name, changes in adapter.changes.items():
+        experts = max(one.experts for one in changes if isinstance(one, Added))
+        if (found := factors.stacked(name, experts)) is not None:
+            yield name, found.mT if _transposed(adapter, name) else found
+            continue
+        unit = units[name]
+        parts = {key: factors.product(key.removesuffix(".weight")) for key in unit.sources}
+        yield name, unit.forward(parts, adapter.plain)[name]
+
+
 def _singles(unit: Unit, delta: Tensor, factors: _Factors, adapter: Adapter) -> Iterator[Weight]:
     parts = unit.backward({unit.target: delta}, adapter.plain)
     back = names_back(unit, parts, unit.target)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.quant.shards import by_size, file_names, written_aside
 from moe_patch.serving.checkpoint import DTYPES, Entry, Part
 from moe_patch.tools.base_identity import SINGLE
 
@@ -80,19 +80,13 @@ def shards(
         for entry in entries:
             found[entry.file].append(entry)
         return found
-    groups: list[list[Entry]] = [[]]
-    size = 0
-    for entry in entries:
-        own = sum(part.bytes for part in entry.parts)
-        if groups[-1] and size + own > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += own
-    n = len(groups)
-    if n == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05d}-of-{n:05d}.safetensors": group for i, group in enumerate(groups, 1)}
+    sizes = [sum(part.bytes for part in entry.parts) for entry in entries]
+    groups = by_size(sizes, limit)
+    names = file_names(SINGLE.removesuffix(".safetensors"), len(groups))
+    return {
+        name: [entries[number] for number in group]
+        for name, group in zip(names, groups, strict=True)
+    }
 
 
 def index_text(files: dict[str, list[Entry]]) -> str:
@@ -115,23 +109,10 @@ def folder_in_one_step(out: Path, needed: int) -> Iterator[Path]:
         UnsupportedOptionError: ``out`` exists, or the disk is or becomes full.
     """
     refuse_existing(out)
-    free = shutil.disk_usage(out.parent).free
-    if needed > free:
-        raise UnsupportedOptionError(
-            f"--out {out}: the result needs {needed:,} bytes, but the disk has {free:,} free; "
-            "accepted: a folder on a disk with enough space"
-        )
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
-    try:
-        unfinished.mkdir()
+    with written_aside(unfinished, needed, f"--out {out}"):
         yield unfinished
         unfinished.rename(out)
-    except OSError as error:
-        raise UnsupportedOptionError(
-            f"--out {out}: cannot be written: {error}; the partial result was removed"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def refuse_existing(out: Path) -> None:

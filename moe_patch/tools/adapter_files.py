@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.discover import discover
-from moe_patch.runtime.described import layout_of
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SWAPS_SINCE = (0, 19)
@@ -114,11 +113,14 @@ def _swaps(release: str) -> bool:
 
 
 def _untransposed_experts(model: nn.Module) -> dict[str, list[tuple[int, ...]]]:
-    """Map the path of each experts module to the shapes of its 3-D weights."""
+    """Map the path of each experts module that PEFT swaps to the shapes of its 3-D weights.
+
+    PEFT reads the flag ``is_transposed`` alone: Llama 4's experts are [E, in, out] without it.
+    """
     found = {}
     for block in discover(model):
         for path, experts in block.experts:
-            if not layout_of(experts, block.spec).is_transposed:
+            if not (hasattr(experts, "is_transposed") and experts.is_transposed):
                 named = experts.named_parameters(recurse=False)
                 found[path] = [tuple(p.shape) for _, p in named if p.dim() == 3]
     return found

@@ -81,20 +81,32 @@ def weight_files(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not (folder / INDEX).is_file():
         return [folder / SINGLE] if (folder / SINGLE).is_file() else []
-    try:
-        names = sorted(set(json.loads((folder / INDEX).read_bytes())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UnsupportedOptionError(
-            f"{folder / INDEX}: not an index of safetensors files ({type(error).__name__}: "
-            f"{error}); accepted: a complete checkpoint"
-        ) from error
+    names = sorted(set(read_index(folder).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UnsupportedOptionError(
             f"{folder}: missing {len(missing)} of the {len(names)} files that {INDEX} lists "
-            f"(first: {missing[0]}); accepted: a complete checkpoint"
+            f"(first: {missing[0]}); accepted: a complete checkpoint (download it again)"
         )
     return [folder / name for name in names]
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file name of each tensor by the index; empty if the checkpoint is one file.
+
+    Raises:
+        UnsupportedOptionError: the index cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["weight_map"]
+        return {str(name): str(file) for name, file in found.items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UnsupportedOptionError(
+            f"{folder / INDEX}: not an index of safetensors files ({type(error).__name__}: "
+            f"{error}); accepted: a complete checkpoint (download it again)"
+        ) from error
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

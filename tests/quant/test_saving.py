@@ -186,7 +186,7 @@ def test_bad_places_and_models_are_one_sentence(tmp_path: Path, monkeypatch: Any
         quantize_experts(tied, "nf4").save_pretrained(tmp_path / "new")
     with monkeypatch.context() as patched:
         patched.setattr(shards.shutil, "disk_usage", full)
-        with pytest.raises(UnsupportedOptionError, match="bytes are needed, but only 0 are free"):
+        with pytest.raises(UnsupportedOptionError, match="bytes, but the disk has 0 free"):
             model.save_pretrained(tmp_path / "new")
 
     def broken(*_: Any) -> None:

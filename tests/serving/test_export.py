@@ -63,7 +63,8 @@ def modules_of(folder):
 
 
 @pytest.mark.parametrize(("model_type", "to", "modules", "options"), CASES)
-def test_every_delta_is_that_of_peft(model_type, to, modules, options, tmp_path):
+def test_every_delta_is_that_of_peft(model_type, to, modules, options, tmp_path, capsys):
+    """Also add the deltas that the engine reads to the base: PEFT's logits result."""
     adapter = made(tmp_path, model_type, to, modules, **options)
     found = list(exported(adapter, Checkpoint(tmp_path / "base"), tmp_path / "out"))
     assert len(found) > len(adapter.changes)
@@ -78,6 +79,10 @@ def test_every_delta_is_that_of_peft(model_type, to, modules, options, tmp_path)
         assert {name.rpartition(".")[2] for name in experts} == {"w1", "w2", "w3"}
     else:
         assert NAMES[layout] <= experts
+    argv = ["verify", "--adapter", str(tmp_path / "adapter"), str(tmp_path / "base")]
+    said = answer(capsys, *argv, "--exported", str(tmp_path / "out"), "--device", "cpu")
+    assert said["passed"]
+    assert said["logits"]["exported"] < 1e-5 < said["logits"]["adapter"]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +154,14 @@ def test_the_command(capsys, tmp_path):
         found = answer(capsys, *check)
         assert found["passed"]
         assert found["worst_ulps"] < 0.1
+        assert found["logits"]["exported"] < 1e-5 < found["logits"]["adapter"]
     config = tmp_path / "vllm" / "adapter_config.json"
     about = json.loads(config.read_text())
     config.write_text(json.dumps(about | {"lora_alpha": 2 * about["r"]}))
     check = ["verify", "--adapter", adapter, base, "--exported", str(tmp_path / "vllm")]
-    assert len(answer(capsys, *check, status=CHECK_FAILED)["failed"]) > 40
+    wrong = answer(capsys, *check, status=CHECK_FAILED)
+    assert len(wrong["failed"]) > 40
+    assert wrong["logits"]["exported"] > 1e-4
     assert "exists; accepted" in error_of(capsys, *argv, "vllm", "--out", str(tmp_path / "vllm"))
 
 

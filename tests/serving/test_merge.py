@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from moe_patch import convert_adapter
+from moe_patch.cli import CHECK_FAILED
 from moe_patch.formats import fp8, mxfp4
 from moe_patch.runtime.peft_release import rewrites_targets
 from moe_patch.serving.checkpoint import INDEX, Checkpoint
 from moe_patch.serving.merge import merge
 from moe_patch.serving.proof import ulp
-from tests.support import tiny_models
+from tests.quant.test_fp8_checkpoint import loads_fp8
+from tests.support import tiny_models, window
 from tests.support.adapters import EXPERTS
 from tests.support.cli_calls import answer
 from tests.support.merge_cases import (
@@ -168,6 +170,7 @@ def test_the_layout_of_another_release_of_peft(tmp_path):
 
 
 @pytest.mark.versions
+@window.old_names
 def test_an_adapter_of_single_experts(tmp_path):
     """Use the layout of transformers 4: one pair of factors per expert and projection."""
     model = save_base("qwen3_moe", tmp_path / "base")
@@ -243,22 +246,47 @@ def as_mxfp4(folder):
     return values
 
 
-@pytest.mark.parametrize(
-    ("model_type", "store", "method", "over", "limit"),
-    [
-        ("qwen3_moe", as_fp8, "fp8", {}, 0.04),
-        ("gpt_oss", as_mxfp4, "mxfp4", {"hidden_size": 32, "intermediate_size": 64}, 0.13),
-    ],
-)
-def test_packed_checkpoints(model_type, store, method, over, limit, tmp_path):
-    """Encoding again stays within the reported error; with dtype=bfloat16 the merge is exact."""
-    model = save_base(model_type, tmp_path / "base", **over)
-    save_adapter(model, tmp_path / "adapter", target_parameters=list(EXPERTS))
-    values = store(tmp_path / "base")
-    path = tmp_path / "base" / "config.json"
+def packed_base(folder, model_type, store, method, over):
+    """Save a packed base and an adapter; return the model, the experts' values and the config."""
+    model = save_base(model_type, folder / "base", **over)
+    save_adapter(model, folder / "adapter", target_parameters=list(EXPERTS))
+    values = store(folder / "base")
+    path = folder / "base" / "config.json"
     config = json.loads(path.read_text())
     block = {"weight_block_size": [128, 128]} if method == "fp8" else {}
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": method, **block}}))
+    return model, values, config
+
+
+PACKED = {
+    "fp8": ("qwen3_moe", as_fp8, "fp8", {}),
+    "mxfp4": ("gpt_oss", as_mxfp4, "mxfp4", {"hidden_size": 32, "intermediate_size": 64}),
+}
+
+
+@pytest.mark.parametrize("method", [pytest.param("fp8", marks=loads_fp8), "mxfp4"])
+def test_logits_of_packed_results(method, tmp_path, capsys):
+    """Mutant: the base's experts in the result, which transformers reads without an error."""
+    packed_base(tmp_path, *PACKED[method])
+    merged(tmp_path)
+    capsys.readouterr()
+    argv = ["verify", "--adapter", str(tmp_path / "adapter"), str(tmp_path / "base")]
+    argv += ["--device", "cpu", "--merged"]
+    said = answer(capsys, *argv, str(tmp_path / "out"))
+    assert said["passed"]
+    assert said["logits"]["merged"] < 1e-5
+    assert said["logits"]["merged"] < said["logits"]["rounding"] < said["logits"]["adapter"]
+    wrong = answer(capsys, *argv, str(tmp_path / "base"), status=CHECK_FAILED)
+    assert abs(wrong["logits"]["rounding"] - wrong["logits"]["adapter"]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "store", "method", "over", "limit"),
+    [(*PACKED["fp8"], 0.04), (*PACKED["mxfp4"], 0.13)],
+)
+def test_packed_checkpoints(model_type, store, method, over, limit, tmp_path):
+    """Encoding again stays within the reported error; with dtype=bfloat16 the merge is exact."""
+    model, values, config = packed_base(tmp_path, model_type, store, method, over)
     shutil.copytree(tmp_path / "base", tmp_path / "wide")
     parts = ("_blocks", "_scales", "_scale_inv")
     wide = {k: v for k, v in tensors(tmp_path / "base").items() if not k.endswith(parts)} | values

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_patch.cli import INTERRUPTED, main
 from moe_patch.cli.merge import bytes_of
+from moe_patch.quant import shards
 from moe_patch.serving import write
 from moe_patch.tools.base_identity import Base, note_base
 from tests.support.cli_calls import answer, error_of
@@ -97,11 +98,11 @@ FAULTS = {
     "another base": (lambda f: other_config(f, hidden_size=64), "does not fit the base"),
     "a shard is missing": (
         lambda f: next((f / "base").glob("model-00002*")).unlink(),
-        "does not exist, but model.safetensors.index.json lists it",
+        "files that model.safetensors.index.json lists (first: model-00002",
     ),
     "half a shard": (
         lambda f: cut(next((f / "base").glob("model-00002*"))),
-        "not a complete safetensors file",
+        "is truncated: its header describes",
     ),
     "no weights": (
         lambda f: [p.unlink() for p in (f / "base").glob("model*")],
@@ -132,7 +133,7 @@ def test_a_full_disk(capsys, folder, monkeypatch):
     before = state(folder)
     usage = shutil.disk_usage(folder)
     with monkeypatch.context() as patched:
-        patched.setattr(write.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        patched.setattr(shards.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         assert "the disk has 1,000 free" in error_of(capsys, *argv(folder))
     with monkeypatch.context() as patched:
         patched.setattr(write.ShardFile, "write", after(3, OSError(28, "No space left on device")))
