@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from moe_patch.formats.packed import decoded_at_once
-from moe_patch.kernels.common.chunks import COLUMNS, auto_chunk, chunks
+from moe_patch.kernels.common.chunks import AUTO_FROM, COLUMNS, auto_chunk, chunks
 from moe_patch.quant.memory import packed_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
@@ -177,7 +177,7 @@ def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
     limit = recipe.chunk
     if limit == "auto":
-        limit = auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
+        limit = recipe.tokens > AUTO_FROM and auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
     first = chunks(recipe.tokens, moe.top_k, int(limit) or recipe.tokens)[0].tokens
     return first.stop - first.start
 
