@@ -58,8 +58,13 @@ def saved_is_dropped() -> bool:
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
 
 
+def rank_of(a_ERI: Tensor | None) -> int:
+    """Return R; 0 without a factor."""
+    return 0 if a_ERI is None else a_ERI.shape[1]
+
+
 def stand_ins(
-    empty: Sequence[Tensor], kept: Sequence[bool], rows: int, widths: Sequence[Any]
+    empty: Sequence[Tensor], kept: Sequence[bool], rows: int, widths: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yield tensors on one value in place of those that would be ``kept``, and the empty others."""
     for tensor, keep, width in zip(empty, kept, widths, strict=False):

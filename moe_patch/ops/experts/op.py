@@ -23,7 +23,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.long_context import chunk_of, drops_rows, stand_ins
+from moe_patch.ops.experts.long_context import chunk_of, drops_rows, rank_of, stand_ins
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
@@ -233,7 +233,7 @@ class _Experts(torch.autograd.Function):
         if direct and call.keep[0] and drops_rows(x.shape[0], call.chunk):
             without = call._replace(keep=[False, False, False, call.keep[3]])
             output = run(*without.arguments(x, ids, weights, tensors))
-            widths = call.width, *(a and a.shape[1] for a in (tensors[4], tensors[6]))
+            widths = call.width, rank_of(tensors[4]), rank_of(tensors[6])
             output = *output[:4], *stand_ins(output[4:7], call.keep, ids.numel(), widths), output[7]
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
