@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 # Columns of y and of the rows of dx that exist at a time: two column tiles of the products.
 COLUMNS = 512
-# Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
-AUTO_FROM = 65536
 # Bytes of a chunk's a and y under ``chunk_tokens="auto"``, and its least number of tokens.
 _AUTO_BYTES, _AUTO_TOKENS = 896 << 20, 32768
 # Starts of chunks are multiples of this, so that all slices have 16-byte alignment.
