@@ -32,8 +32,8 @@ class PatchConfig:
             "require" makes an adapter that cannot be fused an error. "off" leaves them to PEFT.
         recompute: keep no expert activations between forward and backward.
         chunk_tokens: run the experts on more tokens than this one chunk after another, which limits
-            the memory of a block: "auto" takes as many tokens as 896 MiB of a chunk's rows hold, 0
-            runs all at once. Needs the Triton backend; the torch backend runs all at once.
+            the memory of a block. "auto" cuts more than 65,536 tokens, into chunks whose rows take
+            896 MiB; 0 runs all at once, as the torch backend always does.
         batch_invariant: make a token's output independent, bit for bit, of the number of tokens
             and of the other tokens. Needs the Triton backend. Covers only what this library
             computes, from router logits to the sum over experts. The router's linear and the rest

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from moe_patch.formats.packed import decoded_at_once
-from moe_patch.kernels.common.chunks import COLUMNS, auto_chunk, chunks
+from moe_patch.ops.experts.long_context import AUTO_FROM
 from moe_patch.quant.memory import packed_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
@@ -229,9 +229,11 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 
 def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
+    from moe_patch.kernels.common.chunks import auto_chunk, chunks
+
     limit = recipe.chunk
     if limit == "auto":
-        limit = auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
+        limit = recipe.tokens > AUTO_FROM and auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
     first = chunks(recipe.tokens, moe.top_k, int(limit) or recipe.tokens)[0].tokens
     return first.stop - first.start
 
@@ -246,6 +248,8 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
+    from moe_patch.kernels.common.chunks import COLUMNS
+
     up, down = decode_bytes(moe, recipe, itemsize)
     tokens = chunk_of(moe, recipe, itemsize)
     row, out = tokens * itemsize * moe.top_k, recipe.tokens * moe.hidden * itemsize

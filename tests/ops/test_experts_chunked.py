@@ -202,6 +202,8 @@ def test_tokens_of_a_chunk() -> None:
     args = x_TD, ids_TK, w
     assert [chunk_of(10, name, *args) for name in ("triton", "torch")] == [10, 0]
     assert [chunk_of(0, "triton", *args), chunk_of("auto", "torch", *args)] == [0, 0]
+    assert chunk_of("auto", "triton", *args) == 0
+    args = torch.empty(65537, 64, dtype=torch.bfloat16, device="meta"), ids_TK, w
     assert chunk_of("auto", "triton", *args) == (896 << 20) // (2 * (48 + 64) * 2)
     assert auto_chunk(8, 2048, 768, 2) == 45875
     assert auto_chunk(2, 6144, 32768, 2) == 32768

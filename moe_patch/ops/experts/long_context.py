@@ -1,20 +1,21 @@
-"""Decisions of the operator for long contexts: tokens of a chunk, and if h is needed at all.
+"""Decisions of the operator for long contexts: tokens of a chunk, and if h and u are kept.
 
-The first forward of a checkpoint drops all that autograd saves, so it needs no h.
+The first forward of a checkpoint drops all that autograd saves, so it needs neither.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.chunks import auto_chunk
 from moe_patch.types import ExpertWeights
 
+# Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
+AUTO_FROM = 65536
 _DROPS = "torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook"
 
 
@@ -23,11 +24,15 @@ def chunk_of(
 ) -> int:
     """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend.
 
-    The number of tokens does not matter here: compilers would guard it.
+    "auto" looks at the number of tokens only in eager mode, because compilers would guard it.
     """
     if backend != "triton":
         return 0
     if chunk_tokens == "auto":
+        if not torch.compiler.is_compiling() and x_TD.shape[0] <= AUTO_FROM:
+            return 0
+        from moe_patch.kernels.common.chunks import auto_chunk
+
         width = w.w2_EDF.shape[2]
         return auto_chunk(ids_TK.shape[1], x_TD.shape[1], width, x_TD.element_size())
     return int(chunk_tokens)
@@ -42,8 +47,8 @@ def _hooks_on_top() -> Callable[[bool], Any]:
     return getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
-def drops_h(tokens: int, chunk: int) -> bool:
-    """Return whether a call in chunks need not keep h, because nothing saved is kept."""
+def drops_rows(tokens: int, chunk: int) -> bool:
+    """Return whether a call in chunks need not keep h and u, because nothing saved is kept."""
     return 0 < chunk < tokens and saved_is_dropped()
 
 
@@ -56,6 +61,14 @@ def saved_is_dropped() -> bool:
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
 
 
-def stand_in(like: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return a tensor of this shape on one value, in place of one that is dropped."""
-    return like.new_empty(1).expand(shape)
+def rank_of(a_ERI: Tensor | None) -> int:
+    """Return R; 0 without a factor."""
+    return 0 if a_ERI is None else a_ERI.shape[1]
+
+
+def stand_ins(
+    empty: Sequence[Tensor], kept: Sequence[bool], rows: int, widths: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield tensors on one value in place of those that would be ``kept``, and the empty others."""
+    for tensor, keep, width in zip(empty, kept, widths, strict=False):
+        yield tensor.new_empty(1).expand(rows, width) if keep else tensor

@@ -24,7 +24,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.long_context import chunk_of, drops_h, stand_in
+from moe_patch.ops.experts.long_context import chunk_of, drops_rows, rank_of, stand_ins
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
@@ -239,10 +239,11 @@ class _Experts(torch.autograd.Function):
         *tensors, call = others
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
-        if direct and call.keep[0] and drops_h(x.shape[0], call.chunk):
-            without_h = call._replace(keep=[False, *call.keep[1:]])
-            output = run(*without_h.arguments(x, ids, weights, tensors))
-            output = *output[:4], stand_in(x, (ids.numel(), call.width)), *output[5:]
+        if direct and call.keep[0] and drops_rows(x.shape[0], call.chunk):
+            without = call._replace(keep=[False, False, False, call.keep[3]])
+            output = run(*without.arguments(x, ids, weights, tensors))
+            widths = call.width, rank_of(tensors[4]), rank_of(tensors[6])
+            output = *output[:4], *stand_ins(output[4:7], call.keep, ids.numel(), widths), output[7]
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)

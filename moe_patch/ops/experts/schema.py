@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import packed_weights
-from moe_patch.kernels.common.chunks import chunk_count
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {
@@ -90,6 +89,8 @@ def experts_fake(x: Any, ids: Any, weights: Any, *args: Any) -> Any:
     """Fake implementation of ``experts``."""
     w13, w2, _, _, a13, _, a2, *_, options, keep, _, scales = args
     save_h, save_u13, save_u2, norms = keep
+    from moe_patch.kernels.common.chunks import chunk_count
+
     decoded = read_options(options)
     w13 = packed_weights(ExpertWeights(w13, w2), scales, decoded.storage, x.dtype).w13_EHD
     T, K = ids.shape
