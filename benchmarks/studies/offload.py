@@ -122,6 +122,7 @@ def measure(step: Callable[[], None], steps: int, device: torch.device) -> dict[
     for _ in range(2):
         step()
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     times = []
     Counting.moved = 0

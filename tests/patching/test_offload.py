@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,8 +59,8 @@ def build(family: str = "qwen3_moe", storage: str = "") -> tuple[Any, dict[str, 
     return adapt(quant_models.store(base, storage), lora_config(EXPERTS, ["q_proj"])), batch
 
 
-def checkpointed(model: Any) -> Any:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def checkpointed(model: Any, reentrant: bool = False) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     return model.train()
 
@@ -90,11 +91,13 @@ def test_bits_of_resident_experts(case: tuple[str, str]) -> None:
         assert_bits(state[name], value)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_order_and_buffers(checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["no", "reentrant", "not reentrant"])
+def test_order_and_buffers(checkpointing: str) -> None:
     """Ascending forward, descending backward; the last two blocks are there already."""
     model, batch = build()
-    patch_model(checkpointed(model) if checkpointing else model, offload_experts=True)
+    if checkpointing != "no":
+        checkpointed(model, checkpointing == "reentrant")
+    patch_model(model, offload_experts=True)
     for _ in range(2):
         out = model(**batch)
         assert blocks_copied(model) == [0, 1, 2, 3]
@@ -169,6 +172,29 @@ def test_changed_weights_take_effect() -> None:
         for w in weights(one):
             w.data.mul_(0.5)
     assert_bits(step(model, batch), step(other, batch))
+
+
+@pytest.mark.parametrize("storage", ["", "nf4"])
+def test_saved_files_are_those_of_resident_experts(storage: str, tmp_path: Path) -> None:
+    model = quant_models.store(quant_models.build(), storage)
+    model.save_pretrained(tmp_path / "resident")  # type: ignore[operator]
+    patch_model(model, offload_experts=True)
+    with torch.no_grad():
+        model(**tiny_models.inputs(model))
+    model.save_pretrained(tmp_path / "ours")  # type: ignore[operator]
+    for file in (tmp_path / "resident").iterdir():
+        assert (tmp_path / "ours" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.slow
+def test_compiled_models_call_the_experts_between_graphs() -> None:
+    model, batch = build()
+    patch_model(model, offload_experts=True)
+    expected = step(model, batch)
+    gradients = {name: g.clone() for name, g in adapter_gradients(model).items()}
+    assert_bits(step(torch.compile(model, backend="eager"), batch), expected)
+    for name, gradient in adapter_gradients(model).items():
+        assert_bits(gradient, gradients[name])
 
 
 def test_copies_have_their_own_seats() -> None:

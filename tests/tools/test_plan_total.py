@@ -138,6 +138,7 @@ MEASURED = [
     (4096, 16, {}, 31.8),
     (2048, 16, FRUGAL, 19.6),
     (2048, 8, FRUGAL, 18.4),
+    (16384, 16, FRUGAL | {"optimizer": "adamw_8bit", "offload": True}, 11.01),
 ]
 
 
