@@ -144,10 +144,11 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield (parent, name, module) of the Linear modules in decoder layers, but not of routers."""
     blocks = discover(model)
     skipped = {id(m) for block in blocks for _, r in block.routers for m in r.modules()}
-    skipped |= {
-        id(block.block.get_submodule(block.spec.router_attr))
+    skipped |= {  # a block that routes itself reads its router's weight
+        id(child)
         for block in blocks
-        if block.spec.chooses_in_block and block.block is not None
+        if block.block is not None and (block.spec.chooses_in_block or not block.routers)
+        for child in block.block.children()
     }
     lists = tuple({_list_of(block.path) for block in blocks})
     for path, parent in list(model.named_modules()):
