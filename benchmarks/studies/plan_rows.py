@@ -1,7 +1,7 @@
 """Measure the memory of training steps on a card beside what ``moe-patch plan`` says of them.
 
-Each configuration trains in a process of its own, with the training command's own code, on random
-weights of true sizes made directly in their storage; only layers are left out where a row says so.
+Each configuration trains in a process of its own, with the training command's own code. Random
+weights of true sizes are made directly in their storage; a row says how many layers there are.
 Processes import their libraries ahead, but only one at a time touches the card.
 
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve

@@ -1,7 +1,7 @@
 """Ranks by projection for a number of trainable parameters: ``lora_targets(model, budget=N)``.
 
-Attention, shared experts and routers get rank R, and experts R / K, at least 1: a token passes K
-experts, so its path holds about the same rank everywhere. Schulman et al., "LoRA Without Regret"
+Attention, shared experts and routers get rank R, and experts R / K, at least 1. A token passes K
+experts, so its path has about the same rank everywhere. Schulman et al., "LoRA Without Regret"
 (Thinking Machines Lab, 2025), give each expert the total rank over the number of active experts. No
 rank exceeds the smaller side of its weight, and ranks above 8 are multiples of 8, because kernels
 on Hopper pad others. R is the largest that fits.
@@ -114,7 +114,7 @@ def _match(path: str, names: list[str]) -> str | None:
 
 
 def _active(block: FoundBlock) -> int:
-    """Return the number of experts that a token passes, K, or 1 if only its router knows it."""
+    """Return the number of experts that a token passes, K, or 1 if no config has it."""
     for chooser, spec in block.choosers:
         source = spec.params.get("top_k")
         if source is not None and read(chooser, source) is not None:
