@@ -1,9 +1,10 @@
 """Compare adapters in bf16 with adapters in fp32 over 300 steps: is a compensated update needed?
 
 A small bf16 Qwen3-MoE learns the first half of the standard library's docstrings with all weights.
-Adapters on attention and experts then learn the second half in three ways: fp32; bf16; and bf16
-with a second bf16 tensor that carries each update's rounding error to the next step (Kahan's
-summation). Learning rates are the recipe's and five times that, seeds three.
+Adapters on attention and experts then learn the second half in three ways: fp32, bf16, and bf16
+with a compensated update. The latter keeps each update's rounding error in a second bf16 tensor and
+adds it to the next update (Kahan's summation). Learning rates are the recipe's and five times that,
+seeds three.
 
     python benchmarks/studies/adapter_dtype.py --out rows.jsonl
     python benchmarks/studies/adapter_dtype.py --draw rows.jsonl --svg docs/img/adapter_dtype.svg

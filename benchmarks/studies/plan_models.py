@@ -88,7 +88,7 @@ def fill(
             packed = random_packed(one, storage, device)
             setattr(one.module, one.name, parameter(QuantTensor(packed)))
             state.watch(one.module)
-    for path, module in model.named_modules():
+    for path, module in list(model.named_modules()):
         for name, value in module._parameters.items():
             if value is not None and value.is_meta:
                 filled = torch.empty_like(value, device=device)
@@ -99,10 +99,10 @@ def fill(
         for name, value in module._buffers.items():
             if value is not None and value.is_meta and "rotary" not in path:
                 module._buffers[name] = torch.zeros_like(value, device=device)
+        if embedding != "bf16" and module is model.get_input_embeddings():
+            quantize_embedding(model)  # before the rest: the cap may not allow both in 16 bits
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    if embedding != "bf16":
-        quantize_embedding(model)
     return model if linear == "bf16" else quantize_linears(model)
 
 

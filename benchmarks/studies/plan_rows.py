@@ -1,7 +1,7 @@
 """Measure the memory of training steps on a card beside what ``moe-patch plan`` says of them.
 
-Each configuration trains in a process of its own, with the training command's own code, on random
-weights of true sizes made directly in their storage; only layers are left out where a row says so.
+Each configuration trains in a process of its own, with the training command's own code. Random
+weights of true sizes are made directly in their storage; a row says how many layers there are.
 Processes import their libraries ahead, but only one at a time touches the card.
 
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
@@ -180,7 +180,7 @@ def recipe_of(one: Setting, hopper: bool) -> Any:
 
     return Recipe(
         one.tokens, one.rank, one.storage, one.linear, one.optimizer, one.checkpointing,
-        liger=one.liger, full=one.full, adapter_bytes=4 if one.adapters == "fp32" else 2,
+        liger=one.liger, full=one.full, adapters=one.adapters,
         hopper=hopper, embedding=one.embedding,
     )  # fmt: skip
 
@@ -392,10 +392,10 @@ def run_all(
     """Measure every setting in turn, append its row to the file, and yield it, or None."""
     card = Card(options.device)
     begin = time.monotonic()
-    if options.warm:
-        warm_up(settings, options)
-        print(f"warm after {time.monotonic() - begin:.0f} s", flush=True)
     waiting = [start(one, options) for one in settings[:AHEAD]]
+    if options.warm:
+        warm_up([one for one in settings if one.patched], options)
+        print(f"warm after {time.monotonic() - begin:.0f} s", flush=True)
     for at, one in enumerate(settings):
         process, row = waiting.pop(0), None
         if options.limit and time.monotonic() - begin > options.limit:

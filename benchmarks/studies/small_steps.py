@@ -21,8 +21,8 @@ from typing import Any
 import plan_rows
 from plan_rows import Setting
 
-MODEL, LAYERS, STEPS = "Qwen3-30B-A3B", 12, 10
-TOKENS = (512, 2048, 8192)
+MODEL, LAYERS, STEPS = "Qwen3-30B-A3B", 12, 7
+TOKENS = (2048, 512, 8192)
 IMPLS: dict[str, dict[str, Any]] = {
     "moe_patch": {"storage": "nf4"},
     "peft_bitsandbytes": {"storage": "bf16", "patched": False},
@@ -40,6 +40,17 @@ def settings() -> dict[tuple[str, int], Setting]:
     }
 
 
+def append(out: Path | None, impl: str, tokens: int, row: dict[str, Any] | None) -> None:
+    """Append what a row of plan_rows has about steps."""
+    if row is None or out is None:
+        return
+    kept = ("model", "layers", "rank", "allocated_gib", "reserved_gib", "tokens_per_s")
+    found = {"impl": impl, "tokens": tokens} | {name: row[name] for name in kept}
+    found |= {name: row[name] for name in ("card", "commit", "date")}
+    with out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--commit", default="", help="full SHA, for the rows")
@@ -51,16 +62,9 @@ def main() -> None:
     options = parser.parse_args()
     wanted = settings()
     out, options.out = options.out, None
-    for (impl, tokens), row in zip(
-        wanted, plan_rows.run_all(list(wanted.values()), options), strict=True
-    ):
-        if row is None or out is None:
-            continue
-        kept = ("model", "layers", "rank", "allocated_gib", "reserved_gib", "tokens_per_s")
-        found = {"impl": impl, "tokens": tokens} | {name: row[name] for name in kept}
-        found |= {name: row[name] for name in ("card", "commit", "date")}
-        with out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+    rows = plan_rows.run_all(list(wanted.values()), options)
+    for (impl, tokens), row in zip(wanted, rows, strict=True):
+        append(out, impl, tokens, row)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "liger": (False, True),
     "storage": ("bf16", "fp8", "nf4"),
     "optimizer": ("adamw", "adamw_8bit"),
+    "linear": ("bf16", "nf4"),
+    "adapters": ("fp32", "bf16"),
     "rank": (16, 8, 4),
 }
 UNITS = {"": 10**9, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
@@ -61,9 +63,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--offload", action="store_true", help="keep the experts in host memory")
     parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
-    parser.add_argument(
-        "--adapters", choices=("fp32", "bf16"), default="fp32", help="adapter dtype"
-    )
+    parser.add_argument("--adapters", choices=("fp32", "bf16"), help="adapter dtype; default: fp32")
     parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
     parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
     add_json(parser)
@@ -84,7 +84,7 @@ def command(args: argparse.Namespace) -> int:
         sizes = read_sizes(model, targets)
         storages = _storages(model, recipe)
     if memory is not None:
-        choices = _choices(fixed, storages, config.model_type)
+        choices = _choices(fixed, storages, config.model_type, dtype)
         recipe = fit(args, sizes, recipe, choices, memory)
     plan = make_plan(sizes, recipe)
     node = training_node(args, recipe, targets, dtype) if memory or args.recipe else None
@@ -101,10 +101,12 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _choices(
-    fixed: dict[str, Any], storages: Container[str], model_type: str
+    fixed: dict[str, Any], storages: Container[str], model_type: str, dtype: torch.dtype
 ) -> dict[str, tuple[Any, ...]]:
     """Return the values to try for each option that is not fixed."""
     choices = {name: values for name, values in CHOICES.items() if name not in fixed}
+    if dtype != torch.bfloat16:  # bf16 adapters on a wider base would be a cast each time
+        choices.pop("adapters", None)
     if "storage" in choices:
         choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
     if "liger" in choices and not _may_run_on_liger(model_type):
@@ -137,14 +139,15 @@ def recipe_of(
         if (value := getattr(args, name)) is not None and value < 1:
             raise UnsupportedOptionError(f"--{name} {value}: accepted: 1 or more")
     fixed = {name: getattr(args, name) for name in CHOICES if getattr(args, name) is not None}
-    linear = _linear(args, config, fixed)
+    fixed |= _linear(args, config, fixed)
     if args.full:
-        if {fixed.get("storage", "bf16"), linear, args.embedding or "bf16"} != {"bf16"}:
+        stored_in = {fixed.get("storage"), fixed.get("linear"), args.embedding}
+        if not stored_in <= {"bf16", None}:
             raise UnsupportedOptionError(
                 "--full trains every weight, but packed weights are frozen; accepted: --storage "
                 "bf16 with --linear bf16 and --embedding bf16, or adapters without --full"
             )
-        fixed["storage"] = "bf16"
+        fixed |= {"storage": "bf16", "linear": "bf16", "adapters": "fp32"}
         if args.offload:
             raise UnsupportedOptionError(
                 "--full trains every weight, but offloaded experts are frozen; accepted: --offload "
@@ -152,30 +155,28 @@ def recipe_of(
             )
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
-        tokens=args.tokens, linear=linear, recompute=args.recompute, full=args.full,
-        offload=args.offload,
+        tokens=args.tokens, recompute=args.recompute, full=args.full, offload=args.offload,
         ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
-        adapter_bytes=4 if args.adapters == "fp32" else 2, embedding=args.embedding or "bf16",
-        **fixed,
+        embedding=args.embedding or "bf16", **fixed,
     )  # fmt: skip
     return recipe, fixed
 
 
-def _linear(args: argparse.Namespace, config: Any, fixed: dict[str, Any]) -> str:
-    """Return the storage of Linear modules; a packed checkpoint fixes that of its experts."""
+def _linear(args: argparse.Namespace, config: Any, fixed: dict[str, Any]) -> dict[str, str]:
+    """Return what a packed checkpoint fixes: the storage of Linear modules, or of the experts."""
     quantised = stored(config)
     if quantised is None:
-        return args.linear or "bf16"
+        return {}
     if not quantised.is_read:
         raise UnsupportedModelError(f"MODEL {args.model!r}: {quantised.said}")
     if quantised.method == "bitsandbytes":
-        return args.linear or "nf4"
-    if fixed.setdefault("storage", quantised.method) != quantised.method:
+        return {"linear": args.linear or "nf4"}
+    if fixed.get("storage", quantised.method) != quantised.method:
         raise UnsupportedOptionError(
             f"--storage {fixed['storage']}: the checkpoint has its experts in "
             f"{quantised.method}; accepted: {quantised.method}"
         )
-    return args.linear or "bf16"
+    return {"storage": quantised.method}
 
 
 def _targets(model: Any) -> dict[str, list[str]]:

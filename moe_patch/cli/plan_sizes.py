@@ -100,8 +100,7 @@ def _weights(
         for name in (layout_of(experts, block.spec).up_name, "down_proj")
     }
     modules = dict(model.named_modules())
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    untied = head is None or head.weight is not embedding.weight
+    embedding = _untied_embedding(model)
     for name, parameter in model.named_parameters():
         path, _, last = name.rpartition(".")
         module = modules[path]
@@ -110,8 +109,14 @@ def _weights(
         packed_linear = kind == "linear" and last == "weight" and layer >= 0
         by_module = last == "weight" and _ends(path, targets.get("target_modules", []))
         adapted = by_module or _ends(name, targets.get("target_parameters", []))
-        packable = packed_linear or name in projections or (untied and module is embedding)
+        packable = packed_linear or name in projections or module is embedding
         yield Weight(kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize)
+
+
+def _untied_embedding(model: Any) -> nn.Module | None:
+    """Return the input embedding, unless its weight is the head's as well."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return None if head is not None and head.weight is embedding.weight else embedding
 
 
 def _kinds(model: Any, blocks: list[FoundBlock]) -> dict[int, str]:
@@ -163,12 +168,19 @@ def _layer(
         if "Attention" in type(module).__name__ and linears.keys() & {*OUT}:
             attention += _attention(linears)
             heads += config.num_attention_heads
-            # gpt-oss's softmax stays in the model's dtype; all others make it in fp32 and cast it.
-            width = next(module.parameters()).itemsize
-            eager = 0 if fused else width if "sinks" in module._parameters else 4 + width
+            eager = 0 if fused else _eager(module)
     moe = moes[inside[0].path] if inside else None
     merged = _merged(path, layer, targets)
     return Layer(tuple(norms), attention, heads, eager, tuple(mlps), tuple(inputs), merged, moe)
+
+
+def _eager(attention: nn.Module) -> int:
+    """Return the bytes that eager attention keeps of each probability.
+
+    With sinks (gpt-oss) softmax stays in the model's dtype; others make it in fp32 and cast it.
+    """
+    width = next(attention.parameters()).itemsize
+    return width if "sinks" in attention._parameters else 4 + width
 
 
 def _is_inside(path: str, blocks: list[FoundBlock]) -> bool:

@@ -1,9 +1,10 @@
 """Ranks by projection for a number of trainable parameters: ``lora_targets(model, budget=N)``.
 
-Attention, shared experts and routers get rank R, and experts R / K, at least 1: a token passes K
-experts, so its path holds about the same rank everywhere. Schulman et al., "LoRA Without Regret"
+Attention, shared experts and routers get rank R, and experts R / K, at least 1. A token passes K
+experts, so its path has about the same rank everywhere. Schulman et al., "LoRA Without Regret"
 (Thinking Machines Lab, 2025), give each expert the total rank over the number of active experts. No
-rank exceeds the smaller side of its weight. R is the largest that fits.
+rank exceeds the smaller side of its weight, and ranks above 8 are multiples of 8, because kernels
+on Hopper pad others. R is the largest that fits.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from moe_patch.runtime.spec import read
 # The library's recipes scale every adapter by two, as its shipped training files do.
 ALPHA = 2
 LARGEST = 1 << 16
+STEP = 8
 
 
 class Projection(NamedTuple):
@@ -33,7 +35,8 @@ class Projection(NamedTuple):
     share: int
 
     def rank(self, whole: int) -> int:
-        return max(1, min(whole // self.share, self.least))
+        rank = max(1, min(whole // self.share, self.least))
+        return rank if rank < STEP else rank - rank % STEP
 
     def count(self, whole: int) -> int:
         return self.each * self.rank(whole)
@@ -111,7 +114,7 @@ def _match(path: str, names: list[str]) -> str | None:
 
 
 def _active(block: FoundBlock) -> int:
-    """Return the number of experts that a token passes, K, or 1 if only its router knows it."""
+    """Return the number of experts that a token passes, K, or 1 if no config has it."""
     for chooser, spec in block.choosers:
         source = spec.params.get("top_k")
         if source is not None and read(chooser, source) is not None:

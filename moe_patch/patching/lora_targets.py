@@ -230,12 +230,18 @@ def _add_router(block: FoundBlock, modules: set[str], parameters: set[str]) -> N
         }
 
 
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is nn.Linear itself, or bitsandbytes' form of it in 4 or 8 bits."""
+    packed = type(module).__module__.startswith("bitsandbytes.")
+    return type(module) is nn.Linear or (packed and isinstance(module, nn.Linear))
+
+
 def _shared_linears(block: FoundBlock) -> set[str]:
     assert block.block is not None
     return {
         _suffix(name)
         for name, module in block.block.named_modules()
-        if type(module) is nn.Linear and name.startswith("shared")
+        if _is_plain_linear(module) and name.startswith("shared")
     }
 
 
@@ -251,6 +257,6 @@ def _attention_linears(model: nn.Module) -> set[str]:
         if "Attention" not in type(module).__name__:
             continue
         for name, child in module.named_modules():
-            if type(child) is nn.Linear and child not in untrained:
+            if _is_plain_linear(child) and child not in untrained:
                 found.add(_suffix(f"{path}.{name}"))
     return found

@@ -26,8 +26,8 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     """Return the bytes of the weights by kind.
 
     Expert projections take quant.memory.packed_bytes in a packed storage, and a Linear in 4 bits
-    the same as one expert in NF4. bitsandbytes' EmbeddingNF4 keeps an fp32 scale per 64 values and
-    16 levels. All other weights take b a value.
+    the same as one expert in NF4. An embedding in 4 bits has an fp32 scale per 64 values and 16
+    levels. All other weights take b a value.
     """
     found = dict.fromkeys(KINDS, 0)
     storages = {"experts": recipe.storage, "linear": recipe.linear, "embeddings": recipe.embedding}
@@ -132,8 +132,8 @@ def linear_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
 def attention_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
     """Return bytes a token kept by attention: q, k, v, the output and a log-sum-exp a head.
 
-    Eager attention keeps probabilities of T keys instead of the log-sum-exp: fp32 and cast, or only
-    in the model's dtype (gpt-oss, whose sinks share the softmax; it keeps an index a row as well).
+    Eager attention keeps probabilities of T keys instead of the log-sum-exp, in fp32 and cast. With
+    sinks (gpt-oss) they are in the model's dtype only, beside one int64 index a row.
     """
     each = recipe.tokens * layer.eager + 8 if layer.eager else 4
     return layer.attention * itemsize + layer.heads * each
@@ -149,13 +149,13 @@ def eager_bytes(layer: Layer, recipe: Recipe, itemsize: int) -> int:
     return 2 * wide * layer.heads * recipe.tokens**2
 
 
-def eager_whole(layer: Layer, recipe: Recipe, itemsize: int) -> int:
-    """Return all T x T tensors of one eager attention at its peak.
+def cached_bytes(layers: tuple[Layer, ...], recipe: Recipe, itemsize: int) -> int:
+    """Return the largest sum of T x T tensors that one eager attention needs at once.
 
     They are too small for logits, which come after them, so the allocator keeps them beside those.
     """
-    kept = layer.eager * layer.heads * recipe.tokens**2
-    return kept + eager_bytes(layer, recipe, itemsize)
+    T = recipe.tokens
+    return max(one.eager * one.heads * T**2 + eager_bytes(one, recipe, itemsize) for one in layers)
 
 
 def layer_peak(layer: Layer, recipe: Recipe, itemsize: int) -> int:

@@ -90,8 +90,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
         "last backward": there + gradients + inputs + max(each) + block,
         "step": there + gradients,
     }
-    eager = max(parts.eager_whole(layer, recipe, b) for layer in layers)
-    return Plan(weights, found, moments, eager)
+    return Plan(weights, found, moments, parts.cached_bytes(layers, recipe, b))
 
 
 def _shares(bytes_by_kind: dict[str, int], ranks: int) -> dict[str, int]:

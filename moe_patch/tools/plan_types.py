@@ -104,7 +104,7 @@ class Recipe:
         chunk: ``chunk_tokens`` of the patch.
         ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
-        adapter_bytes: of an adapter's value; PEFT makes fp32.
+        adapters: "fp32", as PEFT makes them, or "bf16".
         hopper: the card decodes few rows an expert without a buffer.
         offload: experts are in host memory.
     """
@@ -121,10 +121,14 @@ class Recipe:
     full: bool = False
     ranks: int = 1
     accumulation: int = 1
-    adapter_bytes: int = 4
+    adapters: str = "fp32"
     hopper: bool = False
     offload: bool = False
     embedding: str = "bf16"
+
+    @property
+    def adapter_bytes(self) -> int:
+        return 4 if self.adapters == "fp32" else 2
 
     @property
     def sharded(self) -> bool:

@@ -39,7 +39,6 @@ from moe_patch.train.paths import expand_paths
 from moe_patch.train.text_file import read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-ADAPTER_DTYPES = ("float32", "bfloat16")
 SIZE_KEYS = ("tiny", "tiny_values")
 MODEL_KEYS = ("path", "model_type", "dtype", "attn_implementation")
 
@@ -234,8 +233,8 @@ def _check_patched(node: Mapping[str, Any], compares: bool, where: str) -> None:
 
 def _check_adapters(node: Mapping[str, Any], model: ModelConfig, where: str) -> None:
     """Refuse keys about adapters or frozen weights where the file has neither."""
-    dtype = node.get("adapter_dtype", ADAPTER_DTYPES[0])
-    check_choice(f"{where}: adapter_dtype", dtype, ADAPTER_DTYPES)
+    dtype = node.get("adapter_dtype", "float32")
+    check_choice(f"{where}: adapter_dtype", dtype, DTYPES[:2])
     if dtype == "bfloat16" and (node.get("lora") is None or model.dtype != "bfloat16"):
         raise UnsupportedOptionError(
             f"{where}: adapter_dtype: bfloat16 needs `lora` and model.dtype: bfloat16"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.patching.discover import discover
+from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.train.build import build_base
 from moe_patch.train.config import TrainConfig
 
@@ -147,13 +147,7 @@ def quantize_embedding(model: Any) -> Any:
 def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Yield (parent, name, module) of the Linear modules in decoder layers, but not of routers."""
     blocks = discover(model)
-    skipped = {id(m) for block in blocks for _, r in block.routers for m in r.modules()}
-    skipped |= {
-        id(block.block.get_submodule(block.spec.router_attr))
-        for block in blocks
-        if block.spec.chooses_in_block and block.block is not None
-    }
-    lists = tuple({_list_of(block.path) for block in blocks})
+    skipped, lists = _routers(blocks), tuple({_list_of(block.path) for block in blocks})
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if (
@@ -162,6 +156,15 @@ def _linears(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
                 and id(child) not in skipped
             ):
                 yield parent, name, child
+
+
+def _routers(blocks: list[FoundBlock]) -> set[int]:
+    """Return the ids of all modules of routers; a block that routes itself reads its children."""
+    found = {id(m) for block in blocks for _, router in block.routers for m in router.modules()}
+    for block in blocks:
+        if block.block is not None and (block.spec.chooses_in_block or not block.routers):
+            found |= {id(child) for child in block.block.children()}
+    return found
 
 
 def _list_of(path: str) -> str:

@@ -128,13 +128,15 @@ def test_a_mistake_is_one_line(capsys, folder, options, message):
 
 
 def test_memory_that_nothing_reaches(capsys, folder):
-    message = error_of(capsys, "plan", folder, "--memory", "0.6GB")
+    given = ("plan", folder, "--dtype", "bfloat16", "--memory")
+    message = error_of(capsys, *given, "0.7GB")
     assert "no recipe for" in message
-    assert "rank 4, experts in nf4, adamw_8bit, checkpointing, Liger) needs" in message
-    assert "GiB too much; accepted: a card of 0.7 GB" in message
-    message = error_of(capsys, "plan", folder, "--memory", "0.7GB", "--tokens", "1000000")
+    smallest = "rank 4, experts in nf4, adamw, checkpointing, Liger, Linear in nf4, bf16 adapters"
+    assert f"({smallest}) needs" in message
+    assert "GiB too much; accepted: a card of 0.9 GB" in message
+    message = error_of(capsys, *given, "0.9GB", "--tokens", "1000000")
     fitting = int(message.split("accepted: ")[1].split(" tokens")[0].replace(",", ""))
-    found = answer(capsys, "plan", folder, "--memory", "0.7GB", "--tokens", str(fitting))
+    found = answer(capsys, *given, "0.9GB", "--tokens", str(fitting))
     assert found["most_tokens"] == fitting
 
 

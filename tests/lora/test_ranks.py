@@ -52,9 +52,11 @@ def test_experts_get_the_rank_over_the_active_experts():
     K = model.config.num_experts_per_tok
     assert K > 1
     whole = ranks["self_attn.q_proj"]
-    experts = {rank for name, rank in ranks.items() if ".experts." in name}
-    assert experts == {whole // K}
-    assert whole // K > 1
+    (experts,) = {rank for name, rank in ranks.items() if ".experts." in name}
+    assert 1 < experts < whole
+    # Both are multiples of 8 at or below R and R / K, or small.
+    assert abs(K * experts - whole) < 8 * K
+    assert all(rank < 8 or rank % 8 == 0 for rank in ranks.values())
     assert ranks["mlp.gate.weight"] == min(whole, model.config.num_experts)
     assert targets["lora_alpha"] == 2 * targets["r"]
     assert targets["alpha_pattern"] == {n: 2 * r for n, r in targets["rank_pattern"].items()}

@@ -173,7 +173,9 @@ def prepared(family, mode, **over):
     model = tiny_models.build(family, torch.bfloat16, **over)
     model.set_attn_implementation("sdpa")
     sizes = sizes_of(model, mode == "full")
-    recipe = Recipe(tokens=T, rank=3, full=mode == "full", adapter_bytes=2 if mode == "bf16" else 4)
+    recipe = Recipe(
+        tokens=T, rank=3, full=mode == "full", adapters="bf16" if mode == "bf16" else "fp32"
+    )
     base = model
     if mode != "full":
         model = with_adapters(model, 3, autocast_adapter_dtype=mode == "fp32")
@@ -316,7 +318,7 @@ def planned_block(row):
     D, F, E, R = row["D"], row["F"], row["E"], row["R"]
     moe = Moe(E, row["K"], D, 2 * F, F, 2 if R else 0)
     recipe = Recipe(
-        tokens=row["T"], rank=R or 0, storage=row["dtype"], full=not R, adapter_bytes=2, hopper=True
+        tokens=row["T"], rank=R or 0, storage=row["dtype"], full=not R, adapters="bf16", hopper=True
     )
     values = 3 * E * D * F
     weights = {"bf16": 2, "nf4": 0.5158, "fp8": 1.00025}[row["dtype"]] * values

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,10 +57,10 @@ CHANGES = [
     ({"recompute": True}, "one_layer", True),
     ({"recompute": True}, "block_peak", False),
     ({"chunk": 64}, "block_peak", True),
-    ({"adapter_bytes": 2}, "block_peak", True),
+    ({"adapters": "bf16"}, "block_peak", True),
     ({"optimizer": "adamw_8bit"}, "optimizer", True),
     ({"rank": 4}, "gradients", True),
-    ({"adapter_bytes": 2}, "adapters", True),
+    ({"adapters": "bf16"}, "adapters", True),
     ({"storage": "nf4"}, "decode_buffer", False),
     ({"storage": "nf4", "ranks": 2}, "ddp_buckets", False),
     ({"ranks": 2}, "gathered_layers", False),
@@ -72,6 +74,15 @@ def test_each_option_reaches_its_part(sizes, change, part, lower):
     before = make_plan(sizes, Recipe(tokens=512)).parts[part]
     after = make_plan(sizes, replace(Recipe(tokens=512), **change)).parts[part]
     assert after < before if lower else after > before
+
+
+@pytest.mark.families("gpt_oss")
+def test_eager_attention_is_reserved_beside_the_logits():
+    plan = make_plan(sizes_of(tiny_models.build("gpt_oss", torch.bfloat16)), Recipe(tokens=512))
+    assert plan.cached == 3 * 2 * 4 * 512**2  # three T x T tensors of four heads
+    peak = max(plan.allocated, plan.moments["loss"] + plan.cached)
+    assert plan.reserved == int(peak * (1 + parts.FRAGMENTATION))
+    assert plan.needed == plan.reserved + parts.CONTEXT
 
 
 def test_gradients_of_earlier_forwards_are_there_during_the_loss(sizes):
@@ -127,12 +138,23 @@ def test_what_gives_up_least_is_chosen(sizes):
     assert found is None
 
 
+ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "plan_memory.jsonl"
+
+
+@pytest.mark.skipif(not ROWS.exists(), reason="benchmarks/ is not installed")
+def test_rows_of_a_card_are_as_planned():
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    assert {row["model"] for row in rows} >= {"Qwen3-30B-A3B", "gpt-oss-20b", "gpt-oss-120b"}
+    for row in rows:
+        assert row["allocated_gib"] == pytest.approx(row["plan_gib"], rel=0.05), row
+
+
 QWEN3_30B = {
     "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
     "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4,
     "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
 }  # fmt: skip
-FRUGAL = {"optimizer": "sgd", "liger": True, "adapter_bytes": 2}
+FRUGAL = {"optimizer": "sgd", "liger": True, "adapters": "bf16"}
 MEASURED = [
     # (tokens, rank, options, GiB at the peak of a step on an H200)
     (4096, 16, {}, 31.8),

@@ -62,6 +62,23 @@ def test_tiny_size_trains(path, tmp_path):
     assert all(len(set(values)) == 3 for values in losses), losses
 
 
+ONE_CARD = [path for path in SIZED if path.stem.endswith("gb")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=pytest.mark.families(family(p))) for p in ONE_CARD],
+)
+def test_the_loss_of_a_recipe_for_one_card_goes_down_on_real_text(path, tmp_path):
+    changes = {
+        "tiny": True, "training.max_steps": 100, "training.disable_tqdm": True,
+        "compare_unpatched": False, "output_dir": str(tmp_path / "out"),
+    }  # fmt: skip
+    losses = list(run.run(load_config(path, changes)).trained["patched"].losses.values())
+    assert sum(losses[-10:]) / 10 < sum(losses[:10]) / 10 - 0.08
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
