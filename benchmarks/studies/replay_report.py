@@ -31,9 +31,8 @@ def table(rows: list[Row]) -> str:
         "| factor | ids of another sample | shuffled |",
         "|---" * 10 + "|",
     ]
-    for row in rows:
-        if "kl" not in row:
-            continue
+    compared = [row for row in rows if "kl" in row]
+    for row in sorted(compared, key=lambda row: (row["model"], row["steps"], row["seed"])):
         plain, engine, other, shuffled = (row["kl"][kind] for kind in KINDS)
         lines.append(
             f"| {row['model']} | {row['steps']} | {row['seed']} "
@@ -91,8 +90,8 @@ def draw(rows: list[Row], path: Path) -> None:
                     if "learn" in row:
                         color = KINDS["engine" if row["replay"] else "no replay"]
                         axes.plot(row["learn"][key], color=color, linewidth=1)
-                title = "KL" if key == "kl" else "reward"
-                axes.set(title=f"{name}: {title} (blue: replay)", xlabel="update")
+                title = "KL, blue: replay" if key == "kl" else "reward"
+                axes.set(title=f"{name}: {title}", xlabel="update")
                 axes.set_yscale("log" if key == "kl" else "linear")
                 axes.minorticks_off()
                 axes.grid(alpha=0.3)

@@ -177,7 +177,7 @@ def _in_place(model: nn.Module, block: FoundBlock, patches: list[ModulePatch | N
         module: nn.Module | None = model
         for name in path.split("."):
             module = None if module is None else module._modules.get(name)
-        if module is not router or patch_of(router) is not patch:
+        if patch_of(router) is not patch or module is not router:
             return False
     return True
 
