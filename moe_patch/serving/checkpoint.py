@@ -178,3 +178,22 @@ def _dtype(name: str, entry: TensorEntry) -> torch.dtype:
             f"{entry.file}: {name} is stored as {entry.dtype}; accepted: {', '.join(DTYPES)}"
         )
     return DTYPES[entry.dtype]
+
+
+def encode(storage: str, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode a weight in FP8 or MXFP4.
+
+    Args:
+        storage: FP8 or MXFP4.
+        value: fp32, with the shape of :attr:`Entry.shape`.
+
+    Returns:
+        Values and scales as a checkpoint stores them, and the encoded values in fp32.
+    """
+    if storage == FP8:
+        packed, scales = fp8.quantize(value.reshape(-1, *value.shape[-2:]), value.device)
+        packed, scales = packed.view(value.shape), scales.view(*value.shape[:-2], *scales.shape[1:])
+        return packed, scales, fp8.dequantize(packed, scales, torch.float32)
+    packed, scales = mxfp4.quantize(value.transpose(1, 2))
+    again = mxfp4.dequantize(packed, scales, torch.float32).transpose(1, 2)
+    return packed.unflatten(-1, (-1, mxfp4.BLOCK // 2)), scales, again

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.formats import fp8, mxfp4
 from moe_patch.serving.adapter import place, read_adapter
-from moe_patch.serving.checkpoint import FP8, PLAIN, Checkpoint, Entry, Part
+from moe_patch.serving.checkpoint import PLAIN, Checkpoint, Entry, Part, encode
 from moe_patch.serving.edits import Edits
 from moe_patch.serving.write import (
     ShardFile,
@@ -178,20 +177,11 @@ class _Job:
         """Encode fp32 values in the storage of the result, and add up the encoding error."""
         if entry.storage == PLAIN:
             return (value.to(entry.parts[0].dtype),)
-        if entry.storage == FP8:
-            packed, scales = fp8.quantize(value.reshape(-1, *value.shape[-2:]), value.device)
-            packed, scales = packed.view(value.shape), scales.view(entry.parts[1].shape)
-            again = fp8.dequantize(packed, scales, torch.float32)
-            scales = scales.to(entry.parts[1].dtype)
-        else:
-            columns = value.transpose(1, 2)
-            packed, scales = mxfp4.quantize(columns)
-            again = mxfp4.dequantize(packed, scales, torch.float32).transpose(1, 2)
-            packed = packed.unflatten(-1, (-1, mxfp4.BLOCK // 2))
+        packed, scales, again = encode(entry.storage, value)
         sums = self.squares.setdefault(entry.storage, [0.0, 0.0])
         sums[0] += float((again - value).square().sum(dtype=torch.float64))
         sums[1] += float(value.square().sum(dtype=torch.float64))
-        return packed, scales
+        return packed, scales.to(entry.parts[1].dtype)
 
     def result(self) -> Merged:
         """Return the counts."""

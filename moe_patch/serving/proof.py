@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.serving.adapter import Adapter
 from moe_patch.serving.changes import Added, Change
-from moe_patch.serving.checkpoint import FP8, MXFP4, PLAIN, Checkpoint
-from moe_patch.serving.names import Unit, units_of
+from moe_patch.serving.checkpoint import FP8, MXFP4, PLAIN, Checkpoint, encode
+from moe_patch.serving.names import Unit, names_back, units_of
 from moe_patch.serving.ties import untied
 
 # Largest relative error of one expert from encoding alone, with a margin.
@@ -33,7 +33,9 @@ class Weight:
         storage: storage of the result.
         ulps: the largest distance from W + delta, in units in the last place of the result.
         share: fraction of the delta in the result: 1 if complete, 0 for an unrelated delta.
-        tolerance: largest deviation of ``share`` from 1 that rounding alone can cause.
+        kept: fraction of the delta that encoding W + delta keeps: 1 for a plain storage. A packed
+            format loses deltas below half a step.
+        tolerance: largest deviation of ``share`` from ``kept`` that rounding alone can cause.
         error: relative error of the result.
     """
 
@@ -41,6 +43,7 @@ class Weight:
     storage: str
     ulps: float
     share: float
+    kept: float
     tolerance: float
     error: float
 
@@ -49,7 +52,7 @@ class Weight:
         """Return whether the weight equals base plus delta, up to one rounding."""
         if self.storage == PLAIN:
             return self.ulps <= 1
-        return self.error <= LIMITS[self.storage] and abs(self.share - 1) <= self.tolerance
+        return self.error <= LIMITS[self.storage] and abs(self.share - self.kept) <= self.tolerance
 
 
 def weights(adapter: Adapter, base: Checkpoint, merged: Checkpoint) -> Iterator[Weight]:
@@ -73,9 +76,11 @@ def weights(adapter: Adapter, base: Checkpoint, merged: Checkpoint) -> Iterator[
         expected = before.clone()
         for change in own:
             expected = change.apply(expected)
+        kept = expected if storage == PLAIN else readers[1].encoded(name, expected)
         for expert in _experts(own):
             label = name if expert is None else f"{name}[{expert}]"
-            parts = [one if expert is None else one[expert] for one in (before, expected, found)]
+            all_ = (before, expected, kept, found)
+            parts = [one if expert is None else one[expert] for one in all_]
             yield _compared(label, storage, dtype, *parts)
 
 
@@ -85,16 +90,28 @@ def _experts(changes: list[Change]) -> Iterator[int | None]:
 
 
 def _compared(
-    name: str, storage: str, dtype: torch.dtype, before: Tensor, expected: Tensor, found: Tensor
+    name: str,
+    storage: str,
+    dtype: torch.dtype,
+    before: Tensor,
+    expected: Tensor,
+    encoded: Tensor,
+    found: Tensor,
 ) -> Weight:
-    delta, moved, off = expected - before, found - before, found - expected
+    delta, off = expected - before, found - expected
     size, norm = _norm(delta), _norm(expected)
-    share = float((moved.double() * delta.double()).sum()) / size**2 if size else 1.0
+    share, kept = (_share(one - before, delta) for one in (found, encoded))
     noise = LIMITS.get(storage, 0.0) * norm / (size * math.sqrt(delta.numel())) if size else 0.0
     ulps = 0.0
     if storage == PLAIN:
         ulps = float((off.abs() / ulp(expected, dtype)).max())
-    return Weight(name, storage, ulps, share, 0.02 + 6 * noise, _norm(off) / norm if norm else 0.0)
+    error = _norm(off) / norm if norm else 0.0
+    return Weight(name, storage, ulps, share, kept, 0.02 + 6 * noise, error)
+
+
+def _share(moved: Tensor, delta: Tensor) -> float:
+    size = _norm(delta)
+    return float((moved.double() * delta.double()).sum()) / size**2 if size else 1.0
 
 
 def _norm(value: Tensor) -> float:
@@ -123,6 +140,17 @@ class Reader:
         """
         unit = self._unit(name)
         read = {key: self.checkpoint.read(self.checkpoint.entries[key]) for key in unit.sources}
+        return unit.forward(read, self.plain)[name]
+
+    def encoded(self, name: str, value: Tensor) -> Tensor:
+        """Return a parameter's values after encoding them as the checkpoint stores them."""
+        unit = self._unit(name)
+        values = unit.backward({name: value}, self.plain)
+        back = names_back(unit, values, name)
+        read = {}
+        for key, one in values.items():
+            storage = self.checkpoint.entries[back[key]].storage
+            read[back[key]] = one if storage == PLAIN else encode(storage, one.contiguous())[2]
         return unit.forward(read, self.plain)[name]
 
     def storage(self, name: str) -> tuple[str, torch.dtype]:

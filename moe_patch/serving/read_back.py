@@ -137,7 +137,7 @@ def _weight(name: str, expected: Tensor, found: Tensor) -> Weight:
     typical = expected.abs().clamp(min=size / expected.numel() ** 0.5 / 256)
     off = (found - expected).abs() / ulp(typical, torch.bfloat16)
     error = float((found - expected).double().norm()) / size if size else 0.0
-    return Weight(name, PLAIN, float(off.max()), share, 0.0, error)
+    return Weight(name, PLAIN, float(off.max()), share, 1.0, 0.0, error)
 
 
 class _Factors:

@@ -16,6 +16,7 @@ from moe_patch import lora_targets
 from moe_patch.cli import adapted
 from moe_patch.cli.output import quiet_libraries
 from moe_patch.serving.checkpoint import Checkpoint
+from moe_patch.serving.merge import merge
 from tests.support import tiny_models
 from tests.support.adapters import adapt
 
@@ -71,6 +72,13 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 def plain(base: Path, adapter: Path) -> nn.Module:
     """Return the empty model of a base, as built by the command."""
     return adapted.plain_model(base, str(adapter))[1]
+
+
+def merged(folder: Path, adapter: str = "adapter", out: str = "out", **options: Any) -> Any:
+    """Merge the folder's adapter into its base; return the summary and the tensors."""
+    base = folder / "base"
+    done = merge(folder / adapter, base, folder / out, plain(base, folder / adapter), **options)
+    return done, tensors(folder / out)
 
 
 def assert_equal_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
