@@ -1,11 +1,11 @@
 """Time QLoRA steps of few tokens beside PEFT over bitsandbytes, on 12 layers of Qwen3-30B-A3B.
 
 Both train adapters of rank 16 on attention and experts by the Trainer, with checkpointing and
-torch's fused AdamW; weights are random. bitsandbytes packs Linear modules alone: attention is in
-NF4, and the fused experts of transformers stay in bf16, where PEFT adds B A to the whole weight of
-every expert in each forward and transformers' grouped products run on the sum. Ours has the experts
-in NF4 as well. "prepared" calls peft.prepare_model_for_kbit_training first, as PEFT's guide has it,
-which makes fp32 of everything that is not in 4 bits, experts included.
+torch's fused AdamW. Weights are random. bitsandbytes packs Linear modules alone, so attention is in
+NF4 and the fused experts of transformers stay in bf16. In each forward PEFT adds B A to the whole
+weight of every expert, and transformers' grouped products run on the sum. Ours has the experts in
+NF4 as well. "prepared" calls peft.prepare_model_for_kbit_training first, as PEFT's guide says. That
+casts everything that is not in 4 bits to fp32, experts included.
 
     python benchmarks/studies/small_steps.py --commit SHA --out rows.jsonl
     python benchmarks/studies/small_steps.py --device cpu --small

@@ -8,6 +8,7 @@ they are: Liger's fused loss reads the head's 16-bit weight.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
@@ -84,15 +85,15 @@ def quantize_linears(model: Any) -> Any:
     Raises:
         UnsupportedModelError: its layers have no Linear module.
     """
-    import bitsandbytes
-
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
     found = list(_linears(model))
     if not found:
         raise UnsupportedModelError(
             f"{type(model).__name__}: its decoder layers have no Linear module to store in nf4; "
             "leave quantize_linear out"
         )
-    for parent, name, linear in found:
+    while found:
+        parent, name, linear = found.pop()  # the list would keep every 16-bit weight
         weight = linear.weight
         made = bitsandbytes.nn.Linear4bit(
             linear.in_features, linear.out_features, linear.bias is not None,
@@ -119,8 +120,7 @@ def quantize_embedding(model: Any) -> Any:
         UnsupportedModelError: the embedding is the head's weight as well, is no plain Embedding, or
             has rows that are no multiple of 64 values.
     """
-    import bitsandbytes
-
+    bitsandbytes: Any = importlib.import_module("bitsandbytes")
     old, head = model.get_input_embeddings(), model.get_output_embeddings()
     name = f"{type(model).__name__}: its input embedding"
     tied = head is not None and head.weight is old.weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 
 import pytest
 import torch
@@ -41,6 +42,20 @@ def test_linear_modules_of_the_layers_are_in_4_bits():
     )
     x = torch.randn(3, one.in_features, dtype=torch.bfloat16)
     torch.testing.assert_close(one(x), x @ wanted.T, rtol=0.02, atol=0.02)
+
+
+def test_each_16_bit_weight_is_freed_before_the_next_is_packed(monkeypatch):
+    model = tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE)
+    plain = [weakref.ref(m) for m in model.modules() if type(m) is nn.Linear]
+    alive, made = [], bnb.nn.Linear4bit
+
+    def counted(*args, **kwargs):
+        alive.append(sum(one() is not None for one in plain))
+        return made(*args, **kwargs)
+
+    monkeypatch.setattr(bnb.nn, "Linear4bit", counted)
+    quantize_linears(model)
+    assert alive == list(range(len(plain), len(plain) - len(alive), -1))
 
 
 def test_routers_that_are_linear_modules_stay():
