@@ -57,7 +57,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one per card (FSDP2)")
+    parser.add_argument("--ddp", action="store_true", help="whole models on every card (DDP)")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument(
         "--adapters", choices=("fp32", "bf16"), default="fp32", help="adapter dtype"
@@ -146,7 +147,7 @@ def recipe_of(
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
         tokens=args.tokens, linear=linear, recompute=args.recompute, full=args.full,
-        ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
+        ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
         adapter_bytes=4 if args.adapters == "fp32" else 2, **fixed,
     )  # fmt: skip
     return recipe, fixed

@@ -72,7 +72,10 @@ def text_of(node: dict[str, Any], recipe: Recipe, model: str) -> str:
     needs = ["liger-kernel"] if recipe.liger else []
     needs += ["bitsandbytes"] if recipe.optimizer == "adamw_8bit" else []
     lines += [f"# Needs: pip install {' '.join(needs)}"] if needs else []
-    lines += [f"# Start {recipe.ranks} processes with accelerate launch."] * (recipe.ranks > 1)
+    how = "FSDP2" if recipe.shards > 1 else "DDP"
+    lines += [f"# Start {recipe.ranks} processes with accelerate launch ({how})."] * (
+        recipe.ranks > 1
+    )
     return "\n".join(lines) + "\n" + yaml.safe_dump(node, sort_keys=False)
 
 

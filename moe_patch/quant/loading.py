@@ -13,6 +13,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE, check_packable, pack
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import memory, mxfp4_checkpoint, packed_checkpoint, saving, state
+from moe_patch.quant.elsewhere import build_elsewhere, is_elsewhere
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, quantize_experts
 from moe_patch.schema import check_choice
@@ -23,6 +24,8 @@ _METHOD = "moe_patch_experts"
 # Arguments of from_pretrained that load_quantized sets itself -> what to do instead.
 _OWN = {
     "device_map": "accepted: device, one for the whole model",
+    "distributed_config": "transformers would give each rank a part of the 16-bit weights, whose "
+    "quantisation depends on the other parts; accepted: load whole, then fully_shard or accelerate",
     "quantization_config": "to store the other weights in 4 bits as well, load with bitsandbytes' "
     "config and call quantize_experts(model, ...) on the result",
 }
@@ -51,6 +54,9 @@ def load_quantized(
     transformers dequantises such a checkpoint. The experts are then quantised again, with a
     warning.
 
+    Under FSDP with ``cpu_ram_efficient_loading`` only the first process of a machine reads the
+    checkpoint. In the others all parameters are on the meta device, until accelerate sends them.
+
     Args:
         path: a local folder or hub id.
         storage: "nf4", "fp8" or "mxfp4".
@@ -66,32 +72,45 @@ def load_quantized(
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     _check_options(storage, options)
-    load = (model_class or AutoModelForCausalLM).from_pretrained
+    own = model_class or AutoModelForCausalLM
     config = options.get("config")
     hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
+    packed = None
     if config is None:
         about, _ = PreTrainedConfig.get_config_dict(path, **hub)
         if packed_checkpoint.is_packed_checkpoint(about):
-            return _load_packed(path, about, storage, model_class, str(device), options)
-        config = AutoConfig.from_pretrained(path, **hub)
-    refuse_unknown(config, path)
+            packed = about
+            config = packed_checkpoint.read_config(path, about, storage)
+        else:
+            config = AutoConfig.from_pretrained(path, **hub)
+    if packed is None:
+        refuse_unknown(config, path)
+        _check_stored(path, stored_method(config), storage)
+    if is_elsewhere():
+        return build_elsewhere(own, config, storage, options)
+    if packed is not None:
+        return _load_packed(path, packed, config, model_class, str(device), options)
+    return _load(path, config, storage, own.from_pretrained, str(device), options)
+
+
+def _load(path: str, config: Any, storage: str, load: Any, device: str, options: Any) -> Any:
+    """Load a checkpoint of transformers, and pack its experts or take them as they are."""
     stored = stored_method(config)
-    _check_stored(path, stored, storage)
     if stored == "fp8":
-        model = load(path, device_map=str(device), **options)
+        model = load(path, device_map=device, **options)
         _warn_of_plain_experts(path, model)
         return quantize_experts(model, storage)
     if stored == "mxfp4":
         # transformers' own quantizer would dequantise, or pack for kernels that have no backward.
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
-    model = load(path, quantization_config=_config(storage), device_map=str(device), **options)
+    model = load(path, quantization_config=_config(storage), device_map=device, **options)
     saving.guard_saving(model)
     return model
 
 
 def _load_packed(
-    path: str, about: dict[str, Any], storage: str, model_class: Any, device: str, options: Any
+    path: str, about: dict[str, Any], config: Any, model_class: Any, device: str, options: Any
 ) -> Any:
     """A model whose packed experts ``save_pretrained`` wrote, bit for bit.
 
@@ -101,13 +120,12 @@ def _load_packed(
     """
     import transformers
 
-    config = packed_checkpoint.read_config(path, about, storage)
     hub = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
     tensors = packed_checkpoint.read_tensors(path, hub)
     own = model_class
     if own is None or not issubclass(own, transformers.PreTrainedModel):
         own = getattr(transformers, about["architectures"][0])
-    method = _config(storage)
+    method = _config(about["storage"])
     method.packed = packed_checkpoint.shapes(about["experts"], tensors)
     model, info = own.from_pretrained(
         None, config=config, state_dict=tensors, quantization_config=method,

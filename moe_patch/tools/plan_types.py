@@ -98,7 +98,8 @@ class Recipe:
         storage: of the experts; "bf16" is the model's dtype, whichever it is.
         linear: of frozen Linear modules: "bf16", or "nf4" by bitsandbytes.
         optimizer: one of OPTIMIZERS.
-        ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
+        ranks: processes: FSDP2, which shards weights; DDP with ``ddp`` or Linear modules in 4 bits.
+        ddp: every process keeps the whole model.
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
         adapter_bytes: of an adapter's value; PEFT makes fp32.
         hopper: the card decodes few rows an expert without a buffer.
@@ -114,10 +115,12 @@ class Recipe:
     liger: bool = False
     full: bool = False
     ranks: int = 1
+    ddp: bool = False
     accumulation: int = 1
     adapter_bytes: int = 4
     hopper: bool = False
 
     @property
-    def sharded(self) -> bool:
-        return self.ranks > 1 and self.storage == "bf16" and self.linear == "bf16"
+    def shards(self) -> int:
+        """Return the number of parts into which FSDP2 cuts the weights."""
+        return 1 if self.ddp or self.linear != "bf16" else self.ranks

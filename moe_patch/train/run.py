@@ -16,6 +16,8 @@ from transformers import TrainingArguments
 
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import BlockReport, patch_report
+from moe_patch.quant.elsewhere import materialise_adapters
+from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.surgery import dequantize_experts, ignore_in_ddp
 from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, report
@@ -26,7 +28,7 @@ from moe_patch.train.liger import check_liger, check_liger_knows
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
-from moe_patch.train.sharded import size
+from moe_patch.train.sharded import check_equal, check_packed, rebuild, size
 from moe_patch.train.smk import SmkConfig
 
 
@@ -92,6 +94,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     inputs = _prepare(config, output)
     model = _build(inputs)
     said, served = _patch(model, config)
+    check_equal(model)
     inputs.say(_describe(model), said)
     name = "patched" if served else "unpatched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
@@ -109,7 +112,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         dtype = _precision(model, inputs)
         device, whole = inputs.args.device, trained[name].whole
         if inputs.main and whole is not None:
-            model, device = _whole(inputs, whole), torch.device("cpu")
+            model, device = rebuild(config, inputs.tokenizer, whole), torch.device("cpu")
         sharded = whole is not None
         logits = _save(model, inputs, folder, output.path, sharded) if inputs.main else None
         del model
@@ -125,6 +128,8 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
 def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     build.check_options(config)
     args = build.training_arguments(config, output.partial / "checkpoints")
+    if config.quantize_experts is not None:
+        check_packed()
     if config.liger:
         check_liger(args.device, config.training)
     if args.process_index == 0:
@@ -144,15 +149,22 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
     """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
     config = inputs.config
+    # accelerate sends one process's weights to all, a parameter at a time.
+    sent = config.quantize_experts is not None and rank0_only()
+    device = torch.device("cpu") if sent else inputs.args.device
     base = build.build_base(
-        config.model, inputs.tokenizer, config.seed, config.quantize_experts, inputs.args.device
+        config.model, inputs.tokenizer, config.seed, config.quantize_experts, device
     )
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Move before patching: the backend and its self-check depend on the device.
-    return build.add_adapters(base, config.lora, config.seed).to(inputs.args.device)
+    model = build.add_adapters(base, config.lora, config.seed)
+    if sent:
+        materialise_adapters(model)
+        return model
+    return model.to(device)
 
 
 def _describe(model: Any) -> str:
@@ -189,15 +201,6 @@ def _precision(model: Any, inputs: _Inputs) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if every or not p.requires_grad)
 
 
-def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
-    """Return the whole trained model, unpatched, on the CPU: one device may be too small for it."""
-    config = inputs.config
-    base = build.build_base(config.model, inputs.tokenizer, config.seed)
-    model = build.add_adapters(base, config.lora, config.seed)
-    model.load_state_dict(state)
-    return model
-
-
 def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool) -> Tensor:
     """Save the trained model; return its logits on the first examples."""
     config = inputs.config
@@ -207,7 +210,7 @@ def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool)
         # weights are not drawn as a single process would draw them, so copy those.
         base = (
             copy.deepcopy(model).unload()
-            if sharded
+            if sharded and config.quantize_experts is None
             else build.build_base(config.model, inputs.tokenizer, config.seed)
         )
         base.save_pretrained(folder / "base")
