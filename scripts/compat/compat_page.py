@@ -10,6 +10,7 @@ from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof
 
 def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     """Return tokens per second on several cards, from the newest run on each number of cards."""
+    rows = [row for row in rows if "storage" not in row]
     if not rows:
         return []
     runs = {row["world"]: row["run"] for row in rows}
@@ -33,6 +34,30 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
         if impl == "moe_patch" and theirs is not None:
             ours = speed[world, layout, impl]
             lines.append(f"| {world} | {layout} | {ours} | {theirs} | {ours / theirs:.2f} |")
+    return lines
+
+
+def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
+    """Return tokens per second and memory of QLoRA, from its newest run on each number of cards."""
+    rows = [row for row in rows if "storage" in row]
+    if not rows:
+        return []
+    runs = {row["world"]: row["run"] for row in rows}
+    shown = [row for row in rows if row["run"] == runs[row["world"]]]
+    last = shown[-1]
+    lines = [
+        "", "## QLoRA on several cards", "",
+        f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}: forward, backward and AdamW "
+        f"with checkpointing, {last['layers']} layers of Qwen3-30B-A3B's sizes, experts in "
+        f"{last['storage']}, rank {last['rank']}, {last['tokens']} tokens a card. torch "
+        f"{last['torch']}, transformers {last['transformers']}, commit {short(last['commit'])}.",
+        "", "| cards | | tokens/s | GiB before the first step | GiB at the peak |",
+        "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in shown:
+        name = row["layout"].removeprefix("qlora ")
+        cells = row["world"], name, row["tokens_per_s"], row["held_gib"], row["peak_gib"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
@@ -97,6 +122,7 @@ def document(
     for proof in PROOFS:
         lines += lines_of(proof, rows)
     lines += several_cards(parallel or [])
+    lines += qlora_on_cards(parallel or [])
     lines += versions(rows)
     lines += combinations(window or [])
     lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]
