@@ -61,7 +61,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--offload", action="store_true", help="keep the experts in host memory")
-    parser.add_argument("--ranks", type=int, default=1, help="number of processes, one per card")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, one per card (FSDP2)")
+    parser.add_argument("--ddp", action="store_true", help="whole models on every card (DDP)")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument("--adapters", choices=("fp32", "bf16"), help="adapter dtype; default: fp32")
     parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
@@ -156,7 +157,7 @@ def recipe_of(
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
         tokens=args.tokens, recompute=args.recompute, full=args.full, offload=args.offload,
-        ranks=args.ranks, accumulation=args.accumulation, hopper=hopper,
+        ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
         embedding=args.embedding or "bf16", **fixed,
     )  # fmt: skip
     return recipe, fixed

@@ -80,7 +80,10 @@ def text_of(node: dict[str, Any], recipe: Recipe, model: str) -> str:
     packed = recipe.optimizer == "adamw_8bit" or {recipe.linear, recipe.embedding} != {"bf16"}
     needs += ["bitsandbytes"] if packed else []
     lines += [f"# Needs: pip install {' '.join(needs)}"] if needs else []
-    lines += [f"# Start {recipe.ranks} processes with accelerate launch."] * (recipe.ranks > 1)
+    how = "FSDP2" if recipe.shards > 1 else "DDP"
+    lines += [f"# Start {recipe.ranks} processes with accelerate launch ({how})."] * (
+        recipe.ranks > 1
+    )
     return "\n".join(lines) + "\n" + yaml.safe_dump(node, sort_keys=False)
 
 

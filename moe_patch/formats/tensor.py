@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.formats import shard
 from moe_patch.formats.packed import FORMATS, PackedWeight
 
 SCALES = ("scale_0", "scale_1", "scale_2", "scale_3", "scale_4")
@@ -50,6 +51,11 @@ class QuantTensor(Tensor):
     def weight(self) -> PackedWeight:
         """Packed storage, with the axes in the module's order."""
         return packed_weight(self)
+
+    def share(self, scales: tuple[Tensor, ...]) -> None:
+        """Take over scales of all experts from a rank's part that was loaded anew."""
+        for name, scale in zip(SCALES[1:], scales, strict=False):
+            setattr(self, name, scale)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"QuantTensor({self.stored_in}, {tuple(self.shape)}, {self.dtype})"
@@ -212,6 +218,23 @@ def _slice(
     return tensor.weight.experts(first, max(first, last))
 
 
+def _split(tensor: QuantTensor, size: int, dim: int = 0) -> list[shard.QuantShard]:
+    """Cut into the parts that FSDP2 holds."""
+    if dim != 0:
+        raise _not_by_expert(tensor, f"in parts along axis {dim}")
+    return shard.split(tensor.weight, size, QuantTensor)
+
+
+def _new_zeros(tensor: QuantTensor, size: Any, **_: Any) -> shard.QuantShard:
+    return shard.zeros(tensor.weight, size[0], tensor.shape[0], QuantTensor)
+
+
+def _as_strided(tensor: QuantTensor, size: Any, stride: Any, offset: int = 0) -> QuantTensor:
+    if (tuple(size), tuple(stride), offset) != (tensor.shape, tensor.stride(), 0):
+        raise _not_by_expert(tensor, "by strides")
+    return _detach(tensor)
+
+
 _aten = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _detach,
@@ -223,4 +246,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.select.int: _select,
     _aten.index.Tensor: _index,
     _aten.slice.Tensor: _slice,
+    _aten.split.Tensor: _split,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.as_strided.default: _as_strided,
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from moe_patch.formats import fp8
 from moe_patch.formats.packed import READABLE, check_packable
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import fp8_loading, memory, mxfp4_checkpoint, packed_checkpoint, saving, state
+from moe_patch.quant.elsewhere import build_elsewhere, is_elsewhere
 from moe_patch.quant.stored import refuse_unknown, stored_method
 from moe_patch.quant.surgery import expert_projections, pack_at, quantize_experts
 from moe_patch.schema import check_choice
@@ -24,6 +27,8 @@ _METHOD = "moe_patch_experts"
 # Arguments of from_pretrained that load_quantized sets itself -> what to do instead.
 _OWN = {
     "device_map": "accepted: device, one for the whole model",
+    "distributed_config": "transformers would give each rank a part of the 16-bit weights, whose "
+    "quantisation depends on the other parts; accepted: load whole, then fully_shard or accelerate",
     "quantization_config": "to store the other weights in 4 bits as well, load with bitsandbytes' "
     "config and call quantize_experts(model, ...) on the result",
 }
@@ -53,6 +58,9 @@ def load_quantized(
     transformers dequantises the other weights of an FP8 checkpoint, but not its experts. Only if
     these have other blocks than 128 x 128 are they quantised again, with a warning.
 
+    Under FSDP with ``cpu_ram_efficient_loading`` only the first process of a machine reads the
+    checkpoint. In the others all parameters are on the meta device, until accelerate sends them.
+
     Args:
         path: a local folder or hub id.
         storage: "nf4", "fp8" or "mxfp4".
@@ -70,20 +78,41 @@ def load_quantized(
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
     _check_options(storage, options)
-    load = (model_class or AutoModelForCausalLM).from_pretrained
+    own = model_class or AutoModelForCausalLM
     config = options.get("config")
     hub = {name: options[name] for name in _HUB_OPTIONS if name in options}
+    packed = None
     if config is None:
         about, _ = PreTrainedConfig.get_config_dict(path, **hub)
         if packed_checkpoint.is_packed_checkpoint(about):
-            return _load_packed(path, about, storage, model_class, str(device), options)
-        config = AutoConfig.from_pretrained(path, **hub)
-    refuse_unknown(config, path)
+            packed = about
+            config = packed_checkpoint.read_config(path, about, storage)
+        else:
+            config = AutoConfig.from_pretrained(path, **hub)
+    if packed is None:
+        refuse_unknown(config, path)
+        _check_stored(path, stored_method(config), storage)
+    if is_elsewhere():
+        return build_elsewhere(own, config, storage, options)
+    if packed is not None:
+        return _load_packed(path, packed, config, model_class, str(device), options)
+    load = functools.partial(own.from_pretrained, path, device_map=str(device))
+    return _load(path, config, storage, pack_on, load, options)
+
+
+def _load(
+    path: str,
+    config: Any,
+    storage: str,
+    pack_on: torch.device | str | None,
+    load: Callable[..., Any],
+    options: dict[str, Any],
+) -> Any:
+    """Load a checkpoint of transformers, and pack its experts or take them as they are."""
     stored = stored_method(config)
-    _check_stored(path, stored, storage)
     if stored == "fp8":
         options["config"] = fp8_loading.with_quantizer(config)
-        model = load(path, device_map=str(device), **options)
+        model = load(**options)
         _warn_of_plain_experts(path, model)
         return quantize_experts(model, storage)
     if stored == "mxfp4":
@@ -92,13 +121,13 @@ def load_quantized(
         del options["config"].quantization_config
     method = _config(storage)
     method.pack_on = pack_on
-    model = load(path, quantization_config=method, device_map=str(device), **options)
+    model = load(quantization_config=method, **options)
     saving.guard_saving(model)
     return model
 
 
 def _load_packed(
-    path: str, about: dict[str, Any], storage: str, model_class: Any, device: str, options: Any
+    path: str, about: dict[str, Any], config: Any, model_class: Any, device: str, options: Any
 ) -> Any:
     """A model whose packed experts ``save_pretrained`` wrote, bit for bit.
 
@@ -108,13 +137,12 @@ def _load_packed(
     """
     import transformers
 
-    config = packed_checkpoint.read_config(path, about, storage)
     hub = {name: options.pop(name) for name in _HUB_OPTIONS if name in options}
     tensors = packed_checkpoint.read_tensors(path, hub)
     own = model_class
     if own is None or not issubclass(own, transformers.PreTrainedModel):
         own = getattr(transformers, about["architectures"][0])
-    method = _config(storage)
+    method = _config(about["storage"])
     method.packed = packed_checkpoint.shapes(about["experts"], tensors)
     model, info = own.from_pretrained(
         None, config=config, state_dict=tensors, quantization_config=method,

@@ -37,14 +37,40 @@ def bits_per_value(storage: str) -> float:
 
 def packed_bytes(shape: tuple[int, int, int], storage: str) -> int:
     """Return the bytes of a weight [E, rows, columns] in a storage, scales included."""
-    E, rows, columns = shape
-    values = math.prod(shape)
+    return shape[0] * expert_bytes(shape, storage) + _common_bytes(shape, storage)
+
+
+def held_bytes(shape: tuple[int, int, int], storage: str, ranks: int) -> int:
+    """Return the bytes that each rank keeps of a weight under FSDP2: E / ranks experts, rounded up.
+
+    Scales of all experts (NF4's second level) are on every rank.
+    """
+    experts = -(-shape[0] // ranks)
+    return experts * expert_bytes(shape, storage) + _common_bytes(shape, storage)
+
+
+def gathered_bytes(shape: tuple[int, int, int], storage: str, ranks: int) -> int:
+    """Return the bytes of a weight that FSDP2 has gathered, padding included."""
+    return ranks * -(-shape[0] // ranks) * expert_bytes(shape, storage)
+
+
+def expert_bytes(shape: tuple[int, int, int], storage: str) -> int:
+    """Return the bytes of one expert of a weight [E, rows, columns] and of its own scales."""
+    _, rows, columns = shape
+    values = rows * columns
     if storage == "mxfp4":
         return values // 2 + values // mxfp4.BLOCK
     if storage == "fp8":
-        return values + 4 * E * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
-    scales = values // nf4.BLOCK
-    return values // 2 + scales + 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
+        return values + 4 * -(-rows // fp8.BLOCK) * -(-columns // fp8.BLOCK)
+    return values // 2 + values // nf4.BLOCK
+
+
+def _common_bytes(shape: tuple[int, int, int], storage: str) -> int:
+    """Return the bytes of NF4's nested scales, its two tables and its offset."""
+    if storage != "nf4":
+        return 0
+    scales = math.prod(shape) // nf4.BLOCK
+    return 4 * -(-scales // nf4.NESTED_BLOCK) + 4 * (256 + 16) + 4
 
 
 def experts_memory(model: nn.Module) -> ExpertsMemory:

@@ -17,7 +17,7 @@ from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import state
 from moe_patch.quant.surgery import Projection, expert_projections
 
-Expected = list[tuple[Projection, torch.dtype]]
+Expected = list[tuple[Projection, torch.dtype, tuple[str, ...]]]
 
 
 def expect(model: nn.Module) -> Expected:
@@ -26,8 +26,10 @@ def expect(model: nn.Module) -> Expected:
     Raises:
         UnsupportedModelError: no MoE block, or experts that cannot be stored in MXFP4, by name.
     """
-    found = [(one, one.stored.dtype) for one in expert_projections(model)]
-    for one, _ in found:
+    found = [
+        (one, one.stored.dtype, tuple(one.module._parameters)) for one in expert_projections(model)
+    ]
+    for one, *_ in found:
         E, rows, columns = one.stored.shape
         out, inputs = (columns, rows) if one.transposed else (rows, columns)
         if inputs % mxfp4.BLOCK:
@@ -51,10 +53,10 @@ def collect(expected: Expected) -> None:
     Raises:
         UnsupportedModelError: the checkpoint lacks a part.
     """
-    for one, dtype in expected:
+    for one, dtype, order in expected:
         blocks, scales = (_loaded(one, suffix) for suffix in ("blocks", "scales"))
         weight = PackedWeight("mxfp4", blocks.flatten(2), (scales,), dtype, one.transposed)
-        one.module.register_parameter(one.name, parameter(QuantTensor(weight)))
+        state.put_back(one.module, one.name, parameter(QuantTensor(weight)), order)
         state.watch(one.module)
 
 

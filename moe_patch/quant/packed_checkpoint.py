@@ -33,12 +33,16 @@ Shapes = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 class Stored(NamedTuple):
-    """A parameter whose parts are not loaded yet: module, name, dtype and full path."""
+    """A parameter whose parts are not loaded yet: module, name, dtype and full path.
+
+    ``order`` is that of the module's parameters.
+    """
 
     module: nn.Module
     name: str
     dtype: torch.dtype
     where: str
+    order: tuple[str, ...]
 
 
 def entries(packed: dict[str, QuantTensor]) -> dict[str, Tensor]:
@@ -139,9 +143,11 @@ def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
         UnsupportedModelError: the model lacks such a parameter, or its size differs.
     """
     waiting = []
+    modules = dict(model.named_modules())
+    orders = {path: tuple(module._parameters) for path, module in modules.items()}
     for where, parts in stored.items():
         path, _, name = where.rpartition(".")
-        module = dict(model.named_modules()).get(path)
+        module = modules.get(path)
         own = None if module is None else module._parameters.get(name)
         E, rows, half = parts["packed"][0]
         if module is None or own is None or own.shape != (E, rows, 2 * half):
@@ -156,16 +162,16 @@ def expect(model: nn.Module, stored: Shapes) -> list[Stored]:
             module.register_parameter(f"{part}_{name}", nn.Parameter(empty, requires_grad=False))
         # Otherwise transformers would look up the removed parameter to give it random values.
         module._is_hf_initialized = True
-        waiting.append(Stored(module, name, own.dtype, where))
+        waiting.append(Stored(module, name, own.dtype, where, orders[path]))
     return waiting
 
 
 def collect(waiting: list[Stored]) -> None:
     """Combine the loaded parts into one packed parameter each."""
-    for module, name, dtype, _ in waiting:
+    for module, name, dtype, _, order in waiting:
         packed, *scales = (module._parameters.pop(f"{part}_{name}").data for part in PARTS)  # type: ignore[union-attr]
         weight = PackedWeight("nf4", packed, tuple(scales), dtype)
-        module.register_parameter(name, parameter(QuantTensor(weight)))
+        state.put_back(module, name, parameter(QuantTensor(weight)), order)
         state.watch(module)
 
 

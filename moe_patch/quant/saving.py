@@ -21,6 +21,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant import packed_checkpoint, state
+from moe_patch.quant.sharded_state import is_sharded
 from moe_patch.quant.shards import INDEX, Shards, new_folder
 
 _SAVING = "save_pretrained"
@@ -65,10 +66,12 @@ def _save_pretrained(
         others: options of transformers' method; none is accepted if experts are packed.
 
     Raises:
-        UnsupportedModelError: names the adapters, or the experts that no such file can hold.
+        UnsupportedModelError: names the adapters, or the experts that no such file can hold, or
+            that are sharded.
         UnsupportedOptionError: the folder holds a model, the disk is full, or an option is not
             accepted.
     """
+    _refuse_sharded(model)
     packed = {name: p for name, p in model.named_parameters() if isinstance(p, QuantTensor)}
     if not packed:
         others |= {"is_main_process": is_main_process, "max_shard_size": max_shard_size}
@@ -105,6 +108,19 @@ def _save_pretrained(
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
         shards.write(folder)
+
+
+def _refuse_sharded(model: Any) -> None:
+    """Refuse packed experts of which this process holds a part.
+
+    Raises:
+        UnsupportedModelError: names the first.
+    """
+    if parts := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise UnsupportedModelError(
+            f"save_pretrained: {parts[0]} is packed and sharded; accepted: save_pretrained of the "
+            "PEFT model, a sharded state dict, or a model that is not sharded"
+        )
 
 
 def _storages(packed: dict[str, QuantTensor]) -> set[str]:

@@ -6,6 +6,8 @@ Keys of a parameter ``P``, by storage:
   ``P.nested_quant_map``, ``P.quant_map`` and ``P.quant_state.bitsandbytes__nf4`` (JSON as bytes).
 - fp8, as in FP8 checkpoints: ``P`` (e4m3) and ``P_scale_inv``.
 - mxfp4, as in gpt-oss: ``P_blocks`` and ``P_scales``.
+
+Under FSDP2 the keys are those of :mod:`moe_patch.quant.sharded_state`, which every model reads.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from moe_patch.formats import mxfp4, nf4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor
+from moe_patch.quant import sharded_state
 
 _WATCHED = "_moe_patch_quant_state"
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
@@ -37,19 +40,37 @@ def watch(module: nn.Module) -> None:
         module.register_load_state_dict_pre_hook(_load)
 
 
+def put_back(module: nn.Module, name: str, value: nn.Parameter, order: tuple[str, ...]) -> None:
+    """Register a parameter and restore the order of a module's parameters.
+
+    PEFT nests its wrappers in this order, and the names of their weights show it.
+    """
+    module.register_parameter(name, value)
+    for one in order:
+        if one in module._parameters:
+            module._parameters[one] = module._parameters.pop(one)
+
+
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-    for name, value in module._parameters.items():
+    for name, value in list(module._parameters.items()):
         key = prefix + name
         if isinstance(value, QuantTensor) and isinstance(state_dict.get(key), QuantTensor):
-            state_dict.update(to_tensors(state_dict.pop(key).weight, key))
+            form = sharded_state.to_parts if sharded_state.rank0_only() else to_tensors
+            state_dict.update(form(state_dict.pop(key).weight, key))
+        elif sharded_state.is_sharded(value) and sharded_state.is_sharded(state_dict.get(key)):
+            sharded_state.save(module, state_dict, key, name)
 
 
 def _load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
     error_messages: list[str] = rest[-1]
-    for name, value in module._parameters.items():
+    for name, value in list(module._parameters.items()):
         key = prefix + name
+        if sharded_state.is_sharded(value):
+            if (why := sharded_state.load(module, state_dict, key, name)) is not None:
+                error_messages.append(why)
+            continue
         if not isinstance(value, QuantTensor):
             # FP8 values have the shape of the weight and would be copied without their scales.
             if value is not None and f"{key}_scale_inv" in state_dict and key in state_dict:
@@ -103,6 +124,8 @@ def to_tensors(weight: PackedWeight, key: str) -> dict[str, Tensor]:
 
 def from_tensors(state_dict: dict[str, Any], key: str, like: PackedWeight) -> PackedWeight | None:
     """Take one parameter's entries out of a state dict; return None if some are missing."""
+    if (parts := sharded_state.from_parts(state_dict, key, like)) is not None:
+        return parts
     if like.storage == "fp8":
         if key not in state_dict or f"{key}_scale_inv" not in state_dict:
             return None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from moe_patch.formats.packed import decoded_at_once
 from moe_patch.ops.experts.long_context import AUTO_FROM
-from moe_patch.quant.memory import packed_bytes
+from moe_patch.quant.memory import gathered_bytes, held_bytes
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
 # CUDA's context and the loaded kernels on an H200 by NVML; no allocator of torch counts them.
@@ -23,24 +23,50 @@ FRONT_ROWS = {"nf4": 320, "fp8": 512, "mxfp4": 0}
 
 
 def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
-    """Return the bytes of the weights by kind.
+    """Return the bytes of the weights on one rank by kind.
 
-    Expert projections take quant.memory.packed_bytes in a packed storage, and a Linear in 4 bits
-    the same as one expert in NF4. An embedding in 4 bits has an fp32 scale per 64 values and 16
-    levels. All other weights take b a value.
+    Expert projections take quant.memory.held_bytes in a packed storage, and a Linear in 4 bits the
+    same as one expert in NF4. An embedding in 4 bits has an fp32 scale per 64 values and 16 levels.
+    All other weights take b a value, divided by the ranks of FSDP2.
     """
     found = dict.fromkeys(KINDS, 0)
-    storages = {"experts": recipe.storage, "linear": recipe.linear, "embeddings": recipe.embedding}
     for one in sizes.weights:
-        storage = storages.get(one.kind, "bf16")
-        if storage == "bf16" or not one.packable:
+        storage = storage_of(one, recipe)
+        if storage == "bf16":
             found[one.kind] += one.numel * one.itemsize
         elif one.kind == "embeddings":
             found[one.kind] += one.numel // 2 + 4 * (one.numel // 64) + 4 * 16
         else:
             E, rows, columns = (1, *one.shape)[-3:]
-            found[one.kind] += packed_bytes((E, rows, columns), storage)
-    return found
+            found[one.kind] += recipe.shards * held_bytes(
+                (E, rows, columns), storage, recipe.shards
+            )
+    return {kind: count // recipe.shards for kind, count in found.items()}
+
+
+def storage_of(weight: Weight, recipe: Recipe) -> str:
+    """Return the storage of a weight, "bf16" if it is not packed."""
+    storages = {"experts": recipe.storage, "linear": recipe.linear, "embeddings": recipe.embedding}
+    storage = storages.get(weight.kind, "bf16")
+    return storage if weight.packable else "bf16"
+
+
+def layer_bytes(sizes: Sizes, recipe: Recipe) -> int:
+    """Return what FSDP2 gathers of the largest layer: its weights and adapters.
+
+    Packed experts take quant.memory.gathered_bytes: they are gathered as bytes.
+    """
+    by_layer: dict[int, int] = {}
+    for one in sizes.weights:
+        storage = storage_of(one, recipe)
+        count = one.numel * one.itemsize
+        if storage != "bf16":
+            E, rows, columns = (1, *one.shape)[-3:]
+            count = gathered_bytes((E, rows, columns), storage, recipe.shards)
+        if not recipe.full:
+            count += sum(adapter_tensors(one, recipe.rank)) * recipe.adapter_bytes
+        by_layer[one.layer] = by_layer.get(one.layer, 0) + count
+    return max((n for layer, n in by_layer.items() if layer >= 0), default=0)
 
 
 def resident_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:

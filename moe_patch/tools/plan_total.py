@@ -54,8 +54,8 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     kept. "step": gradients beside the states. States exist from the second step on.
     """
     b, layers = sizes.itemsize, sizes.layers
-    share = recipe.ranks if recipe.sharded else 1
-    weights = _shares(parts.resident_bytes(sizes, recipe), share)
+    share = recipe.shards
+    weights = parts.resident_bytes(sizes, recipe)
     trained = parts.trained_bytes(sizes, recipe)
     gradients = trained // share
     each = [parts.kept_bytes(layer, recipe, b) for layer in layers]
@@ -71,7 +71,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
         "adapters": 0 if recipe.full else gradients,
         "gradients": gradients,
         "optimizer": parts.optimizer_bytes(sizes, recipe) // share,
-        "ddp_buckets": trained if recipe.ranks > 1 and not recipe.sharded else 0,
+        "ddp_buckets": trained if recipe.ranks > share else 0,
         "gathered_layers": gathered_bytes(sizes, recipe),
         "kept": kept,
         "one_layer": max(each),
@@ -93,19 +93,11 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     return Plan(weights, found, moments, parts.cached_bytes(layers, recipe, b))
 
 
-def _shares(bytes_by_kind: dict[str, int], ranks: int) -> dict[str, int]:
-    return {kind: count // ranks for kind, count in bytes_by_kind.items()}
-
-
 def gathered_bytes(sizes: Sizes, recipe: Recipe) -> int:
-    """Return what FSDP2 gathers: the weights of one layer and of the next, and one's gradients."""
-    if not recipe.sharded:
+    """Return what FSDP2 gathers: one layer, the next one, and with ``full`` a layer's gradients."""
+    if recipe.shards == 1:
         return 0
-    by_layer: dict[int, int] = {}
-    for one in sizes.weights:
-        by_layer[one.layer] = by_layer.get(one.layer, 0) + one.numel * one.itemsize
-    largest = max((n for layer, n in by_layer.items() if layer >= 0), default=0)
-    return (3 if recipe.full else 2) * largest
+    return (3 if recipe.full else 2) * parts.layer_bytes(sizes, recipe)
 
 
 def most_tokens(sizes: Sizes, recipe: Recipe, memory: int) -> int:

@@ -102,7 +102,8 @@ class Recipe:
         embedding: of the frozen input embedding: "bf16", or "nf4" by bitsandbytes.
         optimizer: one of OPTIMIZERS.
         chunk: ``chunk_tokens`` of the patch.
-        ranks: processes: DDP for packed experts, else FSDP2, which shards weights.
+        ranks: processes: FSDP2, which shards weights; DDP with ``ddp`` or Linear modules in 4 bits.
+        ddp: every process keeps the whole model.
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
         adapters: "fp32", as PEFT makes them, or "bf16".
         hopper: the card decodes few rows an expert without a buffer.
@@ -120,6 +121,7 @@ class Recipe:
     liger: bool = False
     full: bool = False
     ranks: int = 1
+    ddp: bool = False
     accumulation: int = 1
     adapters: str = "fp32"
     hopper: bool = False
@@ -131,5 +133,6 @@ class Recipe:
         return 4 if self.adapters == "fp32" else 2
 
     @property
-    def sharded(self) -> bool:
-        return self.ranks > 1 and {self.storage, self.linear, self.embedding} == {"bf16"}
+    def shards(self) -> int:
+        """Return the number of parts into which FSDP2 cuts the weights."""
+        return 1 if self.ddp or {self.linear, self.embedding} != {"bf16"} else self.ranks

@@ -16,6 +16,8 @@ from transformers import TrainingArguments
 
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import BlockReport, patch_report
+from moe_patch.quant.elsewhere import materialise_adapters
+from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, report
@@ -28,7 +30,7 @@ from moe_patch.train.liger import check_liger, check_liger_knows
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
 from moe_patch.train.router_losses import RouterLossConfig
-from moe_patch.train.sharded import size
+from moe_patch.train.sharded import check_equal, check_packed, check_whole, rebuild, size
 from moe_patch.train.smk import SmkConfig
 
 
@@ -94,6 +96,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     inputs = _prepare(config, output)
     model = _build(inputs)
     said, served = _patch(model, config, inputs.args.device)
+    check_equal(model)
     inputs.say(_describe(model), said)
     name = "patched" if served else "unpatched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
@@ -111,7 +114,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         dtype = _precision(model, inputs)
         device, whole = inputs.args.device, trained[name].whole
         if inputs.main and whole is not None:
-            model, device = _whole(inputs, whole), torch.device("cpu")
+            model, device = rebuild(config, inputs.tokenizer, whole), torch.device("cpu")
         sharded = whole is not None
         logits = _save(model, inputs, folder, output.path, sharded) if inputs.main else None
         del model
@@ -127,6 +130,9 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
 def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     build.check_options(config)
     args = build.training_arguments(config, output.partial / "checkpoints")
+    if config.quantize_experts is not None:
+        check_packed()
+    check_whole(config)
     if config.liger:
         check_liger(args.device, config.training)
     check_bitsandbytes(config)
@@ -147,14 +153,19 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
 def _build(inputs: _Inputs, plain: bool = False) -> Any:
     """Return the model with adapters on its device; ``plain`` dequantises quantised experts."""
     config, device = inputs.config, inputs.args.device
+    # accelerate sends one process's weights to all, a parameter at a time.
+    sent = config.quantize_experts is not None and rank0_only()
     home = device if plain else home_of(config, device)
-    base = stored_base(config, inputs.tokenizer, device, home)
+    base = stored_base(config, inputs.tokenizer, device, torch.device("cpu") if sent else home)
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Move before patching: the backend and its self-check depend on the device.
     model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
+    if sent:
+        materialise_adapters(model)
+        return model
     return model.to(home)
 
 
@@ -169,7 +180,8 @@ def _patch(model: Any, config: TrainConfig, device: torch.device) -> tuple[str, 
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
     patch_model(model, config.moe_patch)
-    model.to(device)
+    if home_of(config, device) != device:
+        model.to(device)
     rows = patch_report(model)
     refused = [row for row in rows if row.tier == "refused"]
     served = len(rows) - len(refused)
@@ -191,15 +203,6 @@ def _precision(model: Any, inputs: _Inputs) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if every or not p.requires_grad)
 
 
-def _whole(inputs: _Inputs, state: dict[str, Tensor]) -> Any:
-    """Return the whole trained model, unpatched, on the CPU: one device may be too small for it."""
-    config = inputs.config
-    base = build.build_base(config.model, inputs.tokenizer, config.seed)
-    model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
-    model.load_state_dict(state)
-    return model
-
-
 def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool) -> Tensor:
     """Save the trained model; return its logits on the first examples."""
     config = inputs.config
@@ -209,7 +212,7 @@ def _save(model: Any, inputs: _Inputs, folder: Path, final: Path, sharded: bool)
         # weights are not drawn as a single process would draw them, so copy those.
         base = (
             copy.deepcopy(model).unload()
-            if sharded
+            if sharded and config.quantize_experts is None
             else build.build_base(config.model, inputs.tokenizer, config.seed)
         )
         base.save_pretrained(folder / "base")

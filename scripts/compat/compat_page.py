@@ -11,7 +11,7 @@ from compat_proofs import INTRODUCTION, NOT_RUN, NOTES, PROOFS, Proof
 def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     """Return tokens per second on several cards, from the newest run on each number of cards."""
     adapted = [row for row in rows if "lora" in row]
-    rows = [row for row in rows if "lora" not in row]
+    rows = [row for row in rows if not {"lora", "storage"} & row.keys()]
     if not rows:
         return lora_on_cards(adapted)
     runs = {row["world"]: row["run"] for row in rows}
@@ -56,6 +56,30 @@ def lora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
         if row["run"] == last["run"]:
             peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
             lines.append(f"| {row['layout']} | {row['impl']} | {row['tokens_per_s']} | {peak} |")
+    return lines
+
+
+def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
+    """Return tokens per second and memory of QLoRA, from its newest run on each number of cards."""
+    rows = [row for row in rows if "storage" in row]
+    if not rows:
+        return []
+    runs = {row["world"]: row["run"] for row in rows}
+    shown = [row for row in rows if row["run"] == runs[row["world"]]]
+    last = shown[-1]
+    lines = [
+        "", "## QLoRA on several cards", "",
+        f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}: forward, backward and AdamW "
+        f"with checkpointing, {last['layers']} layers of Qwen3-30B-A3B's sizes, experts in "
+        f"{last['storage']}, rank {last['rank']}, {last['tokens']} tokens a card. torch "
+        f"{last['torch']}, transformers {last['transformers']}, commit {short(last['commit'])}.",
+        "", "| cards | | tokens/s | GiB before the first step | GiB at the peak |",
+        "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in shown:
+        name = row["layout"].removeprefix("qlora ")
+        cells = row["world"], name, row["tokens_per_s"], row["held_gib"], row["peak_gib"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines
 
 
@@ -120,6 +144,7 @@ def document(
     for proof in PROOFS:
         lines += lines_of(proof, rows)
     lines += several_cards(parallel or [])
+    lines += qlora_on_cards(parallel or [])
     lines += versions(rows)
     lines += combinations(window or [])
     lines += ["", "## Not run", "", "| row | what | why |", "|---|---|---|"]

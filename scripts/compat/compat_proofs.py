@@ -97,6 +97,13 @@ PROOFS = (
           "stack/test_launch.py", "resumed_on and fsdp2 and full", world=2, on="card"),
     Proof("fsdp2", "accelerate launch with configs/accelerate/fsdp2.yaml, saved and resumed; LoRA",
           "stack/test_launch.py", "resumed_on and fsdp2 and lora", world=2, on="card"),
+    Proof("fsdp2", "experts in NF4, FP8 and MXFP4 with LoRA and checkpointing: steps equal one "
+          "process, bytes held and gathered, states, refusals; even and uneven shards",
+          "stack/test_packed_ranks.py", "test", world=2, on="ranks"),
+    Proof("fsdp2", "packed experts loaded by rank 0 and sent by accelerate; the training command",
+          "stack/test_packed_loading.py", "rank_0 or training", world=2, on="ranks"),
+    Proof("fsdp2", "packed experts: a rank killed in forward, backward and save",
+          "stack/test_packed_killed.py", "error", world=2, on="ranks"),
     Proof("zero3", "partitioned weights are not read when patched", "stack/test_loading.py",
           "no_size"),
     Proof("zero3", "accelerate launch with configs/accelerate/zero3.yaml, but on the CPU; full and "

@@ -55,6 +55,8 @@ def test_nf4_comes_back_bit_for_bit(model_type: str, size: str, tmp_path: Path) 
     loaded = load_quantized(str(tmp_path / "saved"), "nf4", dtype=torch.float32, **EAGER)
     assert type(loaded) is type(model)
     assert_same(loaded, model)
+    # PEFT nests its wrappers in the order of the parameters.
+    assert [n for n, _ in loaded.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert len(quantised(loaded)) == 2
     assert_bits(logits(patch_model(loaded)), logits(patch_model(model)))
     assert "quantization_config" not in loaded.config.to_dict()

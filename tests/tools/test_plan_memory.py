@@ -373,7 +373,7 @@ def scaled(factor):
 
 MUTANTS = [
     # (function, what it returns instead, the test that finds it)
-    ("packed_bytes", scaled(0.5), lambda: test_weights_by_kind("qwen3_moe", "nf4")),
+    ("held_bytes", scaled(0.5), lambda: test_weights_by_kind("qwen3_moe", "nf4")),
     ("trained_bytes", scaled(2), lambda: test_adapters_and_their_gradients("qwen3_moe")),
     ("optimizer_bytes", scaled(0.5), lambda: test_states_of_adamw(False)),
     ("norm_bytes", scaled(0.5), lambda: test_attention_and_norms_keep("qwen3_moe", "fp32", -1)),

@@ -12,18 +12,20 @@ from torch import nn
 from moe_patch import UnsupportedOptionError
 from moe_patch.train.sharded import gather, size
 
+WRAPPED = nn.Linear(1, 1)
+
 
 def trainer(kind, state):
     """Return the parts of a Trainer that gather reads; ``state`` is returned, or raised."""
 
     def get_state_dict(model):
-        assert model == "wrapped"
+        assert model is WRAPPED
         if isinstance(state, Exception):
             raise state
         return state
 
     accelerator = SimpleNamespace(distributed_type=kind, get_state_dict=get_state_dict)
-    return SimpleNamespace(accelerator=accelerator, model_wrapped="wrapped")
+    return SimpleNamespace(accelerator=accelerator, model_wrapped=WRAPPED)
 
 
 @pytest.mark.parametrize("kind", [DistributedType.NO, DistributedType.MULTI_GPU])
