@@ -291,7 +291,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str =
 def _cast_adapters(model: Any, dtype: torch.dtype) -> None:
     """Cast the trained adapters of a PeftModel, one tensor at a time.
 
-    PEFT makes fp32 factors on a base layer whose weight has no floating dtype.
+    Older releases of PEFT make fp32 factors where the base layer's weight is in 4 bits.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != dtype:
