@@ -257,10 +257,12 @@ def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
     from moe_patch.kernels.common.chunks import auto_chunk, chunks
 
-    limit = recipe.chunk
-    if limit == "auto":
-        limit = recipe.tokens > AUTO_FROM and auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
-    first = chunks(recipe.tokens, moe.top_k, int(limit) or recipe.tokens)[0].tokens
+    limit = recipe.chunk if isinstance(recipe.chunk, int) else 0
+    if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
+        limit = auto_chunk(moe.top_k, moe.hidden, moe.width, itemsize)
+    if not 0 < limit < recipe.tokens:
+        return recipe.tokens
+    first = chunks(recipe.tokens, moe.top_k, limit)[0].tokens
     return first.stop - first.start
 
 

@@ -138,7 +138,7 @@ def test_one_plain_projection_is_alive_at_a_time(monkeypatch: Any, tmp_path: Pat
     quantize_experts(model, "nf4")
     assert in_place == [1] * 6
     assert not any(each() is not None for each in whole)
-    loaded = count_alive(monkeypatch, loading)
+    loaded = count_alive(monkeypatch, surgery)
     load_quantized(str(tmp_path), "nf4", dtype=torch.float32)
     assert loaded == [1] * 6
 
