@@ -15,6 +15,7 @@ _CHOICES = {
     "backend": BACKENDS,
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
+    "compute": ("decoded", "fp8", "fp8_copy"),
 }
 _PATTERNS = ("include", "exclude")
 
@@ -37,6 +38,11 @@ class PatchConfig:
             of the model run in torch.
         ties: "lower" prefers the lower expert id among equal scores, "torch" takes whatever
             torch.topk picks.
+        compute: how experts stored in FP8 (128 x 128 blocks) are multiplied on Hopper cards.
+            "decoded" decodes them to the dtype of the hidden states. "fp8" quantises the rows of
+            forward to FP8 as well, and multiplies in FP8. "fp8_copy" also computes backward in
+            FP8, from a transposed copy of the packed weights. Other experts and cards always
+            decode; :func:`moe_patch.patch_report` says so.
         shadow_check: interval in training forwards. At every interval one block's live call is
             compared with transformers and the errors are logged; 0 disables the check. The result
             of the step does not change. A checked step synchronises with the device and runs both
@@ -57,6 +63,7 @@ class PatchConfig:
     recompute: bool = False
     batch_invariant: bool = False
     ties: str = "lower"
+    compute: str = "decoded"
     shadow_check: int = 0
     debug_nan: bool = False
     debug_dir: str = "."

@@ -22,6 +22,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
+from moe_patch.runtime.fp8 import DECODED, Copies, in_fp8
 from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.row_norms import RowNorms
 from moe_patch.runtime.spec import FamilySpec, Layout, read
@@ -157,12 +158,15 @@ def run_experts(
     recompute: bool = False,
     batch_invariant: bool = False,
     fuse_lora: str = "auto",
+    compute: str = DECODED,
+    copies: Copies | None = None,
     layer: LayerSignals | None = None,
 ) -> Tensor:
     """Run an experts module on this library; return its output in the dtype of ``hidden_TD``.
 
     If the fused operator lacks the module's activation or post-expert norm, the module's own code
-    runs between grouped products. ``layer``, if given, records the call.
+    runs between grouped products. ``layer``, if given, records the call. ``compute`` and ``copies``
+    are those of :func:`moe_patch.runtime.fp8.in_fp8`.
     """
     layout = layout_of(experts, spec)
     stored = stored_weight(experts, spec, layout)
@@ -182,11 +186,12 @@ def run_experts(
         args = x_TD, ids_TK, weights_TK, tensors, signals, backend
         out_TD = _run_composed(experts, layout, *args)
     else:
+        kept = copies if torch.is_grad_enabled() else None
         out_TD = experts_mlp(
             x_TD,
             ids_TK,
             weights_TK,
-            tensors.weights,
+            in_fp8(tensors.weights, compute, kept),
             glu,
             lora13=tensors.lora13,
             lora2=tensors.lora2,

@@ -86,6 +86,8 @@ def _experts(
         "recompute": patch.config.recompute,
         "batch_invariant": patch.config.batch_invariant,
         "fuse_lora": patch.config.fuse_lora,
+        "compute": patch.config.compute,
+        "copies": patch.copies,
     }
     if patch.taps is None or patch.taps.layer is None:
         return run_experts(*args, **options)

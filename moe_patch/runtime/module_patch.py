@@ -20,6 +20,7 @@ from torch import nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.runtime.fp8 import Copies
 from moe_patch.runtime.modules import has_accelerate_hook
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class ModulePatch:
         used: parameters whose factors were read in that call. Attributes for the same reason as
             ``taps``.
         caller: {"thread": ident} of the thread that makes that call; empty outside a call.
+        copies: on an experts module, transposed copies of its packed weights (runtime/fp8.py).
     """
 
     role: str
@@ -64,6 +66,7 @@ class ModulePatch:
     factors: dict[str, Any] | None = None
     used: tuple[str, ...] = ()
     caller: dict[str, int] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
 
 
 def patch_of(module: nn.Module) -> ModulePatch | None:
