@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
-from bench_lib import quantised
+from bench_lib import moe_layer, quantised
 from bench_lib.impls.ours import MODULES
-from bench_lib.moe_layer import GLU, layer_input_bytes
+from bench_lib.moe_layer import GLU
 from bench_lib.ops import lora
 from bench_lib.ops.quantised import work
 from bench_lib.quantised import QuantInputs
@@ -26,9 +27,9 @@ def build(inputs: QuantInputs, point: Point, *, compute: str | None = None) -> P
     from moe_patch.types import ExpertWeights
 
     w = ExpertWeights(inputs.w13_EHD, inputs.w2_EDF)
-    if compute is not None:
-        packed = ExpertWeights(inputs.packed13, inputs.packed2)  # type: ignore[arg-type]
-        w = in_fp8(packed, compute, Copies() if point.backward else None)
+    if compute is not None and inputs.packed13 is not None:
+        packed: Any = inputs.packed13, inputs.packed2
+        w = in_fp8(ExpertWeights(*packed), compute, Copies() if point.backward else None)
     forward = partial(
         experts_mlp, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, w, GLU,
         lora13=inputs.lora13, lora2=inputs.lora2,
@@ -58,7 +59,7 @@ FP8 = dataclasses.replace(
     ),
     required=(),
     make_inputs=quantised.make_inputs,
-    limits={"fp8": 5e-2},
+    limits=moe_layer.LIMITS | {"fp8": 5e-2},
     work=work,
-    input_bytes=lambda point: layer_input_bytes(point) + quantised.weight_bytes(point),
+    input_bytes=lambda point: moe_layer.layer_input_bytes(point) + quantised.weight_bytes(point),
 )  # fmt: skip

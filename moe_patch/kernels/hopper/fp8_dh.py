@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
-from moe_patch.kernels.common.e4m3_scale import GROUP, row_scale
+from moe_patch.kernels.common.e4m3_scale import GROUP
 from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_backward, glu_forward, rounded
 from moe_patch.kernels.common.launcher import Launcher
@@ -45,25 +45,22 @@ from moe_patch.kernels.hopper.fp8 import (
     BK8,
     BK8_C,
     HALF_ACC,
-    RANK2_8C,
     RANK3_8,
     RANK3_8C,
     STAGE_BYTES_C,
     chunk_of,
     low_rank_boxes,
     make_ring8,
+    store_values,
     sum_low_rank,
     sum_scaled,
+    value_box,
 )
 from moe_patch.kernels.hopper.fp8_linear import factor_box
 from moe_patch.kernels.hopper.fp8_up import gather_tile8
 from moe_patch.kernels.hopper.gluon_names import cast_as, seen_as, tma_load, tma_store
 from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
-
-VALUES4 = gl.NVMMASharedLayout(64, 8, rank=4)
-VALUES2_C, VALUES4_C = gl.constexpr(gl.NVMMASharedLayout(64, 8, rank=2)), gl.constexpr(VALUES4)
-
 
 def hidden_gradients(
     dout_TD: tuple[Tensor, Tensor],
@@ -105,7 +102,7 @@ def hidden_gradients(
         (values_TD, q, weight, factor,
          ragged_box(h_NH, block, F), ragged_box(h_NH, block, F, F),
          ragged_box(dh_NH, block, F), ragged_box(dh_NH, block, F, F), ragged_box(wa, block, F),
-         ragged_box(values_NH, block, F, 0, VALUES4), ragged_box(values_NH, block, F, F, VALUES4),
+         value_box(values_NH, F), value_box(values_NH, F, F),
          scales_TD, scales_w, scales_NH, weights_TK, partial_NC, rows.plan.row_of_N,
          rows.plan.offsets_S, rows.table),
         (rows.bound,),
@@ -174,7 +171,7 @@ def _produce(
 
 @gluon.jit
 def _chunk_gradients(
-    da, weight, half, ring, step, at, dh_gate, dh_up, wa, wa_bufs, glu, dtype: gl.constexpr,
+    da, weight, half, ring, step, at, dh_gate, dh_up, wa, wa_buf, glu, dtype: gl.constexpr,
     FAST: gl.constexpr, WA: gl.constexpr,
 ):  # fmt: skip
     """Consumer: compute and store 64 columns; return (dgate, dup, sums of da' * a)."""
@@ -187,36 +184,34 @@ def _chunk_gradients(
     a = rounded(glu_forward(gate, up, *glu, FAST), dtype, FAST)
     sums = gl.sum(da * a, axis=1)
     dgate, dup = glu_backward(gate, up, da * weight, *glu, FAST)
-    dgate, dup = rounded(dgate, dtype, FAST), rounded(dup, dtype, FAST)
-    # The buffer of w·a is free once the previous chunk is stored.
-    tma.store_wait(0)
-    gate_buf.store(dgate.to(dtype))
-    up_buf.store(dup.to(dtype))
+    dgate, dup = dgate.to(dtype), dup.to(dtype)
+    # The same chunk of the previous half is stored: since then, one chunk and both values.
+    tma.store_wait(4 + WA)
+    gate_buf.store(dgate)
+    up_buf.store(dup)
     if WA:
-        wa_bufs.index(half).store((weight * a).to(dtype))
+        wa_buf.store((weight * a).to(dtype))
     fence_async_shared()
     tma_store(dh_gate, at, seen_as(gate_buf, SHAPE, RANK4_C))
     tma_store(dh_up, at, seen_as(up_buf, SHAPE, RANK4_C))
     if WA:
-        tma_store(wa, at, seen_as(wa_bufs.index(half), SHAPE, RANK4_C))
+        tma_store(wa, at, seen_as(wa_buf, SHAPE, RANK4_C))
     return dgate, dup, sums
 
 
 @gluon.jit
-def _store_quantised(low, high, buffer, out, at, scales_at, inside):
-    """Consumer: quantise two chunks of 64 columns with their common scale, and store them."""
-    E4M3: gl.constexpr = gl.float8e4nv
-    largest = gl.maximum(gl.max(gl.abs(low), axis=1), gl.max(gl.abs(high), axis=1))
-    scale, inverse = row_scale(largest)
-    gl.store(scales_at, scale, mask=inside)
-    boxes = cast_as(buffer, E4M3, [2, HALF_C, CHUNK_C], VALUES2_C)
-    boxes.index(0).store((low * inverse[:, None]).to(E4M3))
-    boxes.index(1).store((high * inverse[:, None]).to(E4M3))
-    fence_async_shared()
-    wrap, end, clip, column = at
-    SHAPE: gl.constexpr = [1, 1, HALF_C, CHUNK_C]
-    tma_store(out, [wrap, end, clip, column], seen_as(boxes.index(0), SHAPE, VALUES4_C))
-    tma_store(out, [wrap, end, clip, column + CHUNK_C], seen_as(boxes.index(1), SHAPE, VALUES4_C))
+def _release(ring, step, PENDING: gl.constexpr):
+    """Consumer: release two stages after all but PENDING stores have read them."""
+    tma.store_wait(PENDING)
+    mbarrier.arrive(ring.empty.index(step % STAGES_C), count=1)
+    mbarrier.arrive(ring.empty.index((step + 1) % STAGES_C), count=1)
+
+
+@gluon.jit
+def _joined(low, high):
+    """Return the 128 columns of two chunks in fp32: the inverse of :func:`chunk_of`."""
+    both = gl.join(low, high).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
+    return gl.convert_layout(both, HALF_ACC).to(gl.float32)
 
 
 @gluon.jit
@@ -247,39 +242,42 @@ def _consume(
             first, second, step = sum_low_rank(
                 first, second, low_steps, step, half, ring, dtype, LOW_RANK, DEPTH_LAST
             )  # fmt: skip
+        inside, scales_at = n < end, hs_ptr + n.to(gl.int64) * 2 * blocks + column_tile * 2
         n = start + half * HALF_C + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
-        inside = n < end
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         partial = gl.zeros((HALF_C,), dtype=gl.float32, layout=gl.SliceLayout(1, PART))
         clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
-        scales_at = hs_ptr + n.to(gl.int64) * 2 * blocks + column_tile * 2
         for b in gl.static_range(2):
             total = first if b == 0 else second
             column = column_tile * BN_C + b * BK8_C
             gate_0, up_0, sums = _chunk_gradients(
                 chunk_of(total, 0), weight, half, ring, step, [RAGGED_ROWS_C, end, clip, column],
-                dh_gate, dh_up, wa, wa_bufs, glu, dtype, FAST, WA,
+                dh_gate, dh_up, wa, wa_bufs.index(2 * half), glu, dtype, FAST, WA,
             )  # fmt: skip
             partial += sums
+            if b > 0:
+                _release(ring, step - 2, 2 + WA)
             gate_1, up_1, sums = _chunk_gradients(
                 chunk_of(total, 1), weight, half, ring, step + 1,
                 [RAGGED_ROWS_C, end, clip, column + CHUNK_C],
-                dh_gate, dh_up, wa, wa_bufs, glu, dtype, FAST, WA,
+                dh_gate, dh_up, wa, wa_bufs.index(2 * half + 1), glu, dtype, FAST, WA,
             )  # fmt: skip
             partial += sums
-            # Both stages are stored; the values then pass through the second one's buffers.
-            tma.store_wait(0)
-            mbarrier.arrive(ring.empty.index(step % STAGES_C), count=1)
-            gate_buf, up_buf = _h_boxes(ring, (step + 1) % STAGES_C, half, dtype)
+            # The left sides of stages that hold h are free.
             at = [RAGGED_ROWS_C, end, clip, column]
             here = inside & (column_tile * 2 + b < blocks)
-            _store_quantised(gate_0, gate_1, gate_buf, q_gate, at, scales_at + b, here)
-            _store_quantised(up_0, up_1, up_buf, q_up, at, scales_at + blocks + b, here)
-            tma.store_wait(0)
-            mbarrier.arrive(ring.empty.index((step + 1) % STAGES_C), count=1)
+            store_values(
+                _joined(gate_0, gate_1), scales_at + b, here,
+                ring.left.index(2 * (step % STAGES_C) + half), q_gate, at, 8,
+            )  # fmt: skip
+            store_values(
+                _joined(up_0, up_1), scales_at + blocks + b, here,
+                ring.left.index(2 * ((step + 1) % STAGES_C) + half), q_up, at, 8,
+            )  # fmt: skip
             step += 2
-        gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=inside)
+        _release(ring, step - 2, 0)
+        gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=n < end)
 
 
 @gluon.jit(do_not_specialize=["M", "columns", "blocks", "steps", "K"])
@@ -294,7 +292,7 @@ def _hopper_fp8_dh_kernel(
     """Grid: the multiprocessors. Each program loops over tiles of BM rows x BN columns of a."""
     dtype: gl.constexpr = h_gate.dtype
     ring = make_ring8(dout_ptr.dtype.element_ty, 129)
-    wa_bufs = gl.allocate_shared_memory(dtype, [2, HALF_C, CHUNK_C], RANK2_C)
+    wa_bufs = gl.allocate_shared_memory(dtype, [4, HALF_C, CHUNK_C], RANK2_C)
     low_steps = (R + BK_C - 1) // BK_C
     specialise(
         _consume,

@@ -36,8 +36,10 @@ def quantise_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     n, width = rows.shape
     groups = rows.float().view(n, width // fp8.BLOCK, fp8.BLOCK)
     largest = groups.abs().nan_to_num(0.0, torch.inf).amax(-1).clamp(min=_TINY)
-    values = (groups * (_LARGEST / largest).unsqueeze(-1)).to(fp8.DTYPE)
-    return values.view(n, width), largest / _LARGEST
+    # A number over a tensor would be the tensor's reciprocal times the number on some devices.
+    inverse = torch.full_like(largest, _LARGEST) / largest
+    values = (groups * inverse.unsqueeze(-1)).to(fp8.DTYPE)
+    return values.view(n, width), largest * (1 / _LARGEST)
 
 
 def dequantise_rows(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
