@@ -11,8 +11,8 @@ from torch import Tensor
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.types import ExpertWeights
 
-DECODED, FP8, FP8_COPY = "decoded", "fp8", "fp8_copy"
-COMPUTES = (DECODED, FP8, FP8_COPY)
+# Values of the option compute of PatchConfig with a meaning of their own; the third is "fp8".
+DECODED, FP8_COPY = "decoded", "fp8_copy"
 
 
 @dataclass
@@ -50,7 +50,7 @@ def in_fp8(w: ExpertWeights, compute: str, copies: Copies | None) -> ExpertWeigh
 
     Args:
         w: the weights; those not stored in FP8 are returned unchanged.
-        compute: one of :data:`COMPUTES`.
+        compute: option of :class:`moe_patch.PatchConfig`.
         copies: holds transposed copies for backward; None leaves backward as it is.
     """
     weights: dict[str, Any] = {"w13_EHD": w.w13_EHD, "w2_EDF": w.w2_EDF}
