@@ -11,11 +11,12 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import BACKENDS
 from moe_patch.schema import check_choice, check_fields, check_known
 
+COMPUTES = ("decoded", "fp8", "fp8_copy")
 _CHOICES = {
     "backend": BACKENDS,
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
-    "compute": ("decoded", "fp8", "fp8_copy"),
+    "compute": COMPUTES,
 }
 _PATTERNS = ("include", "exclude")
 

@@ -19,7 +19,7 @@ def said(recipe: Recipe) -> str:
     """Return a recipe in words."""
     words = [
         "full" if recipe.full else f"rank {recipe.rank}",
-        f"experts in {recipe.storage}",
+        f"experts in {recipe.storage}" + (", twice (fp8_copy)" if recipe.copied else ""),
         recipe.optimizer,
         "checkpointing" if recipe.checkpointing else "no checkpointing",
         "Liger" if recipe.liger else "no Liger",
@@ -58,9 +58,11 @@ def training_node(
         "gradient_checkpointing": recipe.checkpointing,
         "optim": OPTIM[recipe.optimizer],
     }
+    options: dict[str, Any] = {"recompute": True} if recipe.recompute else {}
+    options |= {} if recipe.compute == "decoded" else {"compute": recipe.compute}
     if recipe.storage != "bf16":
         node["quantize_experts"] = recipe.storage
-    node["moe_patch"] = {"recompute": True} if recipe.recompute else True
+    node["moe_patch"] = options or True
     node["liger"] = recipe.liger
     node["output_dir"] = f"outputs/{Path(args.model).name or 'plan'}"
     return node

@@ -14,10 +14,10 @@ from moe_patch.ops.backend import BackendChoice, choose_backend
 from moe_patch.ops.routing_op import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover
+from moe_patch.patching.fp8_reason import decoded_reason
 from moe_patch.runtime.adapters import paused, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
-from moe_patch.runtime.fp8 import DECODED
 from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.peft_release import factor_proxies
 from moe_patch.runtime.spec import Arg, FamilySpec
@@ -181,35 +181,8 @@ def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> 
         reason = _joined(between, reason)
     elif choice.name == "triton" and on_gpu:
         reason = _unusual_kernels(found, glu, device)
-    return choice.name, _joined(reason, _decoded(found, glu, choice.name, device))
-
-
-def _decoded(found: FoundBlock, glu: Glu | None, backend: str, device: torch.device) -> str:
-    """Return why experts decode although FP8 products were requested; "" if they do not."""
-    patch = patch_of(found.experts[0][1])
-    if patch is None or patch.config.compute == DECODED:
-        return ""
-    weight, what = _a_weight(found), f"compute={patch.config.compute!r} has no effect: "
-    if not isinstance(weight, QuantTensor) or weight.stored_in != "fp8":
-        return what + "the experts are not stored in FP8 (quantize_experts(model, 'fp8'))"
-    if backend != "triton" or device.type != "cuda":
-        return what + f"experts on the {backend} backend and {device.type} are decoded"
-    if glu is None:
-        return what + "the experts' own activation runs between grouped products"
-    from moe_patch.kernels.common.device import device_at
-    from moe_patch.kernels.experts.fp8 import why_not_fp8
-
-    layout = layout_of(found.experts[0][1], found.spec)
-    rows, columns = whole_shape(weight)[1:]
-    why = why_not_fp8(
-        device_at(device).capability,
-        compute_dtype(weight, weight, found.spec.experts_fp32),
-        (columns, rows) if layout.is_transposed else (rows, columns),
-        glu,
-        biased=layout.has_bias,
-        transposed=layout.is_transposed,
-    )
-    return what + why if why else ""
+    why = decoded_reason(found.experts[0][1], found.spec, glu, choice.name, device)
+    return choice.name, _joined(reason, why)
 
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:

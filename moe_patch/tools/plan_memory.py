@@ -24,7 +24,8 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     """Return the bytes of the weights by kind.
 
     Expert projections take quant.memory.packed_bytes in a packed storage, and a Linear in 4 bits
-    the same as one expert in NF4. All other weights take b a value.
+    the same as one expert in NF4. All other weights take b a value. Transposed copies of FP8
+    experts take as much again.
     """
     found = dict.fromkeys(KINDS, 0)
     for one in sizes.weights:
@@ -33,7 +34,8 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
             found[one.kind] += one.numel * one.itemsize
         else:
             E, rows, columns = (1, *one.shape)[-3:]
-            found[one.kind] += packed_bytes((E, rows, columns), storage)
+            copies = 2 if one.kind == "experts" and recipe.copied else 1
+            found[one.kind] += copies * packed_bytes((E, rows, columns), storage)
     return found
 
 

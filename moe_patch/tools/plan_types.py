@@ -102,6 +102,8 @@ class Recipe:
         accumulation: forwards before a step; beyond one, gradients are there during all of them.
         adapter_bytes: of an adapter's value; PEFT makes fp32.
         hopper: the card decodes few rows an expert without a buffer.
+        compute: option of :class:`moe_patch.PatchConfig`; ``copied`` says whether experts have
+            transposed copies.
     """
 
     tokens: int = 2048
@@ -117,6 +119,11 @@ class Recipe:
     accumulation: int = 1
     adapter_bytes: int = 4
     hopper: bool = False
+    compute: str = "decoded"
+
+    @property
+    def copied(self) -> bool:
+        return self.compute == "fp8_copy" and self.storage == "fp8"
 
     @property
     def sharded(self) -> bool:

@@ -1,4 +1,4 @@
-"""Experts in FP8 on a Hopper card: the kernels against their definition, and what surrounds them."""
+"""FP8 products on a Hopper card: the kernels against their definition, and what is around them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.gpu
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.formats.packed import pack
@@ -22,6 +21,7 @@ from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.types import ExpertWeights, Glu, Lora, Plan
 from tests.support.numerics import assert_bits, rel_err
 
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 GLU = Glu("silu")
 # Three blocks of 128 in F and an expert without rows: tails of every kernel.
@@ -75,9 +75,7 @@ class Case:
         x_TD, dout_TD, *factors = (t.to(dtype) for t in (self.x_TD, self.dout_TD, *self.factors))
         weights_TK = self.weights_TK.to(torch.promote_types(dtype, torch.float32))
         lora13, lora2 = self.loras(factors)
-        experts = fp8_definition.Fp8Experts(
-            plan, self.w.w13_EHD, self.w.w2_EDF, GLU, lora13, lora2
-        )  # type: ignore[arg-type]
+        experts = fp8_definition.Fp8Experts(plan, self.w.w13_EHD, self.w.w2_EDF, GLU, lora13, lora2)  # type: ignore[arg-type]
         rows = experts.forward(x_TD, weights_TK)
         found = experts.backward(dout_TD, x_TD, weights_TK, rows)
         return [rows.out_TD, *(each for each in found if each is not None)]

@@ -1,4 +1,4 @@
-"""The definition of the experts in FP8 (ops/experts/fp8_definition.py), against exact arithmetic."""
+"""The definition of FP8 experts (ops/experts/fp8_definition.py), against exact arithmetic."""
 
 from __future__ import annotations
 

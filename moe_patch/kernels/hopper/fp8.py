@@ -22,11 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.e4m3_scale import GROUP, row_scale
 from moe_patch.kernels.common.launcher import Box
-from moe_patch.kernels.common.versions import known_triton
 from moe_patch.kernels.hopper.common import (
+    BK,
     BK_C,
     BM,
     BN,
@@ -34,16 +33,17 @@ from moe_patch.kernels.hopper.common import (
     CHUNK_C,
     HALF_C,
     PART,
-    RAGGED_ROWS,
+    RANK2,
     RANK2_C,
+    RANK3,
+    RANK3_C,
     STAGES_C,
     Ring,
-    make_ring,
+    claim,
     ragged_box,
     whole_box,
 )
-from moe_patch.kernels.hopper.gluon_names import cast_as, tma_store
-from moe_patch.kernels.plan.row_tiles import RowTiling
+from moe_patch.kernels.hopper.gluon_names import cast_as, tma_load, tma_store
 
 RANK2_8, RANK3_8, RANK4_8 = (gl.NVMMASharedLayout(128, 8, rank=rank) for rank in (2, 3, 4))
 RANK2_8C, RANK3_8C, RANK4_8C = map(gl.constexpr, (RANK2_8, RANK3_8, RANK4_8))
@@ -59,21 +59,6 @@ HALF_ACC, HALF_ACC16 = (
 )
 
 
-def supported(rows: RowTiling, values_nI: Tensor, w_EOI: Tensor) -> bool:
-    """Return whether the kernels support the operands: sizes in blocks, tiles of BM rows."""
-    return (
-        device_of(values_nI).capability == (9, 0)
-        and known_triton()
-        and rows.block_m == BM
-        and rows.count < RAGGED_ROWS
-        and w_EOI.shape[1] % GROUP == 0
-        and w_EOI.shape[2] % GROUP == 0
-        and w_EOI.is_contiguous()
-        and w_EOI.data_ptr() % 16 == 0
-        and values_nI.data_ptr() % 16 == 0
-    )
-
-
 def value_box(rows: Tensor, width: int | None = None, first: int = 0) -> Box:
     """Return a ragged Box of e4m3 rows, for stores of 64 rows and 128 columns."""
     return ragged_box(rows, (BM // 2, GROUP), width, first, RANK4_8)
@@ -83,12 +68,21 @@ def low_rank_boxes(low_rank: tuple[Tensor, Tensor] | None, other: Any, factor: A
     """Return the Box of the low-rank rows and ``factor``, or ``other`` twice without such rows."""
     if low_rank is None:
         return other, other
-    return whole_box(low_rank[0], (BM // 2, BK_C.value), RANK2_C.value), factor
+    return whole_box(low_rank[0], (BM // 2, BK), RANK2), factor
+
+
+def factor_box(l_EOR: Tensor, depth_last: bool) -> Box:
+    """Return a Box of a factor in 16 bits, whose rank or output axis is contiguous."""
+    if depth_last:
+        return whole_box(l_EOR, (1, BN, BK), RANK3)
+    E, O, R = l_EOR.shape
+    stride_e, stride_o, stride_r = l_EOR.stride()
+    return Box(l_EOR, (E, R, O), (stride_e, stride_r, stride_o), (1, BK, BN), RANK3)
 
 
 @gluon.jit
 def make_ring8(dtype: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Allocate a ring as :func:`make_ring`, with e4m3 operands."""
+    """Allocate a ring with e4m3 operands; see make_ring in kernels/hopper/common.py."""
     left = gl.allocate_shared_memory(dtype, [2 * STAGES_C, HALF_C, BK8_C], RANK2_8C)
     right = gl.allocate_shared_memory(dtype, [STAGES_C, BN_C, BK8_C], RANK2_8C)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES_C, 1], mbarrier.MBarrierLayout())
@@ -97,6 +91,35 @@ def make_ring8(dtype: gl.constexpr, ARRIVALS: gl.constexpr):
         mbarrier.init(ready.index(stage), count=ARRIVALS)
         mbarrier.init(empty.index(stage), count=2)
     return Ring(left, right, ready, empty)
+
+
+@gluon.jit
+def load_low_rank(
+    u, factor, e, start, column, low_steps, ring, step, dtype: gl.constexpr,
+    DEPTH_LAST: gl.constexpr, GATHERED: gl.constexpr,
+):  # fmt: skip
+    """Producer: load all steps of the low-rank product; return the next step."""
+    for i in range(0, low_steps):
+        stage = claim(ring, step, STAGE_BYTES_C)
+        bar = ring.ready.index(stage)
+        k0 = i * BK_C
+        right = ring.right.index(stage)
+        if DEPTH_LAST:
+            tma_load(
+                factor, [e, column, k0], bar, cast_as(right, dtype, [1, BN_C, BK_C], RANK3_C)
+            )  # fmt: skip
+        else:
+            tma_load(
+                factor, [e, k0, column], bar, cast_as(right, dtype, [1, BK_C, BN_C], RANK3_C)
+            )  # fmt: skip
+        for half in gl.static_range(2):
+            left = cast_as(ring.left.index(2 * stage + half), dtype, [HALF_C, BK_C], RANK2_C)
+            tma_load(u, [start + half * HALF_C, k0], bar, left)
+        if GATHERED:
+            # Arrive for the 128 threads, which gather only in the other stages.
+            mbarrier.arrive(bar, count=128)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -109,7 +132,9 @@ def _half_product(left, right, half: gl.constexpr):
 
 
 @gluon.jit
-def sum_scaled(first, second, steps, step, half, ring, rows_at, first_at, second_at, GATHERED: gl.constexpr):
+def sum_scaled(
+    first, second, steps, step, half, ring, rows_at, first_at, second_at, GATHERED: gl.constexpr
+):  # fmt: skip
     """Consumer: add the next ``steps`` stages to the totals of both halves.
 
     Args:

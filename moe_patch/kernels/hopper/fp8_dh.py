@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
-from moe_patch.kernels.common.e4m3_scale import GROUP
+from moe_patch.kernels.common.e4m3_scale import GROUP, row_scale
 from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_backward, glu_forward, rounded
 from moe_patch.kernels.common.launcher import Launcher
@@ -29,7 +29,6 @@ from moe_patch.kernels.hopper.common import (
     PART,
     RAGGED_ROWS_C,
     RANK2_C,
-    RANK3_C,
     RANK4_C,
     STAGES_C,
     claim,
@@ -45,22 +44,24 @@ from moe_patch.kernels.hopper.fp8 import (
     BK8,
     BK8_C,
     HALF_ACC,
+    RANK2_8C,
     RANK3_8,
     RANK3_8C,
-    STAGE_BYTES_C,
+    RANK4_8C,
     chunk_of,
+    factor_box,
+    load_low_rank,
     low_rank_boxes,
     make_ring8,
-    store_values,
     sum_low_rank,
     sum_scaled,
     value_box,
 )
-from moe_patch.kernels.hopper.fp8_linear import factor_box
-from moe_patch.kernels.hopper.fp8_up import gather_tile8
-from moe_patch.kernels.hopper.gluon_names import cast_as, seen_as, tma_load, tma_store
+from moe_patch.kernels.hopper.fp8_gather import gather_tile8
+from moe_patch.kernels.hopper.gluon_names import cast_as, seen_as, tma_store
 from moe_patch.kernels.plan.row_tiles import RowTiling
 from moe_patch.types import Glu
+
 
 def hidden_gradients(
     dout_TD: tuple[Tensor, Tensor],
@@ -81,7 +82,7 @@ def hidden_gradients(
         rows: the plan and its tile table for :data:`BM`.
         w_EFD: the down projection with its axes exchanged in memory: values and scales.
         weights_TK, h_NH, glu: as in :func:`moe_patch.kernels.experts.dh.hidden_gradients`.
-        into: (dh_NH, wa_NF, partial_NC), as in :func:`moe_patch.kernels.hopper.dh.hidden_gradients`.
+        into: (dh_NH, wa_NF, partial_NC), as in moe_patch/kernels/hopper/dh.py.
         quantised_NH: values and scales of dh.
         low_rank: (q_NR, A_ERF) in 16 bits: adds A_eᵀ q_n to da'.
         group: row tiles that share a pass over the columns.
@@ -137,24 +138,9 @@ def _produce(
             [1, BN_C, BK8_C], RANK3_8C,
         )  # fmt: skip
         if LOW_RANK > 0:
-            for i in range(0, low_steps):
-                stage = claim(ring, step, STAGE_BYTES_C)
-                bar = ring.ready.index(stage)
-                k0 = i * BK_C
-                right = ring.right.index(stage)
-                if DEPTH_LAST:
-                    box = cast_as(right, dtype, [1, BN_C, BK_C], RANK3_C)
-                    tma_load(factor, [e, column, k0], bar, box)
-                else:
-                    box = cast_as(right, dtype, [1, BK_C, BN_C], RANK3_C)
-                    tma_load(factor, [e, k0, column], bar, box)
-                for half in gl.static_range(2):
-                    left = cast_as(
-                        ring.left.index(2 * stage + half), dtype, [HALF_C, BK_C], RANK2_C
-                    )  # fmt: skip
-                    tma_load(q, [start + half * HALF_C, k0], bar, left)
-                mbarrier.arrive(bar, count=128)
-                step += 1
+            step = load_low_rank(
+                q, factor, e, start, column, low_steps, ring, step, dtype, DEPTH_LAST, True
+            )  # fmt: skip
         for chunk in gl.static_range(BN_C // CHUNK_C):
             stage = claim(ring, step, BM_C * CHUNK_C * 4)
             bar = ring.ready.index(stage)
@@ -174,7 +160,7 @@ def _chunk_gradients(
     da, weight, half, ring, step, at, dh_gate, dh_up, wa, wa_buf, glu, dtype: gl.constexpr,
     FAST: gl.constexpr, WA: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: compute and store 64 columns; return (dgate, dup, sums of da' * a)."""
+    """Consumer: compute and store 64 columns; return (sums of da' a, largest dgate and dup)."""
     SHAPE: gl.constexpr = [1, 1, HALF_C, CHUNK_C]
     stage = step % STAGES_C
     mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
@@ -184,11 +170,10 @@ def _chunk_gradients(
     a = rounded(glu_forward(gate, up, *glu, FAST), dtype, FAST)
     sums = gl.sum(da * a, axis=1)
     dgate, dup = glu_backward(gate, up, da * weight, *glu, FAST)
-    dgate, dup = dgate.to(dtype), dup.to(dtype)
     # The same chunk of the previous half is stored: since then, one chunk and both values.
     tma.store_wait(4 + WA)
-    gate_buf.store(dgate)
-    up_buf.store(dup)
+    gate_buf.store(dgate.to(dtype))
+    up_buf.store(dup.to(dtype))
     if WA:
         wa_buf.store((weight * a).to(dtype))
     fence_async_shared()
@@ -196,7 +181,24 @@ def _chunk_gradients(
     tma_store(dh_up, at, seen_as(up_buf, SHAPE, RANK4_C))
     if WA:
         tma_store(wa, at, seen_as(wa_buf, SHAPE, RANK4_C))
-    return dgate, dup, sums
+    return sums, gl.max(gl.abs(dgate), axis=1), gl.max(gl.abs(dup), axis=1)
+
+
+@gluon.jit
+def _store_quantised(
+    low, high, largest, scales_at, inside, buffer, out, at, dtype: gl.constexpr
+):  # fmt: skip
+    """Consumer: quantise two chunks, from shared memory because registers cannot hold them."""
+    E4M3: gl.constexpr = gl.float8e4nv
+    scale, inverse = row_scale(largest.to(dtype).to(gl.float32))
+    gl.store(scales_at, scale, mask=inside)
+    first = (low.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    second = (high.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    both = gl.join(first, second).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
+    box = cast_as(buffer, E4M3, [HALF_C, BK8_C], RANK2_8C)
+    box.store(both)
+    fence_async_shared()
+    tma_store(out, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))
 
 
 @gluon.jit
@@ -205,13 +207,6 @@ def _release(ring, step, PENDING: gl.constexpr):
     tma.store_wait(PENDING)
     mbarrier.arrive(ring.empty.index(step % STAGES_C), count=1)
     mbarrier.arrive(ring.empty.index((step + 1) % STAGES_C), count=1)
-
-
-@gluon.jit
-def _joined(low, high):
-    """Return the 128 columns of two chunks in fp32: the inverse of :func:`chunk_of`."""
-    both = gl.join(low, high).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
-    return gl.convert_layout(both, HALF_ACC).to(gl.float32)
 
 
 @gluon.jit
@@ -242,8 +237,8 @@ def _consume(
             first, second, step = sum_low_rank(
                 first, second, low_steps, step, half, ring, dtype, LOW_RANK, DEPTH_LAST
             )  # fmt: skip
-        inside, scales_at = n < end, hs_ptr + n.to(gl.int64) * 2 * blocks + column_tile * 2
         n = start + half * HALF_C + gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
+        inside, scales_at = n < end, hs_ptr + n.to(gl.int64) * 2 * blocks + column_tile * 2
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         partial = gl.zeros((HALF_C,), dtype=gl.float32, layout=gl.SliceLayout(1, PART))
@@ -251,14 +246,14 @@ def _consume(
         for b in gl.static_range(2):
             total = first if b == 0 else second
             column = column_tile * BN_C + b * BK8_C
-            gate_0, up_0, sums = _chunk_gradients(
+            sums, gate_0, up_0 = _chunk_gradients(
                 chunk_of(total, 0), weight, half, ring, step, [RAGGED_ROWS_C, end, clip, column],
                 dh_gate, dh_up, wa, wa_bufs.index(2 * half), glu, dtype, FAST, WA,
             )  # fmt: skip
             partial += sums
             if b > 0:
                 _release(ring, step - 2, 2 + WA)
-            gate_1, up_1, sums = _chunk_gradients(
+            sums, gate_1, up_1 = _chunk_gradients(
                 chunk_of(total, 1), weight, half, ring, step + 1,
                 [RAGGED_ROWS_C, end, clip, column + CHUNK_C],
                 dh_gate, dh_up, wa, wa_bufs.index(2 * half + 1), glu, dtype, FAST, WA,
@@ -267,17 +262,19 @@ def _consume(
             # The left sides of stages that hold h are free.
             at = [RAGGED_ROWS_C, end, clip, column]
             here = inside & (column_tile * 2 + b < blocks)
-            store_values(
-                _joined(gate_0, gate_1), scales_at + b, here,
-                ring.left.index(2 * (step % STAGES_C) + half), q_gate, at, 8,
+            gate_low, up_low = _h_boxes(ring, step % STAGES_C, half, dtype)
+            gate_high, up_high = _h_boxes(ring, (step + 1) % STAGES_C, half, dtype)
+            _store_quantised(
+                gate_low, gate_high, gl.maximum(gate_0, gate_1), scales_at + b, here,
+                ring.left.index(2 * (step % STAGES_C) + half), q_gate, at, dtype,
             )  # fmt: skip
-            store_values(
-                _joined(up_0, up_1), scales_at + blocks + b, here,
-                ring.left.index(2 * ((step + 1) % STAGES_C) + half), q_up, at, 8,
+            _store_quantised(
+                up_low, up_high, gl.maximum(up_0, up_1), scales_at + blocks + b, here,
+                ring.left.index(2 * ((step + 1) % STAGES_C) + half), q_up, at, dtype,
             )  # fmt: skip
             step += 2
         _release(ring, step - 2, 0)
-        gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=n < end)
+        gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=inside)
 
 
 @gluon.jit(do_not_specialize=["M", "columns", "blocks", "steps", "K"])

@@ -13,9 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from moe_patch.kernels.common.device import cdiv
 from moe_patch.kernels.common.e4m3_scale import GROUP
 from moe_patch.kernels.common.gemm_device import rows_of_tile
-from moe_patch.kernels.common.launcher import Box, Launcher
+from moe_patch.kernels.common.launcher import Launcher
 from moe_patch.kernels.hopper.common import (
-    BK,
     BK_C,
     BM,
     BN,
@@ -26,8 +25,6 @@ from moe_patch.kernels.hopper.common import (
     OUTS_C,
     RAGGED_ROWS_C,
     RANK2_C,
-    RANK3,
-    RANK3_C,
     RANK4_C,
     claim,
     constants,
@@ -47,12 +44,14 @@ from moe_patch.kernels.hopper.fp8 import (
     RANK3_8C,
     STAGE_BYTES_C,
     chunk_of,
+    factor_box,
+    load_low_rank,
     low_rank_boxes,
     make_ring8,
     sum_low_rank,
     sum_scaled,
 )
-from moe_patch.kernels.hopper.gluon_names import cast_as, seen_as, tma_load
+from moe_patch.kernels.hopper.gluon_names import seen_as, tma_load
 from moe_patch.kernels.plan.row_tiles import RowTiling
 
 
@@ -92,41 +91,6 @@ def grouped_linear(
     )  # fmt: skip
 
 
-def factor_box(l_EOR: Tensor, depth_last: bool) -> Box:
-    """Return a Box of a factor in 16 bits, whose rank or output axis is contiguous."""
-    if depth_last:
-        return whole_box(l_EOR, (1, BN, BK), RANK3)
-    E, O, R = l_EOR.shape
-    stride_e, stride_o, stride_r = l_EOR.stride()
-    return Box(l_EOR, (E, R, O), (stride_e, stride_r, stride_o), (1, BK, BN), RANK3)
-
-
-@gluon.jit
-def load_low_rank(
-    u, factor, e, start, column, low_steps, ring, step, dtype: gl.constexpr,
-    DEPTH_LAST: gl.constexpr,
-):  # fmt: skip
-    """Producer: load all steps of the low-rank product; return the next step."""
-    for i in range(0, low_steps):
-        stage = claim(ring, step, STAGE_BYTES_C)
-        bar = ring.ready.index(stage)
-        k0 = i * BK_C
-        right = ring.right.index(stage)
-        if DEPTH_LAST:
-            tma_load(
-                factor, [e, column, k0], bar, cast_as(right, dtype, [1, BN_C, BK_C], RANK3_C)
-            )  # fmt: skip
-        else:
-            tma_load(
-                factor, [e, k0, column], bar, cast_as(right, dtype, [1, BK_C, BN_C], RANK3_C)
-            )  # fmt: skip
-        for half in gl.static_range(2):
-            left = cast_as(ring.left.index(2 * stage + half), dtype, [HALF_C, BK_C], RANK2_C)
-            tma_load(u, [start + half * HALF_C, k0], bar, left)
-        step += 1
-    return step
-
-
 @gluon.jit
 def _produce(
     rows, u, weight, factor, offsets_ptr, table_ptr, ring, M, columns, steps, low_steps,
@@ -151,7 +115,7 @@ def _produce(
             step += 1
         if LOW_RANK > 0:
             step = load_low_rank(
-                u, factor, e, start, column, low_steps, ring, step, dtype, DEPTH_LAST
+                u, factor, e, start, column, low_steps, ring, step, dtype, DEPTH_LAST, False
             )  # fmt: skip
 
 

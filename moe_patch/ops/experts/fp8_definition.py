@@ -63,7 +63,7 @@ class Fp8Rows(NamedTuple):
 
 
 class Fp8Gradients(NamedTuple):
-    """Gradients of a call with transposed copies, in the wide dtype where they are sums."""
+    """Gradients of a call with transposed copies, in the dtype of x, or that of the weights."""
 
     x: Tensor
     weights: Tensor
@@ -183,7 +183,7 @@ class Fp8Experts:
         spans = zip(self.bounds, self.bounds[1:], strict=False)
         return torch.stack(
             [left[start:end].to(wide).T @ right[start:end].to(wide) for start, end in spans]
-        )
+        ).to(left.dtype)
 
 
 def _values(w: PackedWeight, e: int, dtype: torch.dtype) -> Tensor:
