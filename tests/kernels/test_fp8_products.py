@@ -1,4 +1,4 @@
-"""When experts stored in FP8 are multiplied in FP8, and why not; no GPU is needed."""
+"""Conditions under which experts are multiplied in FP8, and reasons against; no GPU is needed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Parts of the FP8 kernels for Hopper: the ring with e4m3 operands, and sums with scales.
 
-The geometry in bytes is that of kernels/hopper/common.py: a stage is 128 elements deep, and both
+The geometry in bytes is that of kernels/hopper/common.py, so a stage is 128 elements deep. Both
 sides are contiguous in depth, as the FP8 product requires. A consumer multiplies 64 rows by two
 halves of 128 columns, one after the other. Each product over 128 elements is multiplied by the
 scales of its rows and of its weight block in fp32, and added to that half's total. Meanwhile the

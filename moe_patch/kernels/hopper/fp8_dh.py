@@ -1,8 +1,8 @@
 """Gradients through the activation from an FP8 product on Hopper, in Gluon; see hopper/dh.py.
 
 W2 is transposed beforehand, so that both sides are contiguous in depth. The epilogue works on one
-half of a tile at a time: its 128 columns of gate and of up are one group of dh each, which it
-quantises after writing them in 16 bits.
+half of a tile at a time: its 128 columns of gate and of up are one group of dh each. It writes them
+in 16 bits and then quantises them.
 """
 
 from __future__ import annotations

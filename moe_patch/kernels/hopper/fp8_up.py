@@ -1,6 +1,6 @@
 """Gather, FP8 up projection and gated activation on Hopper, in Gluon; see kernels/hopper/up.py.
 
-A tile has 128 columns of gate and 128 of up, so both have one weight scale per step, and the tile's
+A tile has 128 columns of gate and 128 of up, so each has one weight scale per step. The tile's
 columns of a are one group of the down projection's input. The epilogue quantises them.
 """
 

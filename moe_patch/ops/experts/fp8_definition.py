@@ -1,8 +1,8 @@
 """Definition of the experts in FP8, in plain torch; the FP8 kernels follow it.
 
 Weights are e4m3 with one scale per 128 x 128 block. The rows that they multiply are quantised to
-e4m3 with one scale per row and 128 columns: x once per token, a in the epilogue that makes it, and
-with transposed copies dout and dh too. Products and sums of the quantised values are in the wide
+e4m3 with one scale per row and 128 columns: x once per token, and a. With transposed copies, dout
+and dh are quantised too. Products and sums of the quantised values are in the wide
 dtype: fp64 for fp64 inputs, else fp32. Low-rank terms read the rows that are not quantised. Without
 copies, backward is that of the decoded weights.
 
