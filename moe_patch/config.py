@@ -11,10 +11,12 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import BACKENDS
 from moe_patch.schema import check_choice, check_fields, check_known
 
+COMPUTES = ("decoded", "fp8", "fp8_copy")
 _CHOICES = {
     "backend": BACKENDS,
     "fuse_lora": ("auto", "require", "off"),
     "ties": ("lower", "torch"),
+    "compute": COMPUTES,
 }
 _PATTERNS = ("include", "exclude")
 
@@ -40,6 +42,11 @@ class PatchConfig:
             of the model run in torch.
         ties: "lower" prefers the lower expert id among equal scores, "torch" takes whatever
             torch.topk picks.
+        compute: how experts stored in FP8 (128 x 128 blocks) are multiplied on Hopper cards.
+            "decoded" decodes them to the dtype of the hidden states. "fp8" quantises the rows of
+            forward to FP8 as well, and multiplies in FP8. "fp8_copy" also computes backward in
+            FP8, from a transposed copy of the packed weights. Other experts and cards always
+            decode; :func:`moe_patch.patch_report` says so.
         shadow_check: interval in training forwards. At every interval one block's live call is
             compared with transformers and the errors are logged; 0 disables the check. The result
             of the step does not change. A checked step synchronises with the device and runs both
@@ -65,6 +72,7 @@ class PatchConfig:
     chunk_tokens: int | str = "auto"
     batch_invariant: bool = False
     ties: str = "lower"
+    compute: str = "decoded"
     shadow_check: int = 0
     debug_nan: bool = False
     debug_dir: str = "."
@@ -90,6 +98,11 @@ class PatchConfig:
                 f"moe_patch: chunk_tokens is {self.chunk_tokens!r}; accepted: 'auto', a number of "
                 "tokens, or 0 to run all tokens at once"
             )
+        if self.compute != "decoded" and self.chunk_tokens not in ("auto", 0):
+            raise UnsupportedOptionError(
+                f"moe_patch: chunk_tokens={self.chunk_tokens} with compute={self.compute!r}: FP8 "
+                "products run all tokens at once; accepted: chunk_tokens='auto' (no chunks then)"
+            )
         if self.shadow_check < 0:
             raise UnsupportedOptionError(
                 f"moe_patch: shadow_check is {self.shadow_check!r}; accepted: a number of steps, "
@@ -107,6 +120,11 @@ class PatchConfig:
                     f"transformers or PEFT would compute with weights in host memory; accepted: "
                     f"{name}={' or '.join(map(repr, needed))}"
                 )
+        if self.compute != "decoded":
+            raise UnsupportedOptionError(
+                f"moe_patch: offload_experts=True with compute={self.compute!r}: FP8 products need "
+                "the experts on the card; accepted: compute='decoded'"
+            )
 
     @classmethod
     def parse(cls, value: Any = None, **options: Any) -> PatchConfig | None:

@@ -22,7 +22,7 @@ OURS = "moe_patch"
 
 OPS = (
     "routing", "product_key", "plan", "experts", "lora", "block", "decode", "model", "quantised",
-    "signals",
+    "signals", "fp8",
 )  # fmt: skip
 IMPLS = (
     "moe_patch", "torch", "torch_compile", "hf_eager", "hf_batched_mm", "hf_grouped_mm",

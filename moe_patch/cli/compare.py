@@ -14,10 +14,11 @@ from moe_patch.patching.discover import discover
 
 # Limits of relative errors. Values: fp32 rounds through dozens of layers; in 16 bits both paths
 # round. Gradients pass through twice as many layers.
-VALUES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
-GRADIENTS = {"float64": 1e-5, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1}
+# FP8 products differ by up to 5% in each layer, whatever the model's dtype.
+VALUES = {"float64": 1e-6, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1, "fp8": 2e-1}
+GRADIENTS = {"float64": 1e-5, "float32": 1e-3, "float16": 5e-2, "bfloat16": 2e-1, "fp8": 4e-1}
 # Limits of the share of rows that differ in the first differing layer: rounding flips near ties.
-CHOICES = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.2}
+CHOICES = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.2, "fp8": 0.3}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def compare(
     dtype: str,
     backend: str = "auto",
     limit: float | None = None,
+    *,
+    compute: str = "decoded",
 ) -> tuple[list[Check], list[Any]]:
     """Compare a patched run with the unpatched one; expert choices separately from values.
 
@@ -71,6 +74,7 @@ def compare(
         dtype: a key of the limits.
         backend: as in :class:`moe_patch.PatchConfig`.
         limit: replaces all limits.
+        compute: as in :class:`moe_patch.PatchConfig`; FP8 products have limits of their own.
 
     Returns:
         The checks, and the rows of the report.
@@ -81,7 +85,8 @@ def compare(
     from moe_patch.patching.patch import patch_model
     from moe_patch.patching.report import patch_report
 
-    patch_model(model, backend=backend)
+    patch_model(model, backend=backend, compute=compute)
+    dtype = dtype if compute == "decoded" else "fp8"
     free = run(model, batch)
     with _same_experts(model, free, reference) as again:
         ours = run(model, batch) if again else free

@@ -218,6 +218,8 @@ def _print(result: dict[str, Any]) -> None:
             f"experts in {storage} ({how}): {bytes_text(count)} in place of "
             f"{bytes_text(result['expert_bytes'])}"
         )
+        if storage == "fp8":
+            print(f"  with a transposed copy (compute: fp8_copy): {bytes_text(2 * count)}")
     if result["expert_parameters"]:
         for reason in dict.fromkeys(result["not_quantised"].values()):
             storages = [name for name, why in result["not_quantised"].items() if why == reason]

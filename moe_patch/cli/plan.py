@@ -16,6 +16,7 @@ from moe_patch.cli import models
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
 from moe_patch.cli.plan_recipe import said, text_of, training_node, write
 from moe_patch.cli.plan_sizes import read_sizes
+from moe_patch.config import COMPUTES
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.quant.stored import stored
@@ -58,6 +59,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     parser.add_argument("--checkpointing", action=flag, help="gradient checkpointing; default: on")
     parser.add_argument("--recompute", action="store_true", help="keep only the experts' plan")
+    parser.add_argument(
+        "--compute", choices=COMPUTES, default="decoded", help="option of the same name"
+    )
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
     parser.add_argument("--offload", action="store_true", help="keep the experts in host memory")
@@ -158,7 +162,7 @@ def recipe_of(
     recipe = Recipe(
         tokens=args.tokens, recompute=args.recompute, full=args.full, offload=args.offload,
         ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
-        embedding=args.embedding or "bf16", **fixed,
+        embedding=args.embedding or "bf16", compute=args.compute, **fixed,
     )  # fmt: skip
     return recipe, fixed
 

@@ -19,7 +19,7 @@ def said(recipe: Recipe) -> str:
     """Return a recipe in words."""
     words = [
         "full" if recipe.full else f"rank {recipe.rank}",
-        f"experts in {recipe.storage}",
+        f"experts in {recipe.storage}" + (", twice (fp8_copy)" if recipe.copied else ""),
         recipe.optimizer,
         "checkpointing" if recipe.checkpointing else "no checkpointing",
         "Liger" if recipe.liger else "no Liger",
@@ -67,7 +67,9 @@ def training_node(
     storages = {"experts": recipe.storage, "linear": recipe.linear, "embedding": recipe.embedding}
     node |= {f"quantize_{what}": s for what, s in storages.items() if s != "bf16"}
     options = {"recompute": recipe.recompute, "offload_experts": recipe.offload}
-    node["moe_patch"] = {name: True for name, on in options.items() if on} or True
+    chosen: dict[str, Any] = {name: True for name, on in options.items() if on}
+    chosen |= {} if recipe.compute == "decoded" else {"compute": recipe.compute}
+    node["moe_patch"] = chosen or True
     node["liger"] = recipe.liger
     node["output_dir"] = f"outputs/{Path(args.model).name or 'plan'}"
     return node

@@ -14,6 +14,7 @@ from moe_patch.cli.compare import Run, compare, run
 from moe_patch.cli.limits import check_fits, check_seed
 from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.cli.status import CHECK_FAILED
+from moe_patch.config import COMPUTES
 from moe_patch.errors import UnsupportedOptionError
 
 Made = TypeVar("Made")
@@ -34,6 +35,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--random", action="store_true", help="random weights, load none")
     parser.add_argument("--layers", type=int, metavar="N", help="only the first N layers")
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto")
+    parser.add_argument(
+        "--compute", choices=COMPUTES, default="decoded",
+        help="option of the same name; for FP8 the experts of both models are quantised first",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=2, metavar="B", help="sequences (default 2)")
     parser.add_argument("--length", type=int, default=32, metavar="L", help="tokens each (32)")
     parser.add_argument("--seed", type=int, default=0)
@@ -46,6 +51,8 @@ def add(subparsers: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Compare and print; return status 1 if a check fails."""
     from moe_patch.patching.patch import patch_model, unpatch_model
+    from moe_patch.quant.surgery import quantize_experts
+    from moe_patch.runtime.fp8 import DECODED
 
     _check_numbers(args)
     if args.adapter is not None:
@@ -63,9 +70,13 @@ def command(args: argparse.Namespace) -> int:
         with models.explained(f"MODEL: {type(model).__name__} does not run on hidden states"):
             # Refuse the model before the whole of it runs.
             unpatch_model(patch_model(model, backend=args.backend))
+        if args.compute != DECODED:
+            quantize_experts(model, "fp8")
         steps.step("unpatched, then patched")
         batch, reference, failed = _unpatched(model, args)
-        checks, rows = compare(model, batch, reference, name, args.backend, args.limit)
+        checks, rows = compare(
+            model, batch, reference, name, args.backend, args.limit, compute=args.compute
+        )
         steps.step("done")
     weights = "random" if random else "loaded"
     result = {

@@ -17,6 +17,8 @@ from moe_patch.types import ExpertWeights
 # Storages into which weights can be packed; READABLE adds those found only in checkpoints.
 STORAGES = ("nf4", "fp8")
 READABLE = (*STORAGES, "mxfp4")
+# Words after a storage's name in the operator's options.
+_TRANSPOSED, _IN_FP8 = "transposed", "in_fp8"
 # Packed experts are decoded some at a time. Fewer parts mean fewer launches and fewer partial
 # waves, so take the fewest parts whose buffer has at most _SMALL_BUFFER bytes.
 _FEWEST, _MOST = 2, 4
@@ -46,6 +48,8 @@ class PackedWeight:
         scales: scales of the format.
         dtype: dtype of a dequantised expert.
         transposed: rows are inputs and columns are outputs; if False, the other way round.
+        in_fp8: fp8 only: products compute in FP8 where the kernels support them. The scales may
+            then be followed by a copy with rows and columns exchanged: its values and scales.
     """
 
     storage: str
@@ -53,6 +57,7 @@ class PackedWeight:
     scales: tuple[Tensor, ...]
     dtype: torch.dtype
     transposed: bool = False
+    in_fp8: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:
@@ -206,11 +211,12 @@ def packed_weights(
     """Invert :func:`plain_weights`; experts are dequantised to ``dtype``."""
     if not storage:
         return w
-    kind, _, transposed = storage.partition(" ")
+    kind, *words = storage.split()
     half = len(scales) // 2
 
     def packed(tensor: Tensor, own: list[Tensor]) -> Any:
-        return PackedWeight(kind, tensor, tuple(own), dtype, bool(transposed))
+        transposed, in_fp8 = _TRANSPOSED in words, _IN_FP8 in words
+        return PackedWeight(kind, tensor, tuple(own), dtype, transposed, in_fp8)
 
     return w._replace(
         w13_EHD=packed(w.w13_EHD, scales[:half]), w2_EDF=packed(w.w2_EDF, scales[half:])
@@ -220,4 +226,5 @@ def packed_weights(
 def _storage(weight: Tensor | PackedWeight) -> str:
     if not isinstance(weight, PackedWeight):
         return str(weight.dtype)
-    return f"{weight.storage} transposed" if weight.transposed else weight.storage
+    transposed = f" {_TRANSPOSED}" if weight.transposed else ""
+    return weight.storage + transposed + (f" {_IN_FP8}" if weight.in_fp8 else "")

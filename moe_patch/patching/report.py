@@ -14,6 +14,7 @@ from moe_patch.ops.backend import BackendChoice, choose_backend
 from moe_patch.ops.routing_op import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover, place_of
+from moe_patch.patching.fp8_reason import decoded_reason
 from moe_patch.runtime.adapters import paused, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import compute_dtype, stored_weight
@@ -180,7 +181,8 @@ def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> 
         reason = _joined(between, reason)
     elif choice.name == "triton" and on_gpu:
         reason = _unusual_kernels(found, glu, device)
-    return choice.name, reason
+    why = decoded_reason(found.experts[0][1], found.spec, glu, choice.name, device)
+    return choice.name, _joined(reason, why)
 
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:

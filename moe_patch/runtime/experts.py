@@ -22,6 +22,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
+from moe_patch.runtime.fp8 import DECODED, Copies, in_fp8
 from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.offload import Seat
 from moe_patch.runtime.row_norms import RowNorms
@@ -163,14 +164,17 @@ def run_experts(
     chunk_tokens: int | str = 0,
     batch_invariant: bool = False,
     fuse_lora: str = "auto",
+    compute: str = DECODED,
+    copies: Copies | None = None,
     layer: LayerSignals | None = None,
     seat: Seat | None = None,
 ) -> Tensor:
     """Run an experts module on this library; return its output in the dtype of ``hidden_TD``.
 
     If the fused operator lacks the module's activation or post-expert norm, the module's own code
-    runs between grouped products. ``layer``, if given, records the call. ``seat`` is given if the
-    weights are in host memory (patch_model refuses that for experts without a fused activation).
+    runs between grouped products. ``layer``, if given, records the call. ``compute`` and ``copies``
+    are those of :func:`moe_patch.runtime.fp8.in_fp8`. ``seat`` is given if the weights are in host
+    memory (patch_model refuses that for experts without a fused activation).
     """
     layout = layout_of(experts, spec)
     stored = stored_weight(experts, spec, layout)
@@ -200,12 +204,14 @@ def run_experts(
             lora2=tensors.lora2,
             backend=backend,
             recompute=recompute,
-            chunk_tokens=chunk_tokens,
+            # FP8 products write whole tensors, not slices; PatchConfig refuses a number with them.
+            chunk_tokens=chunk_tokens if compute == DECODED else 0,
             batch_invariant=batch_invariant,
             signals=signals,
         )
         if seat is None:
-            out_TD = run(tensors.weights)
+            kept = copies if torch.is_grad_enabled() else None
+            out_TD = run(in_fp8(tensors.weights, compute, kept))
         else:
             for lora in filter(None, (tensors.lora13, tensors.lora2)):
                 seat.check_adapter(lora, x_TD.device)

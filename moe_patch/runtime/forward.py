@@ -87,6 +87,8 @@ def _experts(
         "chunk_tokens": patch.config.chunk_tokens,
         "batch_invariant": patch.config.batch_invariant,
         "fuse_lora": patch.config.fuse_lora,
+        "compute": patch.config.compute,
+        "copies": patch.copies,
     }
     if (seat := patch.seat) is not None:
         layer = None if patch.taps is None else patch.taps.layer

@@ -20,6 +20,7 @@ from torch import nn
 
 from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.runtime.fp8 import Copies
 from moe_patch.runtime.modules import has_accelerate_hook
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class ModulePatch:
             ``taps``.
         seat: Seat (runtime/offload.py) of experts in host memory, or None.
         caller: {"thread": ident} of the thread that makes that call; empty outside a call.
+        copies: on an experts module, transposed copies of its packed weights (runtime/fp8.py).
     """
 
     role: str
@@ -67,6 +69,7 @@ class ModulePatch:
     used: tuple[str, ...] = ()
     seat: Any = None
     caller: dict[str, int] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
 
 
 def patch_of(module: nn.Module) -> ModulePatch | None:

@@ -108,6 +108,8 @@ class Recipe:
         adapters: "fp32", as PEFT makes them, or "bf16".
         hopper: the card decodes few rows an expert without a buffer.
         offload: experts are in host memory.
+        compute: option of :class:`moe_patch.PatchConfig`; ``copied`` says whether experts have
+            transposed copies.
     """
 
     tokens: int = 2048
@@ -127,6 +129,11 @@ class Recipe:
     hopper: bool = False
     offload: bool = False
     embedding: str = "bf16"
+    compute: str = "decoded"
+
+    @property
+    def copied(self) -> bool:
+        return self.compute == "fp8_copy" and self.storage == "fp8"
 
     @property
     def adapter_bytes(self) -> int:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import torch
 
+from moe_patch.formats import fp8
 from moe_patch.formats.packed import STORAGES, PackedWeight, pack
 from moe_patch.kernels.common import activation
 from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.experts import dh_epilogue, factors, norms, reduce
+from moe_patch.kernels.experts.fp8 import fp8_products
 from moe_patch.kernels.packed import dequant
 from moe_patch.kernels.packed import linear as packed_linear
 from moe_patch.kernels.plan import plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.kernels.routing import losses, product_key, route
-from moe_patch.types import Glu, RouteSpec
+from moe_patch.types import ExpertWeights, Glu, RouteSpec
 
+SCALE = torch.float32
 ROUTES = (
     (128, RouteSpec(8, renormalize=True)),
     (64, RouteSpec(8)),
@@ -84,6 +88,34 @@ def launch_packed(dtype: torch.dtype) -> None:
     values = torch.empty(E, O, I // 2, device="meta", dtype=torch.uint8)
     stored = PackedWeight("mxfp4", values, (values[..., ::16].contiguous(),), dtype)
     dequant.dequantize_into(buffer, stored, row_tiles.plan.offsets_S, 0)
+
+
+def launch_fp8(dtype: torch.dtype) -> None:
+    """Launch the products in FP8, forward and backward, where a call could choose them."""
+    T, D, F, E, K, R = 4096, 2048, 768, 128, 8, 16
+
+    def empty(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(size, device="meta", dtype=dtype)
+
+    def packed(O: int, I: int) -> Any:
+        values = [empty(E, *size, dtype=fp8.DTYPE) for size in ((O, I), (I, O))]
+        scales = [empty(E, v.shape[1] // 128, v.shape[2] // 128, dtype=SCALE) for v in values]
+        own = scales[0], values[1], scales[1]
+        return PackedWeight("fp8", values[0], own, dtype, in_fp8=True)
+
+    x_TD, u_NR = empty(T, D), empty(T * K, R)
+    tiles = RowTiles(plan.build_plan(empty(T, K, dtype=torch.int64), E))
+    w = ExpertWeights(packed(2 * F, D), packed(D, F))
+    made = fp8_products(tiles, x_TD, w, Glu("silu"), device_of(x_TD), every_size=True)
+    if made is None:
+        return
+    made.up(None, save_h=False, save_a=False)
+    h_NH, _ = made.up((u_NR, empty(E, 2 * F, R)), save_h=True, save_a=True)
+    made.down((u_NR, empty(E, D, R)))
+    made.hidden_gradients(
+        x_TD, empty(T, K, dtype=SCALE), h_NH, (u_NR, empty(E, R, F)), wa=True, overwrite_h=False
+    )
+    made.input_gradient((u_NR, empty(E, R, D).transpose(1, 2)))
 
 
 def launch_decoding(w: PackedWeight, tiles: RowTiles) -> None:

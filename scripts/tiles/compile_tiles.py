@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import torch
 from compile_only import Usage, compiling_for
-from compile_others import launch_others, launch_packed
+from compile_others import launch_fp8, launch_others, launch_packed
 
 from moe_patch.kernels.common.tiles import OPS, Tile, candidates
 from moe_patch.kernels.experts import dh, dw, factors, linear, up
@@ -38,7 +38,7 @@ SHARED_MEMORY = {
 # A few registers saved once per tile, outside the depth loop, do not justify a smaller tile.
 STACK_BYTES = 64
 # Kernels that use no tile of the table.
-UNTILED = {"packed": launch_packed, "others": launch_others}
+UNTILED = {"packed": launch_packed, "others": launch_others, "fp8": launch_fp8}
 LORA = ("up", "down", "dx", "dh")
 HOT = ("up", "down", "dh", "dx", "dw2", "dw13")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -25,7 +25,7 @@ from moe_patch import (
 )
 from moe_patch.cli import main
 from moe_patch.cli.output import bytes_text
-from moe_patch.quant import loading, surgery
+from moe_patch.quant import surgery
 from moe_patch.quant.memory import experts_memory
 from tests.support import tiny_models
 from tests.support.adapters import step

@@ -70,6 +70,17 @@ def test_weights_by_kind(family, storage):
     assert planned == found
 
 
+def test_transposed_copies_of_fp8_experts_take_as_much_again():
+    sizes = sizes_of(tiny_models.build("qwen3_moe"))
+    once = parts.weight_bytes(sizes, Recipe(storage="fp8"))
+    for compute, factor in (("fp8", 1), ("fp8_copy", 2)):
+        found = parts.weight_bytes(sizes, Recipe(storage="fp8", compute=compute))
+        assert found["experts"] == factor * once["experts"]
+        assert found["linear"] == once["linear"]
+    plain = Recipe(storage="bf16", compute="fp8_copy")
+    assert parts.weight_bytes(sizes, plain) == parts.weight_bytes(sizes, Recipe())
+
+
 def test_a_linear_in_4_bits_is_what_bitsandbytes_makes():
     functional = pytest.importorskip("bitsandbytes").functional
     model = tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE)

@@ -3,6 +3,7 @@
 from bench_lib.ops.block import BLOCK
 from bench_lib.ops.decode import DECODE
 from bench_lib.ops.experts import EXPERTS
+from bench_lib.ops.fp8 import FP8
 from bench_lib.ops.lora import LORA
 from bench_lib.ops.model import MODEL
 from bench_lib.ops.plan import PLAN
@@ -11,5 +12,5 @@ from bench_lib.ops.quantised import QUANTISED
 from bench_lib.ops.routing import ROUTING
 from bench_lib.ops.signals import SIGNALS
 
-_ALL = (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, BLOCK, DECODE, MODEL, SIGNALS, QUANTISED)
+_ALL = (ROUTING, PRODUCT_KEY, PLAN, EXPERTS, LORA, BLOCK, DECODE, MODEL, SIGNALS, QUANTISED, FP8)
 OPS = {op.name: op for op in _ALL}

@@ -79,7 +79,7 @@ class Gates(NamedTuple):
 
 PORTABLE = Gates(hopper=False, in_front=False)
 HOW_TO_TRUST = "`moe-patch selftest --trust` tests them on this card and enables them"
-HOPPER = ("dh", "dw", "linear", "up")
+HOPPER = ("dh", "dw", "linear", "up", "fp8_dh", "fp8_linear", "fp8_up")
 _GATES: dict[str, Gates] = {}
 
 

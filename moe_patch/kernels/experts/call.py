@@ -18,6 +18,7 @@ from moe_patch.kernels.experts.dh import HiddenGradients, hidden_gradients
 from moe_patch.kernels.experts.dh_epilogue import hidden_gradients_from
 from moe_patch.kernels.experts.dw import outer_sum
 from moe_patch.kernels.experts.factors import factor_backward, laid_like, rank_innermost
+from moe_patch.kernels.experts.fp8 import Fp8Products, fp8_products
 from moe_patch.kernels.experts.linear import grouped_linear
 from moe_patch.kernels.experts.reduce import combine
 from moe_patch.kernels.experts.up import up
@@ -77,6 +78,12 @@ class Call:
         return resized(tile, persistent=True) if packed else tile
 
     @functools.cached_property
+    def _fp8(self) -> Fp8Products | None:
+        return fp8_products(
+            self.tiles, self.x_TD, self.w, self.glu, self.device, self.batch_invariant
+        )
+
+    @functools.cached_property
     def _packed(self) -> PackedParts:
         return PackedParts(self.tiles, self.x_TD.dtype)
 
@@ -106,6 +113,10 @@ class Call:
             into: existing outputs; a product that decodes its weights allocates its own.
         """
         low_rank = None if u13_NR is None else (u13_NR, self._b13_EOR)
+        if self._fp8 is not None:
+            # The down projection reads a in e4m3, so only low-rank factors need it in 16 bits.
+            save_a = save_a and self.lora2 is not None
+            return self._fp8.up(low_rank, save_h=save_h, save_a=save_a)
         if (decoding := self._decoding_tile(self.w.w13_EHD)) is not None:
             return self._decoded_up(decoding, low_rank, save_h=save_h, save_a=save_a)
         tile, found = self.tile("up"), into
@@ -146,6 +157,8 @@ class Call:
     def down(self, a_NF: Tensor, u2_NR: Tensor | None) -> Tensor:
         """Compute y_ND; ``u2_NR`` is the result of :meth:`inputs_of_B2`."""
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
+        if self._fp8 is not None:
+            return self._fp8.down(low_rank)
         return self._linear("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank)
 
     def hidden_gradients(
@@ -162,6 +175,10 @@ class Call:
         wa_NF: Tensor | None = None,
     ) -> HiddenGradients:
         """Compute gradients through the down projection and the activation, as dh.py describes."""
+        if dh and self._fp8 is not None and self._fp8.has_copies:
+            return self._fp8.hidden_gradients(
+                dout_TD, weights_TK, h_NH, low_rank, wa=wa, overwrite_h=overwrite_h
+            )
         if (decoding := self._decoding_tile(self.w.w2_EDF)) is not None:
             w_EFD: Any = self.w.w2_EDF.transpose(1, 2)
             rows, da_NF = self.tiles.rows(decoding.m), h_NH
@@ -204,6 +221,8 @@ class Call:
         low_rank = None
         if self.lora13 is not None and p_NR is not None:
             low_rank = p_NR, self.lora13.A_ERI.transpose(1, 2)
+        if self._fp8 is not None and self._fp8.has_copies:
+            return combine(self._fp8.input_gradient(low_rank), self.plan, None)
         w_EDH = self.w.w13_EHD.transpose(1, 2)
         if into_TD is None:
             return combine(self._linear("dx", dh_NH, w_EDH, None, low_rank), self.plan, None)

@@ -121,7 +121,11 @@ def whole_box(base: Tensor, block: tuple[int, ...], layout: Any) -> Box:
 
 
 def ragged_box(
-    rows: Tensor, block: tuple[int, int], width: int | None = None, first: int = 0
+    rows: Tensor,
+    block: tuple[int, int],
+    width: int | None = None,
+    first: int = 0,
+    layout: Any = RANK4,
 ) -> Box:
     """Return a Box of rows whose loads and stores clip at any row; see :data:`RAGGED_ROWS`.
 
@@ -129,8 +133,9 @@ def ragged_box(
         rows: [N, O].
         block: rows and columns of one copy.
         width, first: number of columns and the first one, which is cheaper than a slice.
+        layout: layout of a block in shared memory.
     """
-    return Box(rows, *_ragged(rows.stride(0), width or rows.shape[1], block), RANK4, first)
+    return Box(rows, *_ragged(rows.stride(0), width or rows.shape[1], block), layout, first)
 
 
 @functools.cache

@@ -22,3 +22,12 @@ def seen_as(buffer, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
         return buffer.reinterpret(buffer.dtype, SHAPE, LAYOUT)
     else:
         return buffer._reinterpret(buffer.dtype, SHAPE, LAYOUT)
+
+
+@gluon.jit
+def cast_as(buffer, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the same bytes of shared memory with another dtype, shape and layout."""
+    if _RENAMED_C:
+        return buffer.reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return buffer._reinterpret(DTYPE, SHAPE, LAYOUT)

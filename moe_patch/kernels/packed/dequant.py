@@ -64,7 +64,7 @@ def _launch_mxfp4(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int
 
 def _launch_fp8(buffer: Tensor, w: PackedWeight, offsets_S: Tensor, first: int) -> None:
     count, rows, columns = buffer.shape
-    (scales,) = w.scales
+    scales = w.scales[0]
     in_bytes = device_of(buffer).capability < _E4M3
     values = w.packed.view(torch.uint8) if in_bytes else w.packed
     _fp8(

@@ -1,0 +1,51 @@
+"""Reasons, for the report, why experts are decoded although FP8 products were requested."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_patch.formats.tensor import QuantTensor
+from moe_patch.runtime.described import layout_of
+from moe_patch.runtime.experts import compute_dtype, stored_weight
+from moe_patch.runtime.fp8 import DECODED
+from moe_patch.runtime.module_patch import patch_of
+from moe_patch.runtime.spec import FamilySpec
+from moe_patch.types import Glu
+
+
+def decoded_reason(
+    experts: nn.Module, spec: FamilySpec, glu: Glu | None, backend: str, device: torch.device
+) -> str:
+    """Return why an experts module decodes its weights, or "" if it does not or need not.
+
+    Args:
+        experts, spec: the module and its family entry.
+        glu: its activation; None if its own code runs between grouped products.
+        backend, device: where its products run.
+    """
+    patch = patch_of(experts)
+    if patch is None or patch.config.compute == DECODED:
+        return ""
+    layout = layout_of(experts, spec)
+    weight = stored_weight(experts, spec, layout)
+    what = f"compute={patch.config.compute!r} has no effect: "
+    if not isinstance(weight, QuantTensor) or weight.stored_in != "fp8":
+        return what + "the experts are not stored in FP8 (quantize_experts(model, 'fp8'))"
+    if backend != "triton" or device.type != "cuda":
+        return what + f"experts on the {backend} backend and {device.type} are decoded"
+    if glu is None:
+        return what + "the experts' own activation runs between grouped products"
+    from moe_patch.kernels.common.device import device_at
+    from moe_patch.kernels.experts.fp8 import why_not_fp8
+
+    _, rows, columns = weight.shape
+    why = why_not_fp8(
+        device_at(device).capability,
+        compute_dtype(weight, weight, spec.experts_fp32),
+        (columns, rows) if layout.is_transposed else (rows, columns),
+        glu,
+        biased=layout.has_bias,
+        transposed=layout.is_transposed,
+    )
+    return what + why if why else ""
