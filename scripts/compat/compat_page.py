@@ -69,17 +69,17 @@ def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
     last = shown[-1]
     lines = [
         "", "## QLoRA on several cards", "",
-        f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}: forward, backward and AdamW "
-        f"with checkpointing, {last['layers']} layers of Qwen3-30B-A3B's sizes, experts in "
-        f"{last['storage']}, rank {last['rank']}, {last['tokens']} tokens a card. torch "
-        f"{last['torch']}, transformers {last['transformers']}, commit {short(last['commit'])}.",
+        f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}. A step is forward, backward "
+        f"and AdamW with checkpointing, on {last['layers']} layers of Qwen3-30B-A3B's sizes, "
+        f"experts in {last['storage']}. Adapters have rank {last['rank']}, each card "
+        f"{last['tokens']} tokens. torch {last['torch']}, transformers {last['transformers']}, commit {short(last['commit'])}.",
         "", "| cards | | tokens/s | GiB before the first step | GiB at the peak |",
         "|---|---|---|---|---|",
     ]  # fmt: skip
     for row in shown:
         name = row["layout"].removeprefix("qlora ")
         cells = row["world"], name, row["tokens_per_s"], row["held_gib"], row["peak_gib"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append("| " + " | ".join("–" if c is None else str(c) for c in cells) + " |")
     return lines
 
 

@@ -177,3 +177,17 @@ def test_construction_checks_as_well(options):
 def test_patterns_become_a_tuple_however_they_are_given(patterns):
     assert PatchConfig(include=patterns).include == ("*.mlp",)
     assert PatchConfig(exclude=patterns) == PatchConfig.parse({"exclude": patterns})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"compute": "fp8", "chunk_tokens": 4096}, "FP8 products run all tokens at once"),
+        ({"compute": "fp8_copy", "offload_experts": True}, "need the experts on the card"),
+    ],
+)
+def test_options_that_fp8_products_exclude(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnsupportedOptionError, match=why):
+        PatchConfig(**options)
+    one = dict([options.popitem()])
+    assert PatchConfig(**one) != PatchConfig(**options)

@@ -39,9 +39,14 @@ def test_full_size_is_well_formed(path):
     assert config.output_dir == f"outputs/{path.stem}"
 
 
+def marks(path):
+    """Return the marks of a config; all recipes for one card but the first are slow."""
+    slow = path.stem.endswith("gb") and path.stem != "qwen3_30b_24gb"
+    return [pytest.mark.families(family(path)), *([pytest.mark.slow] if slow else [])]
+
+
 @pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.families(family(path))) for path in SIZED],
+    "path", [pytest.param(path, id=path.stem, marks=marks(path)) for path in SIZED]
 )
 def test_tiny_size_trains(path, tmp_path):
     text = tmp_path / "text.txt"

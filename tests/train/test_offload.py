@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from moe_patch import UnsupportedOptionError, patch_model
-from moe_patch.quant.surgery import ignore_in_ddp
+from moe_patch import UnsupportedOptionError, patch_model, unpatch_model
 from moe_patch.runtime import offload
 from moe_patch.train import build, run
 from moe_patch.train.config import make_config
@@ -53,12 +50,14 @@ def test_full_fine_tuning_is_refused_before_anything_is_loaded() -> None:
         make_config(node(lora=None, **OFFLOAD))
 
 
-def test_ddp_ignores_experts_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_ignores_experts_in_host_memory() -> None:
     """DDP needs all parameters on one device, and experts stay on the host."""
     model = quant_models.build()
     patch_model(model, offload_experts=True)
-    given: list[Any] = []
-    name = "_set_params_and_buffers_to_ignore_for_model"
-    monkeypatch.setattr(DistributedDataParallel, name, lambda _, names: given.extend(names))
-    ignore_in_ddp(model)
-    assert given == [n for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3]
+    held = [n for n, p in model.named_parameters() if ".experts." in n and p.dim() == 3]
+    assert held
+    assert model._ddp_params_and_buffers_to_ignore == held
+    assert all(model.get_parameter(name)._ddp_ignored for name in held)
+    unpatch_model(model)
+    assert not hasattr(model, "_ddp_params_and_buffers_to_ignore")
+    assert not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
