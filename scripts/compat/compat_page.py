@@ -72,7 +72,8 @@ def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
         f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}. A step is forward, backward "
         f"and AdamW with checkpointing, on {last['layers']} layers of Qwen3-30B-A3B's sizes, "
         f"experts in {last['storage']}. Adapters have rank {last['rank']}, each card "
-        f"{last['tokens']} tokens. torch {last['torch']}, transformers {last['transformers']}, commit {short(last['commit'])}.",
+        f"{last['tokens']} tokens. torch {last['torch']}, transformers {last['transformers']}, "
+        f"commit {short(last['commit'])}.",
         "", "| cards | | tokens/s | GiB before the first step | GiB at the peak |",
         "|---|---|---|---|---|",
     ]  # fmt: skip

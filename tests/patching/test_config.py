@@ -186,7 +186,7 @@ def test_patterns_become_a_tuple_however_they_are_given(patterns):
         ({"compute": "fp8_copy", "offload_experts": True}, "need the experts on the card"),
     ],
 )
-def test_options_that_fp8_products_exclude(options: dict[str, Any], why: str) -> None:
+def test_options_that_fp8_products_exclude(options, why):
     with pytest.raises(UnsupportedOptionError, match=why):
         PatchConfig(**options)
     one = dict([options.popitem()])
