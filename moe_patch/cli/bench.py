@@ -26,7 +26,7 @@ SCRIPT = Path("scripts") / "bench.py"
 # First arguments of scripts/bench.py; give a folder of such a name as ./experts.
 GRID = (
     "routing", "product_key", "plan", "experts", "lora", "block", "decode", "model", "quantised",
-    "signals", "all", "table", "chart", "docs",
+    "signals", "fp8", "all", "table", "chart", "docs",
 )  # fmt: skip
 MIN_SECONDS = 1.0
 
