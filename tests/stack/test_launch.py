@@ -80,6 +80,7 @@ def test_accelerate_starts_two_processes_for_ddp_cpu():
     assert (args.multi_gpu, args.num_processes) == (True, 2)
 
 
+@pytest.mark.slow
 def test_ddp_cpu_on_two_processes(tmp_path):
     train(tmp_path, LAUNCH / "ddp_cpu.yaml")
 

@@ -186,6 +186,7 @@ def states_of(kind, rank, batch, folder):
     return expected, run, train(again, batch, 2, optimizer), whole
 
 
+@pytest.mark.slow
 def test_states_are_saved_resumed_and_load_in_one_process(tmp_path):
     results = run_ranks(states, str(tmp_path))
     for kind in KINDS:
