@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import STORAGES, PackedWeight, check_packable, pack
@@ -141,9 +140,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     Args:
         model: the model that DDP (or a Trainer) will wrap, adapters included.
     """
-    named = model.named_parameters(remove_duplicate=False)
-    names = [name for name, p in named if isinstance(p, QuantTensor)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    data_parallel.leave_packed_out(model)
 
 
 def dequantize_experts(model: Model, dtype: torch.dtype | None = None) -> Model:
