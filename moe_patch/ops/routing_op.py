@@ -1,49 +1,37 @@
-"""Triton-backed :func:`route`: one custom operator each for forward and backward.
+"""Triton-backed :func:`route` and :func:`weights_at`: custom operators for forward and backward.
 
-Has the name, signature and meaning of ``ops.routing.route``, which is the definition and the
-default on a CPU. The operators work under autograd and ``torch.compile``. In plain eager execution
-the functions behind them are called without torch's dispatcher (ops/direct.py). The first call
-imports Triton; importing this module does not.
+Both have the name, signature and meaning of those in ``ops.routing``, which are the definition and
+the default on a CPU. The operators work under autograd and ``torch.compile``. In plain eager
+execution the functions behind them are called without torch's dispatcher (ops/direct.py). The first
+call imports Triton; importing this module does not.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_patch.errors import (
-    UnsupportedOptionError,
-    check_logits,
-    refuse_forward_mode,
-)
+from moe_patch.errors import UnsupportedOptionError, check_logits, refuse_forward_mode
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.ops.define import define
-from moe_patch.ops.direct import eagerly_cached, is_plain_eager
-from moe_patch.ops.routing import RouteImpl
+from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.routing import route as torch_route
+from moe_patch.ops.routing import weights_at as torch_weights_at
+from moe_patch.ops.routing_fields import (
+    SPEC_ARGUMENTS,
+    SPEC_FIELDS,
+    Choices,
+    choices_of,
+    spec_of,
+)
 from moe_patch.types import RouteSpec, Routing
-
-MAX_EXPERTS = 512
-MAX_TOP_K = 32
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "none")
-_SPEC_ARGUMENTS = (
-    "int top_k, str score, str order, bool fp32, str bias_on, int groups, int top_groups, "
-    "str group_score, float group_fill, bool renormalize, float eps, bool clamp_eps, float scale, "
-    "ScalarType? weights_dtype, bool batch_invariant"
-)
-_SPEC_FIELDS = tuple(part.split()[-1] for part in _SPEC_ARGUMENTS.split(","))
-_NUMBERS = tuple(
-    (at, {"int": int, "float": float}[part.split()[0]])
-    for at, part in enumerate(_SPEC_ARGUMENTS.split(","))
-    if part.split()[0] in ("int", "float")
-)
 
 
 def route(
@@ -70,50 +58,40 @@ def route(
             forward-mode derivative was requested.
     """
     check_logits(logits_TE, "moe_patch.ops.routing_op.route", "logits_TE")
-    choices = _choices_of(logits_TE, spec, bias_E)
-    if choices.why_not is not None:
-        raise UnsupportedOptionError(
-            f"moe_patch.ops.routing_op.route: {choices.why_not}; use moe_patch.ops.routing.route "
-            "(backend='torch')"
-        )
+    choices = _accepted("route", logits_TE, spec, bias_E)
     return _route(logits_TE, bias_E, ids_dtype, choices)
 
 
-class _Choices(NamedTuple):
-    """A RouteSpec in the form that the operator and the kernels take.
+def weights_at(logits_TE: Tensor, spec: RouteSpec, ids_TK: Tensor, biased: bool = False) -> Tensor:
+    """Return the weights [T, K] that :func:`route` gives these experts, instead of the best.
 
-    Attributes:
-        why_not: why the kernels cannot route by this spec, or None if they can. Unless it is
-            None, ``fields`` and ``spec`` are not normalised.
-        fields: fields of the spec in the operator's order, numbers converted to its schema's types.
-        spec: RouteSpec made of these fields.
+    For the experts that ``route`` chose, in its order, weights and gradients have the same bits.
+
+    Args:
+        logits_TE, spec: as for :func:`route`.
+        ids_TK: int32 or int64, K different experts per row.
+        biased: whether ``route`` had a correction bias, which changes its roundings.
+
+    Raises:
+        UnsupportedOptionError: as for :func:`route`.
     """
-
-    why_not: str | None
-    fields: tuple[Any, ...]
-    spec: RouteSpec
-
-
-def _choices_of(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None) -> _Choices:
-    bias_dtype = None if bias_E is None else bias_E.dtype
-    return _choices(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+    check_logits(logits_TE, "moe_patch.ops.routing_op.weights_at", "logits_TE")
+    choices = _accepted("weights_at", logits_TE, spec, None)
+    return _weights_at(logits_TE, ids_TK, biased, choices)
 
 
-@eagerly_cached
-def _choices(
-    spec: RouteSpec, experts: int, logits: torch.dtype, bias: torch.dtype | None
-) -> _Choices:
-    fields = [getattr(spec, name) for name in _SPEC_FIELDS]
-    why_not = _why_not(spec, experts, logits, bias)
-    if why_not is None:
-        for at, kind in _NUMBERS:  # Convert numbers as the operator's schema does.
-            fields[at] = kind(fields[at])
-        spec = RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
-    return _Choices(why_not, tuple(fields), spec)
+def _accepted(name: str, logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None) -> Choices:
+    choices = choices_of(logits_TE, spec, bias_E)
+    if choices.why_not is not None:
+        raise UnsupportedOptionError(
+            f"moe_patch.ops.routing_op.{name}: {choices.why_not}; use moe_patch.ops.routing.{name} "
+            "(backend='torch')"
+        )
+    return choices
 
 
 def _route(
-    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, choices: _Choices
+    logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, choices: Choices
 ) -> Routing:
     """Run :func:`route` after the checks."""
     refuse_forward_mode(logits_TE, what="routing")
@@ -128,36 +106,20 @@ def _route(
     return Routing(ids_TK, weights_TK, logits_TE)
 
 
-def why_not_route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> str | None:
-    """Return why the Triton kernels cannot route this and what they accept, or None if they can."""
-    bias_dtype = None if bias_E is None else bias_E.dtype
-    return _why_not(spec, logits_TE.shape[1], logits_TE.dtype, bias_dtype)
+def _weights_at(logits_TE: Tensor, ids_TK: Tensor, biased: bool, choices: Choices) -> Tensor:
+    """Run :func:`weights_at` after the checks."""
+    refuse_forward_mode(logits_TE, what="routing")
+    if is_plain_eager((logits_TE, ids_TK)):
+        graph = torch.is_grad_enabled() and logits_TE.requires_grad
+        run: Any = _WeightsAt.apply if graph else _weights_kernels().weights_at
+        return run(logits_TE, ids_TK, choices.spec, biased)
+    return torch.ops.moe_patch.weights_at(logits_TE, ids_TK, biased, *choices.fields)
 
 
-def _why_not(spec: RouteSpec, E: int, logits: torch.dtype, bias: torch.dtype | None) -> str | None:
-    if spec.ties != "lower":
-        return f"ties={spec.ties!r} is torch.topk's own order, the kernels implement ties='lower'"
-    if spec.score not in _SCORES:
-        return f"score={spec.score!r}, accepted are {', '.join(_SCORES)}"
-    for name, dtype in (("logits", logits), ("bias", bias)):
-        if dtype is not None and dtype not in DTYPES:
-            return f"the {name} are {dtype}, accepted are float32, bfloat16 and float16"
-    if not 1 <= spec.top_k <= min(E, MAX_TOP_K):
-        return f"top_k={spec.top_k} of {E} experts, accepted is 1 to min(experts, {MAX_TOP_K})"
-    if E > MAX_EXPERTS:
-        return f"{E} experts, accepted are at most {MAX_EXPERTS}"
-    if spec.groups > 1 and (E % spec.groups or not 1 <= spec.top_groups <= spec.groups):
-        return f"top_groups={spec.top_groups} of groups={spec.groups} over {E} experts"
-    if spec.group_score not in ("top2", "max"):
-        return f"group_score={spec.group_score!r}, accepted are top2 and max"
-    if spec.group_score == "top2" and spec.groups == E:
-        return f"group_score='top2' needs two experts per group, found groups={spec.groups} of {E}"
-    return None
-
-
-def route_impl(backend: str, batch_invariant: bool = False) -> RouteImpl:
+def route_impl(backend: str, batch_invariant: bool = False) -> Callable[..., Routing]:
     """Return the :func:`route` of a backend: Triton where its kernels support the call, else torch.
 
+    The result is a RouteImpl that also takes ``ids_TK``: the experts to use instead of the best.
     With ``batch_invariant``, a call that would run in torch raises UnsupportedOptionError.
     """
     return functools.partial(_route_on, backend, batch_invariant)
@@ -169,6 +131,7 @@ def _route_on(
     logits_TE: Tensor,
     spec: RouteSpec,
     bias_E: Tensor | None = None,
+    ids_TK: Tensor | None = None,
 ) -> Routing:
     check_logits(logits_TE, "moe_patch.ops.routing_op.route_impl", "logits_TE")
     device, dtype = logits_TE.device, logits_TE.dtype
@@ -177,12 +140,17 @@ def _route_on(
         spec = replace(spec, batch_invariant=True)
     why_not: str | None = ""
     if triton:
-        choices = _choices_of(logits_TE, spec, bias_E)
+        choices = choices_of(logits_TE, spec, bias_E)
         if (why_not := choices.why_not) is None:
-            return _route(logits_TE, bias_E, torch.int64, choices)
+            if ids_TK is None:
+                return _route(logits_TE, bias_E, torch.int64, choices)
+            weights_TK = _weights_at(logits_TE, ids_TK, bias_E is not None, choices)
+            return Routing(ids_TK, weights_TK, logits_TE)
     if batch_invariant:
         refuse_batch_invariant(f"routing with {why_not}")
-    return torch_route(logits_TE, spec, bias_E)
+    if ids_TK is None:
+        return torch_route(logits_TE, spec, bias_E)
+    return Routing(ids_TK, torch_weights_at(logits_TE, spec, ids_TK), logits_TE)
 
 
 @functools.cache
@@ -192,31 +160,37 @@ def _kernels() -> ModuleType:
 
 
 @functools.cache
-def _spec(fields: tuple[Any, ...]) -> RouteSpec:
-    return RouteSpec(**dict(zip(_SPEC_FIELDS, fields, strict=True)))
+def _weights_kernels() -> ModuleType:
+    """Import the module of the kernel of :func:`weights_at`; see :func:`_kernels`."""
+    return importlib.import_module("moe_patch.kernels.routing.weights_at")
 
 
 def _forward(
     logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, *fields: Any
 ) -> tuple[Tensor, Tensor]:
-    return tuple(_kernels().route_forward(logits_TE, _spec(fields), bias_E, ids_dtype))
+    return tuple(_kernels().route_forward(logits_TE, spec_of(fields), bias_E, ids_dtype))
 
 
 def _forward_fake(
     logits_TE: Tensor, bias_E: Tensor | None, ids_dtype: torch.dtype, *fields: Any
 ) -> tuple[Tensor, Tensor]:
-    spec = _spec(fields)
-    T = logits_TE.shape[0]
+    ids_TK = logits_TE.new_empty((logits_TE.shape[0], spec_of(fields).top_k), dtype=ids_dtype)
+    return ids_TK, _weights_at_fake(logits_TE, ids_TK, False, *fields)
+
+
+def _weights_at_run(logits_TE: Tensor, ids_TK: Tensor, biased: bool, *fields: Any) -> Tensor:
+    return _weights_kernels().weights_at(logits_TE, ids_TK, spec_of(fields), biased)
+
+
+def _weights_at_fake(logits_TE: Tensor, ids_TK: Tensor, biased: bool, *fields: Any) -> Tensor:
+    spec = spec_of(fields)
     scores = torch.float32 if spec.fp32 else logits_TE.dtype
-    new = logits_TE.new_empty
-    return (
-        new((T, spec.top_k), dtype=ids_dtype),
-        new((T, spec.top_k), dtype=spec.weights_dtype or scores),
-    )
+    shape = (logits_TE.shape[0], spec.top_k)
+    return logits_TE.new_empty(shape, dtype=spec.weights_dtype or scores)
 
 
 def _backward(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
-    return _kernels().route_backward(dweights_TK, logits_TE, ids_TK, _spec(fields))
+    return _kernels().route_backward(dweights_TK, logits_TE, ids_TK, spec_of(fields))
 
 
 def _backward_fake(dweights_TK: Tensor, logits_TE: Tensor, ids_TK: Tensor, *fields: Any) -> Tensor:
@@ -232,12 +206,33 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _autograd(ctx: Any, dids: Any, dweights_TK: Tensor | None) -> tuple[Any, ...]:
+    return (_observed_backward(ctx, dweights_TK), None, None, *[None] * len(SPEC_FIELDS))
+
+
+def _weights_at_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0], inputs[1])
+    ctx.fields = inputs[3:]
+
+
+def _weights_at_autograd(ctx: Any, dweights_TK: Tensor | None) -> tuple[Any, ...]:
+    return (_observed_backward(ctx, dweights_TK), None, None, *[None] * len(SPEC_FIELDS))
+
+
+def _observed_backward(ctx: Any, dweights_TK: Tensor | None) -> Tensor | None:
     logits_TE, ids_TK = ctx.saved_tensors
-    dlogits_TE = None
-    if dweights_TK is not None:
-        run = torch.ops.moe_patch.route_backward
-        dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *ctx.fields)
-    return (dlogits_TE, None, None, *[None] * len(_SPEC_FIELDS))
+    if dweights_TK is None:
+        return None
+    return torch.ops.moe_patch.route_backward(dweights_TK, logits_TE, ids_TK, *ctx.fields)
+
+
+def _direct_backward(ctx: Any, dweights_TK: Tensor | None) -> Tensor | None:
+    if dweights_TK is None:
+        return None
+    logits_TE, ids_TK = ctx.saved_tensors
+    if not torch.is_grad_enabled() and is_plain_eager((dweights_TK, logits_TE)):
+        return _kernels().route_backward(dweights_TK, logits_TE, ids_TK, ctx.spec)
+    fields = (getattr(ctx.spec, name) for name in SPEC_FIELDS)
+    return torch.ops.moe_patch.route_backward(dweights_TK, logits_TE, ids_TK, *fields)
 
 
 class _Route(torch.autograd.Function):
@@ -261,26 +256,37 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        logits_TE, ids_TK = ctx.saved_tensors
-        dweights_TK, spec = grads[1], ctx.spec
-        if dweights_TK is None:
-            return None, None, None, None
-        if not torch.is_grad_enabled() and is_plain_eager((dweights_TK, logits_TE)):
-            dlogits_TE = _kernels().route_backward(dweights_TK, logits_TE, ids_TK, spec)
-        else:
-            fields = (getattr(spec, name) for name in _SPEC_FIELDS)
-            run = torch.ops.moe_patch.route_backward
-            dlogits_TE = run(dweights_TK, logits_TE, ids_TK, *fields)
-        return dlogits_TE, None, None, None
+        return _direct_backward(ctx, grads[1]), None, None, None
+
+
+class _WeightsAt(torch.autograd.Function):
+    """Same as the operator's autograd formula; see :class:`_Route`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, ids_TK: Tensor, spec: RouteSpec, biased: bool
+    ) -> Tensor:
+        ctx.save_for_backward(logits_TE, ids_TK)
+        ctx.spec = spec
+        return _weights_kernels().weights_at(logits_TE, ids_TK, spec, biased)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return _direct_backward(ctx, grads[0]), None, None, None
 
 
 define(
     "moe_patch::route_forward",
-    f"(Tensor logits, Tensor? bias, ScalarType ids_dtype, {_SPEC_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"(Tensor logits, Tensor? bias, ScalarType ids_dtype, {SPEC_ARGUMENTS}) -> (Tensor, Tensor)",
     _forward, _forward_fake, _autograd, _setup_context,
 )  # fmt: skip
 define(
+    "moe_patch::weights_at",
+    f"(Tensor logits, Tensor ids, bool biased, {SPEC_ARGUMENTS}) -> Tensor",
+    _weights_at_run, _weights_at_fake, _weights_at_autograd, _weights_at_context,
+)  # fmt: skip
+define(
     "moe_patch::route_backward",
-    f"(Tensor dweights, Tensor logits, Tensor ids, {_SPEC_ARGUMENTS}) -> Tensor",
+    f"(Tensor dweights, Tensor logits, Tensor ids, {SPEC_ARGUMENTS}) -> Tensor",
     _backward, _backward_fake,
 )  # fmt: skip

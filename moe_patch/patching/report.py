@@ -11,7 +11,7 @@ from torch import nn
 
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import BackendChoice, choose_backend
-from moe_patch.ops.routing_op import why_not_route
+from moe_patch.ops.routing_fields import why_not_route
 from moe_patch.patching.bindings import overridden, wrapped_by_parallelism
 from moe_patch.patching.discover import WHOLE_MODEL, FoundBlock, discover, place_of
 from moe_patch.patching.fp8_reason import decoded_reason

@@ -58,7 +58,7 @@ class Taps:
         """Copy and pickle as None: a copied or pickled model is not recorded."""
         return type(None), ()
 
-    def impl(self, own: RouteImpl) -> RouteImpl:
+    def impl(self, own: Callable[..., Routing]) -> RouteImpl:
         """Return the implementation of ``route`` to use: the replay's, or else the router's own."""
         return own if self.replay is None else self.replay.impl(self.path, own)
 

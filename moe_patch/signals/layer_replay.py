@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.ops.routing import RouteImpl, weights_at
+from moe_patch.ops.routing import RouteImpl
 from moe_patch.runtime.module_patch import ModulePatch
 from moe_patch.runtime.taps import inside_backward
 from moe_patch.signals.recorder import drop_idle
@@ -74,8 +75,13 @@ class LayerReplay:
     counts_2: Tensor | None = None
     forwards: int = 0
 
-    def impl(self, path: str, own: RouteImpl) -> RouteImpl:
-        """Return a routing implementation that takes the prescribed experts instead of the best."""
+    def impl(self, path: str, own: Callable[..., Routing]) -> RouteImpl:
+        """Return a routing implementation that takes the prescribed experts instead of the best.
+
+        Args:
+            path: of the router, for errors.
+            own: the router's implementation, as :func:`route_impl` returns it.
+        """
 
         def route(logits_TE: Tensor, spec: RouteSpec, bias_E: Tensor | None = None) -> Routing:
             again = inside_backward()
@@ -90,7 +96,7 @@ class LayerReplay:
                     self._count(own_TK)
                 if self.given_T is not None:
                     ids_TK = torch.where(self.given_T.unsqueeze(1), ids_TK, own_TK)
-            return Routing(ids_TK, weights_at(logits_TE, spec, ids_TK), logits_TE)
+            return own(logits_TE, spec, bias_E, ids_TK)
 
         return route
 

@@ -17,7 +17,7 @@ from moe_patch.kernels.packed import dequant
 from moe_patch.kernels.packed import linear as packed_linear
 from moe_patch.kernels.plan import plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
-from moe_patch.kernels.routing import losses, product_key, route
+from moe_patch.kernels.routing import losses, product_key, route, weights_at
 from moe_patch.types import ExpertWeights, Glu, RouteSpec
 
 SCALE = torch.float32
@@ -54,6 +54,7 @@ def launch_others(dtype: torch.dtype) -> None:
         bias = bias_E if spec.groups else None
         made = route.route_forward(logits_TE, spec, bias)
         route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+        weights_at.weights_at(logits_TE, made.ids_TK, spec, bias is not None)
     sums = losses.router_sums(empty(T, E), weights_TK[:, 0], K)
     losses.router_sums_backward(sums.probabilities_E, sums.z, empty(T, E), None)
     ids_TK, found_TK = product_key.product_key_forward(empty(T, 64), empty(T, 64), 16)

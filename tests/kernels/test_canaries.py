@@ -20,7 +20,7 @@ if __name__ == "__main__":
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.kernels.plan import plan as plans
-from moe_patch.kernels.routing import losses, product_key, route
+from moe_patch.kernels.routing import losses, product_key, route, weights_at
 from moe_patch.types import RouteSpec
 from tests.support import interpreted
 from tests.support.guards import Guards
@@ -81,7 +81,8 @@ def check_route(name: str, device: str) -> None:
         ) -> tuple[Tensor, ...]:
             bias = bias if spec.order == "score_topk" else None
             made = route.route_forward(logits, spec, bias)
-            return *made, route.route_backward(grad, logits, made.ids_TK, spec)
+            again_TK = weights_at.weights_at(logits, made.ids_TK, spec, bias is not None)
+            return *made, again_TK, route.route_backward(grad, logits, made.ids_TK, spec)
 
         expected = run(logits_TE, bias_E, grad_TK)
         with Guards() as guards:

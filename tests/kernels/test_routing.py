@@ -12,7 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from moe_patch.ops.routing import route
+from moe_patch.ops import routing_op
+from moe_patch.ops.routing import route, weights_at
 from moe_patch.ops.routing_op import route as triton_route
 from moe_patch.types import RouteSpec
 from tests.support import interpreted
@@ -46,6 +47,37 @@ def check_spec(name: str, dtype: torch.dtype, device: str, T: int = 7) -> None:
         assert (logits_TE.grad == 0).all()
     else:
         assert_close(logits_TE.grad[same_T], wide_TE.grad[same_T], LIMITS[dtype], "gradient")
+    check_own_ids(logits_TE, spec, bias_E, dw_TK)
+
+
+def check_own_ids(
+    logits_TE: torch.Tensor, spec: RouteSpec, bias_E: torch.Tensor | None, dw_TK: torch.Tensor
+) -> None:
+    """Weights at the ids that route chose, and their gradient, have the bits of route's."""
+    leaf_TE = logits_TE.detach().requires_grad_()
+    expected = triton_route(leaf_TE, spec, bias_E)
+    biased = bias_E is not None
+    for ids_TK in (expected.ids_TK, expected.ids_TK.int().T.contiguous().T):
+        ours_TK = routing_op.weights_at(leaf_TE, spec, ids_TK, biased)
+        assert_bits(ours_TK, expected.weights_TK, "weights of the own ids")
+        pair = [torch.autograd.grad(w, leaf_TE, dw_TK, retain_graph=True)[0]
+                for w in (ours_TK, expected.weights_TK)]  # fmt: skip
+        assert_bits(*pair, "gradient of the own ids")
+
+
+def check_other_ids(name: str, dtype: torch.dtype, device: str, T: int = 7) -> None:
+    """Weights at random ids match the definition in fp64, and so does their gradient."""
+    logits_TE, spec, bias_E = inputs(name, T, dtype, device)
+    ids_TK = torch.rand(logits_TE.shape, device=device).argsort(1)[:, : spec.top_k]
+    wide_TE = logits_TE.double().requires_grad_()
+    expected_TK = weights_at(wide_TE, in_fp64(spec), ids_TK)
+    logits_TE.requires_grad_()
+    ours_TK = routing_op.weights_at(logits_TE, spec, ids_TK, bias_E is not None)
+    assert_close(ours_TK, expected_TK, 2 * LIMITS[ours_TK.dtype], "weights")
+    dw_TK = torch.randn(ours_TK.shape, device=device).to(ours_TK.dtype)
+    ours_TK.backward(dw_TK)
+    expected_TK.backward(dw_TK.double())
+    assert_close(logits_TE.grad, wide_TE.grad, LIMITS[dtype], "gradient")
 
 
 def check_nan_rows(name: str, dtype: torch.dtype, device: str) -> None:
@@ -64,6 +96,9 @@ def check_nan_rows(name: str, dtype: torch.dtype, device: str) -> None:
     others = torch.tensor([0, 2, 5, 7, 8], device=device)
     assert_bits(ours.ids_TK[others], clean.ids_TK[others])
     assert_bits(ours.weights_TK[others], clean.weights_TK[others])
+    again_TK = routing_op.weights_at(bad_TE, spec, ours.ids_TK, bias_E is not None)
+    assert_bits(again_TK[others], ours.weights_TK[others])
+    assert torch.equal(again_TK.isnan(), ours.weights_TK.isnan())
     ours.weights_TK.sum().backward()
     assert bad_TE.grad[others].isfinite().all()
 
@@ -83,6 +118,7 @@ def check_shared_scores(device: str) -> None:
         spec = RouteSpec(4, score=score, renormalize=score == "softmax")
         expected = route(row_TE, spec)
         assert_bits(triton_route(row_TE, spec).ids_TK, expected.ids_TK, score)
+        check_own_ids(row_TE, spec, None, torch.randn(2, 4, device=device))
         assert expected.ids_TK.tolist() != row_TE.argsort(descending=True)[:, :4].tolist()
 
 
@@ -210,6 +246,11 @@ CASES = {
         f"T{T}-{name}": partial(check_spec, name, F32, T=T)
         for T in (1, 33)
         for name in ("mixtral", "deepseek_v3", "gpt_oss")
+    },
+    **{
+        f"other_ids-{name}-{str(dtype)[6:]}": partial(check_other_ids, name, dtype)
+        for name in ("qwen3", "mixtral", "gpt_oss", "deepseek_v3", "olmoe", "clamp", "raw")
+        for dtype in (F32, F16)
     },
     "shared_scores": check_shared_scores,
     "zeros": check_zeros,

@@ -14,8 +14,9 @@ from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops import routing
 from moe_patch.ops.balance_loss import router_losses
 from moe_patch.ops.product_key import product_key_triton
-from moe_patch.ops.routing_op import _SPEC_FIELDS, route_impl
+from moe_patch.ops.routing_fields import SPEC_FIELDS
 from moe_patch.ops.routing_op import route as triton_route
+from moe_patch.ops.routing_op import route_impl
 from moe_patch.types import RouteSpec
 from tests.support.numerics import assert_bits
 from tests.support.routing_cases import BF16, F16, F32, SPECS, WRONG_LOGITS, inputs
@@ -146,7 +147,7 @@ BACKWARDS = {
         differentiable(5, 2),
         differentiable(5, 8),
         torch.zeros(5, 2, dtype=torch.int64, device="meta"),
-        *[getattr(RouteSpec(2), name) for name in _SPEC_FIELDS],
+        *[getattr(RouteSpec(2), name) for name in SPEC_FIELDS],
     ),
     "product_key_backward": lambda: (
         differentiable(5, 2),

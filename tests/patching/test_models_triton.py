@@ -20,9 +20,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch import patch_model, patch_report
+from moe_patch import patch_model, patch_report, replay_routing
 from moe_patch.kernels.experts import experts, groups
-from moe_patch.kernels.routing import losses, product_key, route
+from moe_patch.kernels.routing import losses, product_key, route, weights_at
 from moe_patch.ops import backend
 from tests.families import test_doge
 from tests.support import interpreted, tiny_models, window
@@ -34,8 +34,9 @@ from tests.support.adapters import (
     lora_config,
     recipe,
 )
-from tests.support.numerics import FP32
+from tests.support.numerics import FP32, assert_bits
 from tests.support.parity import assert_parity, run_model
+from tests.support.replay_cases import step, traced
 from tests.train import test_router_losses
 
 ONE_LAYER = {"num_hidden_layers": 1}
@@ -81,6 +82,18 @@ def check_model(model_type: str, device: str) -> None:
         patch_model(model, self_check=False)
         assert_on_triton(model, "none")
         assert_parity(run_model(model, batch), run_model(reference, batch), FP32)
+
+
+def check_replay(model_type: str, device: str) -> None:
+    """A replay of the own routing runs the kernel for given ids, and changes no bit."""
+    with on_triton(*BOTH, (weights_at, "weights_at")):
+        model = patch_model(tiny_models.build(model_type, **ONE_LAYER), self_check=False)
+        batch = tiny_models.inputs(model)
+        expected = step(model, batch)
+        with replay_routing(model, traced(model, batch)):
+            found = step(model, batch)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert_bits(mine, theirs)
 
 
 ADAPTED = {"patch": {"self_check": False}, "overrides": ONE_LAYER}
@@ -170,6 +183,7 @@ CASES: dict[str, Callable[[str], None]] = {
     **{f"lora-{name}": partial(check_adapters, name) for name in ("qwen3_moe", "gpt_oss")},
     **SEVERAL,
     "lora-unswapped": check_unswapped_adapters,
+    "replay": partial(check_replay, "qwen3_moe"),
     "lora-llama4": check_llama4_adapters,
     **{name: partial(check_composed, name) for name in COMPOSED},
     "lora-jetmoe": partial(check_composed_adapters, "jetmoe", STACKS),

@@ -11,15 +11,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_patch import patch_model, patch_report, record, replay_file, shadow_results
+from moe_patch import (
+    patch_model,
+    patch_report,
+    record,
+    replay_file,
+    replay_routing,
+    shadow_results,
+)
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.numerics import assert_bits, assert_close
+from tests.support.replay_cases import step, traced
 from tests.support.signals_cases import experts_below, last_layer, sum_loss
 
 pytestmark = pytest.mark.gpu
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
+# One of each way to choose and to weigh.
+REPLAYED = (
+    "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v2", "mistral4", "gpt_oss",
+    "cohere2_moe", "granitemoe",
+)  # fmt: skip
 NORMS = ("act_norm", "grad_norm_output", "grad_norm_params")
 
 
@@ -88,6 +101,22 @@ def test_recording_changes_no_bit_and_repeats_bit_for_bit() -> None:
             assert_bits(with_signals, without)
     for first, second in zip(*norms, strict=True):
         assert_bits(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", REPLAYED)
+def test_a_replay_of_the_own_routing_changes_no_bit(model_type, dtype) -> None:
+    model = patched(model_type, dtype)
+    batch = batch_of(model)
+    assert patch_report(model)[0].router_backend == "triton"
+    expected = step(model, batch)
+    for weights in (False, True):
+        trace = traced(model, batch, weights)
+        with replay_routing(model, trace):
+            found = step(model, batch)
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_bits(mine, theirs)
 
 
 def cost(model: Any, batch: dict[str, Tensor]) -> tuple[list[str], dict[str, int]]:

@@ -38,7 +38,7 @@ from moe_patch.kernels.common.recording import Recorded  # noqa: E402
 from moe_patch.kernels.experts import experts  # noqa: E402
 from moe_patch.kernels.experts.call import Call  # noqa: E402
 from moe_patch.kernels.packed import dequant  # noqa: E402
-from moe_patch.kernels.routing import route  # noqa: E402
+from moe_patch.kernels.routing import route, weights_at  # noqa: E402
 from moe_patch.ops.experts.op import Signals, experts_mlp  # noqa: E402
 from moe_patch.types import (  # noqa: E402
     ExpertWeights,
@@ -144,6 +144,7 @@ def routed(T: int, dtype: torch.dtype, bias: bool) -> None:
     logits_TE, bias_E = torch.zeros(T, E, dtype=dtype), torch.zeros(E) if bias else None
     made = route.route_forward(logits_TE, spec, bias_E)
     route.route_backward(made.weights_TK, logits_TE, made.ids_TK, spec)
+    weights_at.weights_at(logits_TE, made.ids_TK, spec, bias)
 
 
 def dequantised(stored: str) -> None:

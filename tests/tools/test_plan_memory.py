@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moe_patch import lora_targets, patch_model, quantize_experts
 from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.ops import routing_op
+from moe_patch.ops import routing_op  # noqa: F401  (defines the operators)
+from moe_patch.ops.routing_fields import SPEC_FIELDS
 from moe_patch.tools import plan_memory as parts
 from moe_patch.tools.plan_types import KINDS, Moe, Recipe
 from moe_patch.train.frozen import quantize_embedding
@@ -287,7 +288,7 @@ def test_the_router_keeps():
     moe, held = Moe(8, 2, 32, 32, 16, 2), []
     logits = torch.empty(T, moe.experts, dtype=torch.bfloat16, device="meta", requires_grad=True)
     spec = RouteSpec(top_k=moe.top_k, weights_dtype=torch.bfloat16)
-    fields = [getattr(spec, name) for name in routing_op._SPEC_FIELDS]
+    fields = [getattr(spec, name) for name in SPEC_FIELDS]
 
     def note(tensor):
         held.append(tensor.nbytes)

@@ -97,8 +97,8 @@ def route_forward(
     ids_TK = new(T, spec.top_k, dtype=ids_dtype)
     weights_TK = new(T, spec.top_k, dtype=spec.weights_dtype or score_dtype(logits_TE.dtype, spec))
     if T > 0:
-        made = _forward_constants(
-            spec, E, _rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda
+        made = forward_constants(
+            spec, E, rounded_up(T), logits_TE.dtype, bias_dtype, logits_TE.is_cuda
         )
         with on_device_of(logits_TE):
             _launch_forward(
@@ -131,7 +131,7 @@ def route_backward(
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
     if T == 0:
         return dlogits_TE
-    made = _backward_constants(spec, E, _rounded_up(T), logits_TE.dtype)
+    made = _backward_constants(spec, E, rounded_up(T), logits_TE.dtype)
     with on_device_of(logits_TE):
         _launch_backward(
             (cdiv(T, made["B"]),),
@@ -144,7 +144,7 @@ def route_backward(
     return dlogits_TE
 
 
-def _rounded_up(tokens: int) -> int:
+def rounded_up(tokens: int) -> int:
     """Round the tokens up to a power of two, on which the tile depends, for few cache entries."""
     return min(next_power_of_2(tokens), MANY)
 
@@ -167,7 +167,7 @@ def _backward_constants(spec: RouteSpec, E: int, tokens: int, logits: torch.dtyp
 
 
 @functools.cache
-def _forward_constants(
+def forward_constants(
     spec: RouteSpec,
     E: int,
     tokens: int,
@@ -175,6 +175,7 @@ def _forward_constants(
     bias: torch.dtype | None,
     on_cuda: bool,
 ) -> Constants:
+    """Return the constants of forward_kernel; ``tokens`` is :func:`rounded_up`."""
     columns = columns_of(E, spec)
     scores = score_dtype(logits, spec)
     choice = scores if bias is None else torch.promote_types(scores, bias)

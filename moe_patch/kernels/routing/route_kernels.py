@@ -30,21 +30,21 @@ from moe_patch.kernels.routing.select import (
 
 
 @triton.jit
-def _load_at(row_B, cols_BK, used_BK, stride):
+def load_at(row_B, cols_BK, used_BK, stride):
     return tl.load(
         row_B[:, None] + cols_BK.to(tl.int64) * stride, mask=used_BK, other=0.0
     ).to(tl.float32)  # fmt: skip
 
 
 @triton.jit
-def _load_tile(row_B, e_WL, exists_WL, stride_e):
+def load_tile(row_B, e_WL, exists_WL, stride_e):
     return tl.load(
         row_B[:, None, None] + e_WL.to(tl.int64) * stride_e, mask=exists_WL, other=float("-inf")
     ).to(tl.float32)  # fmt: skip
 
 
 @triton.jit
-def _may_share_score(
+def may_share_score(
     packed, x, v, row_max, row_inv,
     SCORE: tl.constexpr, DTYPE: tl.constexpr, MANTISSA: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def forward_kernel(
     c_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
     e_WL = c_WL if SIZE == SIZE_P2 else (c_WL // SIZE_P2) * SIZE + c_WL % SIZE_P2
     exists_WL = (c_WL % SIZE_P2 < SIZE) & (c_WL < GROUPS * SIZE_P2)
-    x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
+    x_BWL = load_tile(row_B, e_WL, exists_WL, stride_e)
 
     max_B = tl.zeros((B,), dtype=tl.float32)
     inv_B = tl.zeros((B,), dtype=tl.float32)
@@ -126,7 +126,7 @@ def forward_kernel(
     if PACKING == "monotone":
         x_BK = logit_of(best_BK, C)
     else:
-        x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+        x_BK = load_at(row_B, ids_BK, used_BK, stride_e)
     if BY_SCORES and not SUM and SCORE == "softmax":
         # Weights are divided by the sum over the chosen here, so any common factor cancels.
         max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
@@ -137,7 +137,7 @@ def forward_kernel(
     if PACKING == "monotone":
         unsure_BK = v_BK != v_BK
         if BY_SCORES:
-            unsure_BK = _may_share_score(
+            unsure_BK = may_share_score(
                 best_BK, x_BK, v_BK, max_B[:, None], inv_B[:, None],
                 SCORE, SCORE_DTYPE, MANTISSA, C,
             )  # fmt: skip
@@ -146,7 +146,7 @@ def forward_kernel(
         # A compile-time condition and a run-time condition cannot be in one `if`.
         if tl.max(bad_B.to(tl.int32), axis=0) > 0:
             if PACKING == "monotone":
-                x_BWL = _load_tile(row_B, e_WL, exists_WL, stride_e)
+                x_BWL = load_tile(row_B, e_WL, exists_WL, stride_e)
                 key_BWL = tl.where(exists_WL, key_of(x_BWL), NO_KEY)
             if BY_SCORES:
                 max_B = row_max(x_BWL)
@@ -158,7 +158,7 @@ def forward_kernel(
             exact_BK = select_exactly(key_BWL, c_WL, C, K, KP)
             if SIZE != SIZE_P2:
                 exact_BK = (exact_BK // SIZE_P2) * SIZE + exact_BK % SIZE_P2
-            exact_v_BK = _load_at(row_B, exact_BK, used_BK, stride_e)
+            exact_v_BK = load_at(row_B, exact_BK, used_BK, stride_e)
             if not TOPK_FIRST:
                 exact_v_BK = score_of(
                     exact_v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE
@@ -202,14 +202,14 @@ def backward_kernel(
         dweights_ptr + safe_B[:, None] * stride_dw_t + k_K[None, :] * stride_dw_k,
         mask=used_BK, other=0.0,
     ).to(tl.float32)  # fmt: skip
-    x_BK = _load_at(row_B, ids_BK, used_BK, stride_e)
+    x_BK = load_at(row_B, ids_BK, used_BK, stride_e)
     e_WL = tl.arange(0, W)[None, :, None] * L + tl.arange(0, L)[None, None, :]
 
     dense: tl.constexpr = SCORE == "softmax" and not TOPK_FIRST
     max_B = tl.zeros((B,), dtype=tl.float32)
     inv_B = tl.zeros((B,), dtype=tl.float32)
     if dense:
-        x_BWL = _load_tile(row_B, e_WL, e_WL < E, stride_e)
+        x_BWL = load_tile(row_B, e_WL, e_WL < E, stride_e)
         max_B = row_max(x_BWL)
         p_BWL = tl.exp(x_BWL - max_B[:, None, None])
         inv_B = 1.0 / row_sum(p_BWL)
