@@ -1,6 +1,6 @@
 """TRL's SFT, DPO and GRPO trainers with MoePatchCallback: results equal those unpatched.
 
-Needs TRL and datasets, which are no dependencies.
+Needs TRL and datasets, which only the extra `dev` installs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from tests.support.numerics import assert_close
 
 trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-
-pytestmark = pytest.mark.slow
 
 STEPS = 3
 WORDS = [f"w{i}" for i in range(80)]

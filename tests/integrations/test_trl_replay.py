@@ -2,7 +2,7 @@
 
 The rollout stands in for an engine: it samples tokens at random, and its experts are a function of
 token and layer. So what has to run at a token follows from the token alone, however TRL buffers,
-shuffles and splits the batch. Needs TRL and datasets, which are no dependencies.
+shuffles and splits the batch. Needs TRL and datasets, which only the extra `dev` installs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ trl = pytest.importorskip("trl", reason="TRL is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from tests.integrations.test_trl import COMMON, rows, texts, tokenizer  # noqa: E402
-
-pytestmark = pytest.mark.slow
 
 
 def word_numbers(completions: list[str], **_: Any) -> list[float]:
@@ -252,6 +250,7 @@ def rank_of(rank: int, kind: str, folder: str) -> tuple[list[bool], dict, dict, 
     return seen, {name: logged(trainer, name) for name in names}, full, wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrapper"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen3MoeForCausalLM")]
 )
