@@ -31,7 +31,7 @@ LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}
 # One of each way to choose and to weigh.
 REPLAYED = (
     "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "deepseek_v2", "mistral4", "gpt_oss",
-    "cohere2_moe", "granitemoe",
+    "cohere2_moe",
 )  # fmt: skip
 NORMS = ("act_norm", "grad_norm_output", "grad_norm_params")
 

@@ -89,11 +89,26 @@ def score_slope(x, s, SCORE: tl.constexpr):
 
 
 @triton.jit
+def sum_pairs(x_BK):
+    """Sum each row, a power of two of columns: neighbours, then pairs of neighbours, and so on.
+
+    ``tl.sum`` would sum in an order that depends on the layout which the compiler chose.
+    """
+    B: tl.constexpr = x_BK.shape[0]
+    K: tl.constexpr = x_BK.shape[1]
+    if K == 1:
+        total_B = tl.reshape(x_BK, (B,))
+    else:
+        total_B = sum_pairs(tl.sum(tl.reshape(x_BK, (B, K // 2, 2)), axis=2))
+    return total_B
+
+
+@triton.jit
 def row_softmax(x_BK, used_BK, DTYPE: tl.constexpr):
     """Compute softmax over the used columns of each row, 0 elsewhere; NaN in a row propagates."""
     top_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
     p_BK = tl.where(used_BK, tl.exp(x_BK - top_B[:, None]), 0.0)
-    return rounded(p_BK / tl.sum(p_BK, axis=1)[:, None], DTYPE)
+    return rounded(p_BK / sum_pairs(p_BK)[:, None], DTYPE)
 
 
 @triton.jit
@@ -103,7 +118,7 @@ def weights_of(
     """Compute weights of chosen scores v: renormalise and scale, rounding each step like torch."""
     w_BK = tl.where(used_BK, v_BK, 0.0)
     if RENORMALIZE:
-        total_B = rounded(tl.sum(w_BK, axis=1), DTYPE)
+        total_B = rounded(sum_pairs(w_BK), DTYPE)
         if CLAMP:
             total_B = tl.maximum(total_B, eps, propagate_nan=tl.PropagateNan.ALL)
         else:
