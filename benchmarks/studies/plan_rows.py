@@ -419,7 +419,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small widths, two layers, 64 tokens")
     parser.add_argument("--drawn", type=int, metavar="N", help="the N-th three drawn by the seed")
-    parser.add_argument("--recipes", action="store_true", help="the files of configs/, capped")
+    parser.add_argument(
+        "--recipes", nargs="*", choices=RECIPES, help="files of configs/, capped; none named: all"
+    )
     parser.add_argument(
         "--only", type=int, nargs="*", help="numbers of the twelve, after --recipes"
     )
@@ -430,12 +432,12 @@ def main() -> None:
     if options.child is not None:
         return child(options)
     settings = list(SETTINGS)
-    if options.recipes:
-        settings = [read_recipe(name, cap) for name, cap in RECIPES.items()]
+    if options.recipes is not None:
+        settings = [read_recipe(name, RECIPES[name]) for name in options.recipes or RECIPES]
     if options.drawn is not None:
         settings = list(draw(3, SEED + options.drawn))
     if options.only is not None:
-        settings = settings if options.recipes else []
+        settings = settings if options.recipes is not None else []
         settings += [SETTINGS[at] for at in options.only]
     for _ in run_all(settings, options):
         pass
