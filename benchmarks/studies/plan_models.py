@@ -72,7 +72,12 @@ def meta_model(config: Any) -> Any:
 
 
 def fill(
-    model: Any, storage: str, linear: str, device: torch.device, embedding: str = "bf16"
+    model: Any,
+    storage: str,
+    linear: str,
+    device: torch.device,
+    embedding: str = "bf16",
+    home: torch.device | None = None,
 ) -> Any:
     """Give a meta model random weights on ``device``, in their storages.
 
@@ -84,6 +89,7 @@ def fill(
         linear: of the frozen Linear modules: "bf16" or "nf4".
         device: the device that trains.
         embedding: of the frozen input embedding: "bf16" or "nf4".
+        home: the device of packed experts; None is ``device``.
     """
     trained = storage == "bf16"
     if embedding != "bf16":
@@ -97,8 +103,8 @@ def fill(
         quantize_linears(model)
     if storage != "bf16":
         for one in expert_projections(model):
-            packed = random_packed(one, storage, device)
-            setattr(one.module, one.name, parameter(QuantTensor(packed)))
+            packed = QuantTensor(random_packed(one, storage, device)).to(home or device)
+            setattr(one.module, one.name, parameter(packed))
             state.watch(one.module)
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
