@@ -72,9 +72,16 @@ def meta_model(config: Any) -> Any:
 
 
 def fill(
-    model: Any, storage: str, linear: str, device: torch.device, embedding: str = "bf16"
+    model: Any,
+    storage: str,
+    linear: str,
+    device: torch.device,
+    embedding: str = "bf16",
+    home: torch.device | None = None,
 ) -> Any:
-    """Give a meta model random weights on ``device``, in their storages, module by module.
+    """Give a meta model random weights on ``device``, in their storages.
+
+    What bitsandbytes packs comes first, and so is in 16 bits only before the experts are there.
 
     Args:
         model: as meta_model returns it.
@@ -82,28 +89,42 @@ def fill(
         linear: of the frozen Linear modules: "bf16" or "nf4".
         device: the device that trains.
         embedding: of the frozen input embedding: "bf16" or "nf4".
+        home: the device of packed experts; None is ``device``.
     """
+    trained = storage == "bf16"
+    if embedding != "bf16":
+        fill_module(model.get_input_embeddings(), device, trained)
+        quantize_embedding(model)
+    if linear != "bf16":
+        head = model.get_output_embeddings()
+        for module in model.modules():
+            if type(module) is nn.Linear and module is not head:
+                fill_module(module, device, trained)
+        quantize_linears(model)
     if storage != "bf16":
         for one in expert_projections(model):
-            packed = random_packed(one, storage, device)
-            setattr(one.module, one.name, parameter(QuantTensor(packed)))
+            packed = QuantTensor(random_packed(one, storage, device)).to(home or device)
+            setattr(one.module, one.name, parameter(packed))
             state.watch(one.module)
-    for path, module in list(model.named_modules()):
-        for name, value in module._parameters.items():
-            if value is not None and value.is_meta:
-                filled = torch.empty_like(value, device=device)
-                filled = filled.normal_(std=0.02) if value.dim() > 1 else filled.fill_(1.0)
-                if name.endswith("bias"):
-                    filled.zero_()
-                setattr(module, name, nn.Parameter(filled, requires_grad=storage == "bf16"))
-        for name, value in module._buffers.items():
-            if value is not None and value.is_meta and "rotary" not in path:
-                module._buffers[name] = torch.zeros_like(value, device=device)
-        if embedding != "bf16" and module is model.get_input_embeddings():
-            quantize_embedding(model)  # before the rest: the cap may not allow both in 16 bits
     with torch.device(device):
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    return model if linear == "bf16" else quantize_linears(model)
+    for module in model.modules():
+        fill_module(module, device, trained)
+    return model
+
+
+def fill_module(module: Any, device: torch.device, trained: bool) -> None:
+    """Replace what a module itself still has on the meta device by random values on ``device``."""
+    for name, value in module._parameters.items():
+        if value is not None and value.is_meta:
+            filled = torch.empty_like(value, device=device)
+            filled = filled.normal_(std=0.02) if value.dim() > 1 else filled.fill_(1.0)
+            if name.endswith("bias"):
+                filled.zero_()
+            setattr(module, name, nn.Parameter(filled, requires_grad=trained))
+    for name, value in module._buffers.items():
+        if value is not None and value.is_meta:
+            module._buffers[name] = torch.zeros_like(value, device=device)
 
 
 def random_packed(one: Projection, storage: str, device: torch.device) -> PackedWeight:

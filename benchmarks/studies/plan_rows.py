@@ -7,6 +7,7 @@ Processes import their libraries ahead, but only one at a time touches the card.
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --drawn 0  three by seed
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --recipes  of configs/
+    python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --offloaded
     python benchmarks/studies/plan_rows.py --device cpu --small                     a dry run
 """
 
@@ -59,6 +60,7 @@ class Setting:
     steps: int = STEPS
     patched: bool = True
     prepared: bool = False  # by peft.prepare_model_for_kbit_training
+    offload: bool = False
 
 
 SETTINGS = (
@@ -77,6 +79,12 @@ SETTINGS = (
 )
 
 
+# All layers of Qwen3-30B-A3B with the experts in host memory.
+OFFLOADED = tuple(
+    Setting("Qwen3-30B-A3B", 48, "nf4", tokens, 16, "adamw_8bit", liger=True, linear="nf4",
+            adapters="bf16", offload=True)
+    for tokens in (2048, 16384)
+)  # fmt: skip
 # Files of configs/ at their true sizes, each under a hard cap of so many GiB.
 RECIPES = {
     "qwen3_30b_24gb": 20.5,
@@ -181,7 +189,7 @@ def recipe_of(one: Setting, hopper: bool) -> Any:
     return Recipe(
         one.tokens, one.rank, one.storage, one.linear, one.optimizer, one.checkpointing,
         liger=one.liger, full=one.full, adapters=one.adapters,
-        hopper=hopper, embedding=one.embedding,
+        hopper=hopper, embedding=one.embedding, offload=one.offload,
     )  # fmt: skip
 
 
@@ -211,7 +219,8 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
     if one.cap_gib is not None:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(one.cap_gib * GIB / total)
-    model = fill(model, one.storage, one.linear, device, one.embedding).train()
+    home = torch.device("cpu") if one.offload else device
+    model = fill(model, one.storage, one.linear, device, one.embedding, home).train()
     marks.append(("fill", time.perf_counter()))
     if one.prepared:
         from peft import prepare_model_for_kbit_training
@@ -220,7 +229,8 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
     with torch.device(device):  # else PEFT draws the adapters on the CPU
         model = build.add_adapters(model, config.lora, 0, config.adapter_dtype)
     if one.patched:
-        patch_model(model)
+        patch_model(model, offload_experts=one.offload)
+    model.to(device)  # PEFT puts adapters beside their weights, which may be on the host
     marks.append(("patch", time.perf_counter()))
     vocabulary = sizes.vocab
     blocks = TokenBlocks(torch.randint(0, vocabulary, (one.steps, one.tokens)))
@@ -351,7 +361,7 @@ def run_one(
         "model": one.model, "layers": one.layers, "storage": one.storage, "tokens": one.tokens,
         "rank": None if one.full else one.rank, "optimizer": one.optimizer,
         "checkpointing": one.checkpointing, "liger": one.liger, "full": one.full,
-        "offload": False, "chunk": None,
+        "offload": one.offload, "chunk": None,
         **{name: measured[name] for name in ("plan_gib", "allocated_gib", "reserved_gib")},
         "context_gib": (used - reserved_now) / GIB if card.handle else None,
         "tokens_per_s": measured["tokens_per_s"], "drawn": one.drawn, "recipe": measured["recipe"],
@@ -419,7 +429,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small widths, two layers, 64 tokens")
     parser.add_argument("--drawn", type=int, metavar="N", help="the N-th three drawn by the seed")
-    parser.add_argument("--recipes", action="store_true", help="the files of configs/, capped")
+    parser.add_argument(
+        "--recipes", nargs="*", choices=RECIPES, help="files of configs/, capped; none named: all"
+    )
+    parser.add_argument("--offloaded", action="store_true", help="with experts in host memory")
     parser.add_argument(
         "--only", type=int, nargs="*", help="numbers of the twelve, after --recipes"
     )
@@ -430,12 +443,14 @@ def main() -> None:
     if options.child is not None:
         return child(options)
     settings = list(SETTINGS)
-    if options.recipes:
-        settings = [read_recipe(name, cap) for name, cap in RECIPES.items()]
+    if options.recipes is not None:
+        settings = [read_recipe(name, RECIPES[name]) for name in options.recipes or RECIPES]
+    if options.offloaded:
+        settings = list(OFFLOADED)
     if options.drawn is not None:
         settings = list(draw(3, SEED + options.drawn))
     if options.only is not None:
-        settings = settings if options.recipes else []
+        settings = settings if options.recipes is not None else []
         settings += [SETTINGS[at] for at in options.only]
     for _ in run_all(settings, options):
         pass

@@ -44,7 +44,8 @@ def append(out: Path | None, impl: str, tokens: int, row: dict[str, Any] | None)
     """Append what a row of plan_rows has about steps."""
     if row is None or out is None:
         return
-    kept = ("model", "layers", "rank", "allocated_gib", "reserved_gib", "tokens_per_s")
+    kept = ("model", "layers", "rank", "allocated_gib", "reserved_gib", "context_gib",
+            "tokens_per_s")  # fmt: skip
     found = {"impl": impl, "tokens": tokens} | {name: row[name] for name in kept}
     found |= {name: row[name] for name in ("card", "commit", "date")}
     with out.open("a", encoding="utf-8") as file:

@@ -7,7 +7,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Container
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
 
 STORAGES = ("bf16", *READABLE)
 # What --memory may choose where the user did not, least preferred last; the last key to give up
-# is the rank.
+# is the rank. Experts leave the card only if nothing else fits (see fit).
 CHOICES: dict[str, tuple[Any, ...]] = {
     "checkpointing": (False, True),
     "liger": (False, True),
@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "adamw_8bit"),
     "linear": ("bf16", "nf4"),
     "adapters": ("fp32", "bf16"),
+    "embedding": ("bf16", "nf4"),
     "rank": (16, 8, 4),
 }
 UNITS = {"": 10**9, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
@@ -64,7 +65,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--liger", action=flag, help="Liger's norms and loss; default: off")
     parser.add_argument("--full", action="store_true", help="train all weights, without adapters")
-    parser.add_argument("--offload", action="store_true", help="keep the experts in host memory")
+    parser.add_argument("--offload", action=flag, help="keep the experts in host memory")
     parser.add_argument("--ranks", type=int, default=1, help="processes, one per card (FSDP2)")
     parser.add_argument("--ddp", action="store_true", help="whole models on every card (DDP)")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
@@ -152,7 +153,7 @@ def recipe_of(
                 "--full trains every weight, but packed weights are frozen; accepted: --storage "
                 "bf16 with --linear bf16 and --embedding bf16, or adapters without --full"
             )
-        fixed |= {"storage": "bf16", "linear": "bf16", "adapters": "fp32"}
+        fixed |= {"storage": "bf16", "linear": "bf16", "embedding": "bf16", "adapters": "fp32"}
         if args.offload:
             raise UnsupportedOptionError(
                 "--full trains every weight, but offloaded experts are frozen; accepted: --offload "
@@ -160,9 +161,9 @@ def recipe_of(
             )
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
-        tokens=args.tokens, recompute=args.recompute, full=args.full, offload=args.offload,
+        tokens=args.tokens, recompute=args.recompute, full=args.full, offload=bool(args.offload),
         ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
-        embedding=args.embedding or "bf16", compute=args.compute, **fixed,
+        compute=args.compute, **fixed,
     )  # fmt: skip
     return recipe, fixed
 
@@ -233,10 +234,18 @@ def fit(
 ) -> Recipe:
     """Return the first recipe of the choices that fits.
 
+    If none does and the user did not exclude it, experts go to host memory in their smallest
+    storage, because each step copies them. FSDP2 would shard them, so then they stay.
+
     Raises:
         UnsupportedOptionError: none fits; says what is missing, and the nearest that does.
     """
     found, least = first_fitting(sizes, recipe, choices, memory)
+    whole = recipe.ranks == 1 or recipe.ddp
+    if found is None and args.offload is None and whole and not recipe.full:
+        smallest = {name: choices[name][-1:] for name in choices.keys() & {"storage"}}
+        away = replace(recipe, offload=True)
+        found, least = first_fitting(sizes, away, choices | smallest, memory)
     if found is not None:
         return found
     needed = make_plan(sizes, least).needed

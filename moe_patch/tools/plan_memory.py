@@ -271,10 +271,11 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return the peak of one block's forward and backward beyond what it keeps, buffers included.
 
     Values a token: K F in a and w a; K D in y and the rows of dx; D in out, dout and dx. dh is
-    written over h. Forward holds a, y and out. Backward holds dout and w a, later dout, dx and its
-    rows. In chunks, a and y have a chunk's tokens, y 512 columns unless weights are packed, and out
-    and dx are there from the start. A full fine-tune then holds w a of all tokens, or with
-    ``recompute`` fp32 sums of the weight gradients.
+    written over h, which ``recompute`` makes in backward only. Forward holds a, y and out. Backward
+    holds dout and w a, later dout, dx and its rows. In chunks, a and y have a chunk's tokens, y 512
+    columns unless weights are packed, and out and dx are there from the start. A chunk's gradients
+    of factors are in fp32, beside their sums. A full fine-tune then holds w a of all tokens, or
+    with ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
     from moe_patch.kernels.common.chunks import COLUMNS
@@ -283,25 +284,24 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     tokens = chunk_of(moe, recipe, itemsize)
     row, out = tokens * itemsize * moe.top_k, recipe.tokens * moe.hidden * itemsize
     a, y = row * moe.width, row * moe.hidden
-    stages: tuple[int, ...]
-    stages = (a + up, a + y + down, a + y + out, out + a + down, out + y + up, 2 * out + y)
+    sizes = 2 * moe.hidden + moe.up + moe.width
+    factors = 0 if recipe.full else moe.experts * recipe.rank * sizes * moe.adapted // 2
+    forward: tuple[int, ...] = (a + up, a + y + down, a + y + out)
+    backward: tuple[int, ...] = (out + a + down, out + y + up, 2 * out + y)
     if tokens < recipe.tokens:
         if recipe.storage == "bf16":
             y = row * min(moe.hidden, COLUMNS)
-        sums, held = 0, a
+        sums, held = 4 * factors, a
         if recipe.full and recipe.recompute:
             sums = 4 * moe.experts * (moe.up + moe.width) * moe.hidden
         elif recipe.full:
             held = recipe.tokens * moe.top_k * moe.width * itemsize
         rows = held + y if held > a else y
-        stages = (out + a + up, out + a + y + down, 2 * out + sums + held + down,
-                  2 * out + sums + rows + up)  # fmt: skip
-    casts = 0
-    if not recipe.full and recipe.adapter_bytes != itemsize and moe.adapted:
-        sizes = 2 * moe.hidden + moe.up + moe.width
-        casts = moe.experts * recipe.rank * sizes * itemsize * moe.adapted // 2
+        forward = (out + a + up, out + a + y + down)
+        backward = (2 * out + sums + held + down, 2 * out + sums + rows + up)
+    casts = factors * itemsize if recipe.adapter_bytes != itemsize else 0
     again = row * moe.up if recipe.recompute else 0
-    return max(stages) + casts + again
+    return max(*forward, max(backward) + again) + casts
 
 
 def logits_bytes(sizes: Sizes, recipe: Recipe) -> int:

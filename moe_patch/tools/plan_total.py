@@ -127,8 +127,12 @@ def candidates(recipe: Recipe, choices: dict[str, tuple[Any, ...]]) -> Iterator[
 def first_fitting(
     sizes: Sizes, recipe: Recipe, choices: dict[str, tuple[Any, ...]], memory: int
 ) -> tuple[Recipe | None, Recipe]:
-    """Return the first candidate that fits, or None, and the one that needs least."""
-    tried = list(candidates(recipe, choices))
-    needs = [make_plan(sizes, one).needed for one in tried]
-    fitting = next((one for one, n in zip(tried, needs, strict=True) if n <= memory), None)
-    return fitting, tried[needs.index(min(needs))]
+    """Return the first candidate that fits, or None, and of those tried the one of least need."""
+    least, least_needed = recipe, 0
+    for one in candidates(recipe, choices):
+        needed = make_plan(sizes, one).needed
+        if needed <= memory:
+            return one, one
+        if not least_needed or needed < least_needed:
+            least, least_needed = one, needed
+    return None, least

@@ -131,13 +131,34 @@ def test_memory_that_nothing_reaches(capsys, folder):
     given = ("plan", folder, "--dtype", "bfloat16", "--memory")
     message = error_of(capsys, *given, "0.7GB")
     assert "no recipe for" in message
-    smallest = "rank 4, experts in nf4, adamw, checkpointing, Liger, Linear in nf4, bf16 adapters"
-    assert f"({smallest}) needs" in message
+    smallest = (
+        "rank 4, experts in nf4, adamw, checkpointing, Liger, {}Linear in nf4, embedding in nf4, "
+        "bf16 adapters"
+    )
+    assert f"({smallest.format('experts in host memory, ')}) needs" in message
     assert "GiB too much; accepted: a card of 0.9 GB" in message
+    message = error_of(capsys, *given, "0.7GB", "--no-offload")
+    assert f"({smallest.format('')}) needs" in message
     message = error_of(capsys, *given, "0.9GB", "--tokens", "1000000")
     fitting = int(message.split("accepted: ")[1].split(" tokens")[0].replace(",", ""))
     found = answer(capsys, *given, "0.9GB", "--tokens", str(fitting))
     assert found["most_tokens"] == fitting
+
+
+def test_experts_leave_the_card_where_nothing_else_fits(capsys, tmp_path):
+    folder = only_config(tmp_path, "qwen3_moe", **WIDE, num_experts=256, num_hidden_layers=8)
+    given = ("plan", folder, "--dtype", "bfloat16", "--tokens", "64")
+    packed = (
+        *given, "--rank", "4", "--storage", "nf4", "--linear", "nf4", "--adapters", "bf16",
+        "--optimizer", "adamw_8bit", "--liger", "--embedding", "nf4",
+    )  # fmt: skip
+    memory = f"{(answer(capsys, *packed)['needed_bytes'] - 10**6) / 1e6}MB"
+    found = answer(capsys, *given, "--memory", memory)
+    assert found["recipe"]["moe_patch"] == {"offload_experts": True}
+    assert found["options"]["storage"] == "nf4"
+    for fixed in (("--no-offload",), ("--full",), ("--ranks", "2", "--linear", "bf16")):
+        small = "1MB" if "--ranks" in fixed else memory
+        assert "host memory" not in error_of(capsys, *given, "--memory", small, *fixed)
 
 
 def test_a_dense_model(capsys, tmp_path):

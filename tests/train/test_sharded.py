@@ -10,7 +10,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from moe_patch import UnsupportedOptionError
-from moe_patch.train.sharded import gather, size
+from moe_patch.train import sharded
+from moe_patch.train.config import make_config
+from moe_patch.train.sharded import check_whole, gather, size
+from tests.support.train_nodes import node
 
 WRAPPED = nn.Linear(1, 1)
 
@@ -51,3 +54,19 @@ def test_size_of_a_parameter_that_zero3_emptied():
     assert size(parameter) == 0
     parameter.ds_numel = 12
     assert size(parameter) == 12
+
+
+@pytest.mark.parametrize("key", ["quantize_linear", "quantize_embedding"])
+@pytest.mark.parametrize("how", ["fsdp", "zero3"])
+def test_weights_packed_by_bitsandbytes_are_not_sharded(key, how, monkeypatch):
+    """Accept them alone and under DDP; accept sharding of everything else."""
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    packed = make_config(node(**{key: "nf4"}))
+    check_whole(packed)
+    if how == "fsdp":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    else:
+        monkeypatch.setattr(sharded, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(UnsupportedOptionError, match=f"^{key}: .* not sharded; accepted: DDP"):
+        check_whole(packed)
+    check_whole(make_config(node(quantize_experts="nf4")))
