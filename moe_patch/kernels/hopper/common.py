@@ -31,7 +31,7 @@ from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Box, Constants
 from moe_patch.kernels.common.versions import available
-from moe_patch.kernels.hopper.gluon_names import seen_as, tma_load, tma_store
+from moe_patch.kernels.hopper.gluon_names import seen_as, tma_add, tma_load, tma_store
 from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block
 from moe_patch.types import Glu
 
@@ -44,14 +44,18 @@ RAGGED_ROWS = 1 << 30
 RAGGED_WRAP = 1 << 34
 RAGGED_AXIS = 0x7FFF0000
 RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
+# Rows of fp32 are 128 bytes wide as well, so that they take the same swizzle.
+WIDE_CHUNK = CHUNK // 2
+WIDE2, WIDE3 = (gl.NVMMASharedLayout(128, 32, rank=rank) for rank in (2, 3))
 # The same values as constexpr, because kernels cannot read other globals.
 BM_C, BN_C, BK_C, HALF_C, STAGES_C = map(gl.constexpr, (BM, BN, BK, BM // 2, STAGES))
 CHUNK_C, OUTS_C, RAGGED_ROWS_C = map(gl.constexpr, (CHUNK, OUTS, RAGGED_ROWS))
 RANK2_C, RANK3_C, RANK4_C = map(gl.constexpr, (RANK2, RANK3, RANK4))
-# Layouts of a consumer's accumulator and of one chunk of it.
-ACC, PART = (
+WIDE_CHUNK_C, WIDE2_C, WIDE3_C = map(gl.constexpr, (WIDE_CHUNK, WIDE2, WIDE3))
+# Layouts of a consumer's accumulator, of one chunk of it, and of half a chunk.
+ACC, PART, WIDE_PART = (
     gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
-    for columns in (BN, CHUNK)
+    for columns in (BN, CHUNK, WIDE_CHUNK)
 )
 
 
@@ -232,19 +236,35 @@ def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def half_of(value, h: gl.constexpr, layout: gl.constexpr):
+    """Return half of a chunk's columns, without leaving registers."""
+    ROWS: gl.constexpr = value.shape[0]
+    COLUMNS: gl.constexpr = value.shape[1]
+    pair = value.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1))
+    first, second = gl.split(pair)
+    return gl.convert_layout(first if h == 0 else second, layout)
+
+
+@gluon.jit
 def store_box(
     value, buffer, descriptor, at,
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
+    TRANSPOSED: gl.constexpr = False, ADD: gl.constexpr = False,
 ):  # fmt: skip
-    """Consumer: store a chunk by TMA; up to PENDING earlier stores may still be in flight."""
+    """Consumer: store a chunk by TMA, or add it to what is there.
+
+    Up to PENDING earlier stores may still be in flight.
+    """
     tma.store_wait(PENDING)
     if TRANSPOSED:
         buffer.permute((1, 0)).store(value)
     else:
         buffer.store(value)
     fence_async_shared()
-    tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
+    if ADD:
+        tma_add(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
+    else:
+        tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
 
 
 @gluon.jit

@@ -38,10 +38,17 @@ from moe_patch.kernels.hopper.common import (
     RANK3,
     RANK3_C,
     RANK4_C,
+    WIDE2_C,
+    WIDE3,
+    WIDE3_C,
+    WIDE_CHUNK,
+    WIDE_CHUNK_C,
+    WIDE_PART,
     claim,
     constants,
     copies_boxes,
     copies_rows,
+    half_of,
     load_box,
     make_ring,
     programs,
@@ -102,8 +109,13 @@ def outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    # Sums are written without TMA; the weight stands for them, because its box exists.
-    out = whole_box(grad_EOI if sums is None else like_EOI, (1, CHUNK, CHUNK), RANK3)
+    if sums is None:
+        out = whole_box(grad_EOI, (1, CHUNK, CHUNK), RANK3)
+    elif transposed:
+        # These sums are written without TMA; the weight stands for them, because its box exists.
+        out = whole_box(like_EOI, (1, CHUNK, CHUNK), RANK3)
+    else:
+        out = whole_box(grad_EOI, (1, BM // 2, WIDE_CHUNK), WIDE3)
     _launch(
         (programs(tiles, left),),
         (ragged_box(sorted_side, (BK, box)), gathered, out, grad_EOI, plan.row_of_N,
@@ -250,7 +262,17 @@ def _consume(
                 acc, step = _consume_rows(acc, offsets_ptr + chunk * S + e, step, half, ring)
         else:
             acc, step = _consume_rows(acc, offsets_ptr + e, step, half, ring)
-        if WIDE:
+        if WIDE and not TRANSPOSED:
+            for q in gl.static_range(BN_C // CHUNK_C):
+                value = quarter(acc, q, PART)
+                for h in gl.static_range(2):
+                    column = column_tile * BN_C + q * CHUNK_C + h * WIDE_CHUNK_C
+                    store_box(
+                        half_of(value, h, WIDE_PART), out_bufs.index(half * OUTS_C + h % OUTS_C),
+                        grad, [e, row_tile * BM_C + half * HALF_C, column],
+                        [1, HALF_C, WIDE_CHUNK_C], WIDE3_C, OUTS_C - 1, ADD=ADD,
+                    )  # fmt: skip
+        elif WIDE:
             write_sums(
                 acc, sums_ptr + e.to(gl.int64) * stride_e, row_tile * BM_C + half * HALF_C,
                 column_tile * BN_C, O, I, stride_row, stride_column, ADD,
@@ -278,7 +300,12 @@ def _hopper_dw_kernel(
     """Grid: the multiprocessors. Each program loops over tiles of BM x BN."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
     ring = make_ring(dtype, (BK_C, HALF_C), (BK_C, BN_C), 129)
-    out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
+    if WIDE:
+        out_bufs = gl.allocate_shared_memory(
+            gl.float32, [2 * OUTS_C, HALF_C, WIDE_CHUNK_C], WIDE2_C
+        )
+    else:
+        out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
     specialise(
         _consume,
         (grad, sums_ptr, offsets_ptr, ring, out_bufs, tiles, S, chunks, row_tiles, columns, O, I,
