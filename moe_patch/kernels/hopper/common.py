@@ -44,18 +44,14 @@ RAGGED_ROWS = 1 << 30
 RAGGED_WRAP = 1 << 34
 RAGGED_AXIS = 0x7FFF0000
 RANK2, RANK3, RANK4 = (gl.NVMMASharedLayout(128, 16, rank=rank) for rank in (2, 3, 4))
-# Rows of fp32 are 128 bytes wide as well, so that they take the same swizzle.
-WIDE_CHUNK = CHUNK // 2
-WIDE2, WIDE3 = (gl.NVMMASharedLayout(128, 32, rank=rank) for rank in (2, 3))
 # The same values as constexpr, because kernels cannot read other globals.
 BM_C, BN_C, BK_C, HALF_C, STAGES_C = map(gl.constexpr, (BM, BN, BK, BM // 2, STAGES))
 CHUNK_C, OUTS_C, RAGGED_ROWS_C = map(gl.constexpr, (CHUNK, OUTS, RAGGED_ROWS))
 RANK2_C, RANK3_C, RANK4_C = map(gl.constexpr, (RANK2, RANK3, RANK4))
-WIDE_CHUNK_C, WIDE2_C, WIDE3_C = map(gl.constexpr, (WIDE_CHUNK, WIDE2, WIDE3))
-# Layouts of a consumer's accumulator, of one chunk of it, and of half a chunk.
-ACC, PART, WIDE_PART = (
+# Layouts of a consumer's accumulator and of one chunk of it.
+ACC, PART = (
     gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16]))
-    for columns in (BN, CHUNK, WIDE_CHUNK)
+    for columns in (BN, CHUNK)
 )
 
 
@@ -236,16 +232,6 @@ def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def half_of(value, h: gl.constexpr, layout: gl.constexpr):
-    """Return half of a chunk's columns, without leaving registers."""
-    ROWS: gl.constexpr = value.shape[0]
-    COLUMNS: gl.constexpr = value.shape[1]
-    pair = value.reshape((ROWS, 2, COLUMNS // 2)).permute((0, 2, 1))
-    first, second = gl.split(pair)
-    return gl.convert_layout(first if h == 0 else second, layout)
-
-
-@gluon.jit
 def store_box(
     value, buffer, descriptor, at,
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr,
@@ -265,22 +251,6 @@ def store_box(
         tma_add(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
     else:
         tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
-
-
-@gluon.jit
-def write_sums(
-    acc, sums_e, row, column, rows, columns, stride_row, stride_column, ADD: gl.constexpr
-):
-    """Write the accumulator in fp32, a quarter of the columns at a time."""
-    row += gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
-    for q in gl.static_range(BN_C // CHUNK_C):
-        i = column + q * CHUNK_C + gl.arange(0, CHUNK_C, layout=gl.SliceLayout(0, PART))
-        at = sums_e + row.to(gl.int64)[:, None] * stride_row + i[None, :] * stride_column
-        inside = (row < rows)[:, None] & (i < columns)[None, :]
-        value = quarter(acc, q, PART)
-        if ADD:
-            value += gl.load(at, mask=inside, other=0.0)
-        gl.store(at, value, mask=inside)
 
 
 @gluon.jit

@@ -38,17 +38,10 @@ from moe_patch.kernels.hopper.common import (
     RANK3,
     RANK3_C,
     RANK4_C,
-    WIDE2_C,
-    WIDE3,
-    WIDE3_C,
-    WIDE_CHUNK,
-    WIDE_CHUNK_C,
-    WIDE_PART,
     claim,
     constants,
     copies_boxes,
     copies_rows,
-    half_of,
     load_box,
     make_ring,
     programs,
@@ -58,10 +51,10 @@ from moe_patch.kernels.hopper.common import (
     store_box,
     sum_steps,
     whole_box,
-    write_sums,
 )
 from moe_patch.kernels.hopper.gather import COPY, rows_at
 from moe_patch.kernels.hopper.gluon_names import load_rows
+from moe_patch.kernels.hopper.sums import add_sums, sums_box, sums_buffers, write_sums
 from moe_patch.types import Plan
 
 
@@ -115,7 +108,7 @@ def outer_sum(
         # These sums are written without TMA; the weight stands for them, because its box exists.
         out = whole_box(like_EOI, (1, CHUNK, CHUNK), RANK3)
     else:
-        out = whole_box(grad_EOI, (1, BM // 2, WIDE_CHUNK), WIDE3)
+        out = sums_box(grad_EOI)
     _launch(
         (programs(tiles, left),),
         (ragged_box(sorted_side, (BK, box)), gathered, out, grad_EOI, plan.row_of_N,
@@ -263,15 +256,7 @@ def _consume(
         else:
             acc, step = _consume_rows(acc, offsets_ptr + e, step, half, ring)
         if WIDE and not TRANSPOSED:
-            for q in gl.static_range(BN_C // CHUNK_C):
-                value = quarter(acc, q, PART)
-                for h in gl.static_range(2):
-                    column = column_tile * BN_C + q * CHUNK_C + h * WIDE_CHUNK_C
-                    store_box(
-                        half_of(value, h, WIDE_PART), out_bufs.index(half * OUTS_C + h % OUTS_C),
-                        grad, [e, row_tile * BM_C + half * HALF_C, column],
-                        [1, HALF_C, WIDE_CHUNK_C], WIDE3_C, OUTS_C - 1, ADD=ADD,
-                    )  # fmt: skip
+            add_sums(acc, grad, out_bufs, half, e, row_tile, column_tile, ADD)
         elif WIDE:
             write_sums(
                 acc, sums_ptr + e.to(gl.int64) * stride_e, row_tile * BM_C + half * HALF_C,
@@ -301,9 +286,7 @@ def _hopper_dw_kernel(
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
     ring = make_ring(dtype, (BK_C, HALF_C), (BK_C, BN_C), 129)
     if WIDE:
-        out_bufs = gl.allocate_shared_memory(
-            gl.float32, [2 * OUTS_C, HALF_C, WIDE_CHUNK_C], WIDE2_C
-        )
+        out_bufs = sums_buffers()
     else:
         out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
     specialise(
