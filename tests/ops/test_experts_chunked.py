@@ -15,9 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
-from moe_patch.kernels.common.chunks import auto_chunk, chunk_count, chunks
+from moe_patch.kernels.common.chunks import (
+    ALONE,
+    KEPT,
+    RECOMPUTED,
+    TRAINED,
+    auto_chunk,
+    chunk_count,
+    chunks,
+)
 from moe_patch.ops.experts import op
-from moe_patch.ops.experts.long_context import chunk_of
+from moe_patch.ops.experts.long_context import chunks_of
 from moe_patch.ops.experts.op import Signals
 from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu
@@ -195,18 +203,30 @@ def test_chunks_cover_all_tokens(tokens: int, chunk: int) -> None:
 
 
 def test_tokens_of_a_chunk() -> None:
-    """Only the Triton backend has chunks; "auto" counts a and y of a token."""
+    """Only the Triton backend has chunks; "auto" counts what a chunk of this use holds."""
     w = ExpertWeights(*(torch.empty(s, device="meta") for s in ((4, 96, 64), (4, 64, 48))))
-    x_TD = torch.empty(7, 64, dtype=torch.bfloat16, device="meta")
     ids_TK = torch.empty(7, 2, dtype=torch.int64, device="meta")
-    args = x_TD, ids_TK, w
-    assert [chunk_of(10, name, *args) for name in ("triton", "torch")] == [10, 0]
-    assert [chunk_of(0, "triton", *args), chunk_of("auto", "torch", *args)] == [0, 0]
-    assert chunk_of("auto", "triton", *args) == 0
-    args = torch.empty(65537, 64, dtype=torch.bfloat16, device="meta"), ids_TK, w
-    assert chunk_of("auto", "triton", *args) == (896 << 20) // (2 * (48 + 64) * 2)
-    assert auto_chunk(8, 2048, 768, 2) == 45875
-    assert auto_chunk(2, 6144, 32768, 2) == 32768
+
+    def found(chunk: int | str, tokens: int = 7, backend: str = "triton", **use: bool) -> object:
+        x_TD = torch.empty(tokens, 64, dtype=torch.bfloat16, device="meta")
+        use = {"graph": False, "recompute": False} | use
+        return chunks_of(chunk, backend, x_TD, ids_TK, w, **use)
+
+    assert [found(10), found(10, backend="torch"), found(0)] == [(10, 10), (0, 0), (0, 0)]
+    assert found("auto") == found("auto", 65536) == found("auto", 65537, "torch") == (0, 0)
+    alone, many = (896 << 20) // (2 * (48 + 64) * 2), 65537
+    assert found("auto", many) == found("auto", many, recompute=True) == (alone, alone)
+    assert found("auto", many, graph=True) == ((1280 << 20) // (2 * (48 + 64) * 2), alone)
+    again = {"graph": True, "recompute": True}
+    assert found("auto", many, **again) == ((1616 << 20) // (2 * (48 + 96) * 2), alone)
+    for tensor, most in zip(w[:2], (1616, 3104), strict=True):
+        tensor.requires_grad_()
+        assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
+    # Numbers of chunks of Qwen3-30B-A3B's experts.
+    own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
+    counts = [chunk_count(262144, own(use)) for use in (ALONE, KEPT, RECOMPUTED, TRAINED)]
+    assert counts == [6, 4, 6, 3]
+    assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == 32768
 
 
 if __name__ == "__main__":

@@ -6,8 +6,15 @@ from typing import NamedTuple
 
 # Columns of y and of the rows of dx that exist at a time: two column tiles of the products.
 COLUMNS = 512
-# Bytes of a chunk's a and y under ``chunk_tokens="auto"``, and its least number of tokens.
-_AUTO_BYTES, _AUTO_TOKENS = 896 << 20, 32768
+# What exists for one chunk at a time under ``chunk_tokens="auto"``, and the most bytes of it:
+# a and y of a call that keeps nothing, and of one that keeps h; h and w a of a backward that
+# recomputes h. If that also trains the weights, their 16-bit gradients are not allocated yet.
+ALONE, KEPT, RECOMPUTED, TRAINED = "alone", "kept", "recomputed", "trained"
+_AUTO_BYTES = {
+    ALONE: 896 << 20, KEPT: 1280 << 20, RECOMPUTED: 1616 << 20, TRAINED: 3104 << 20,
+}  # fmt: skip
+# The least number of tokens of a chunk.
+_AUTO_TOKENS = 32768
 # Starts of chunks are multiples of this, so that all slices have 16-byte alignment.
 _ALIGNED = 8
 
@@ -36,7 +43,15 @@ def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
     return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
 
 
-def auto_chunk(top_k: int, hidden: int, width: int, itemsize: int) -> int:
-    """Return the tokens whose a and y, in :data:`COLUMNS`, take 896 MiB, but at least 32,768."""
-    each = top_k * (width + min(hidden, COLUMNS)) * itemsize
-    return max(_AUTO_TOKENS, _AUTO_BYTES // each)
+def auto_chunk(use: str, top_k: int, sizes: tuple[int, int, int], itemsize: int) -> int:
+    """Return the tokens of a chunk under ``chunk_tokens="auto"``, at least 32,768.
+
+    Args:
+        use: :data:`ALONE`, :data:`KEPT`, :data:`RECOMPUTED` or :data:`TRAINED`.
+        top_k: K.
+        sizes: columns of x, h and a.
+        itemsize: bytes of a value.
+    """
+    hidden, up, width = sizes
+    columns = width + (min(hidden, COLUMNS) if use in (ALONE, KEPT) else up)
+    return max(_AUTO_TOKENS, _AUTO_BYTES[use] // (top_k * columns * itemsize))

@@ -31,7 +31,7 @@ from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.glu import glu_constants
 from moe_patch.kernels.common.launcher import Box, Constants
 from moe_patch.kernels.common.versions import available
-from moe_patch.kernels.hopper.gluon_names import seen_as, tma_load, tma_store
+from moe_patch.kernels.hopper.gluon_names import seen_as, tma_add, tma_load, tma_store
 from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block
 from moe_patch.types import Glu
 
@@ -235,32 +235,22 @@ def quarter(acc, q: gl.constexpr, layout: gl.constexpr):
 def store_box(
     value, buffer, descriptor, at,
     SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PENDING: gl.constexpr,
-    TRANSPOSED: gl.constexpr = False,
+    TRANSPOSED: gl.constexpr = False, ADD: gl.constexpr = False,
 ):  # fmt: skip
-    """Consumer: store a chunk by TMA; up to PENDING earlier stores may still be in flight."""
+    """Consumer: store a chunk by TMA, or add it to what is there.
+
+    Up to PENDING earlier stores may still be in flight.
+    """
     tma.store_wait(PENDING)
     if TRANSPOSED:
         buffer.permute((1, 0)).store(value)
     else:
         buffer.store(value)
     fence_async_shared()
-    tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
-
-
-@gluon.jit
-def write_sums(
-    acc, sums_e, row, column, rows, columns, stride_row, stride_column, ADD: gl.constexpr
-):
-    """Write the accumulator in fp32, a quarter of the columns at a time."""
-    row += gl.arange(0, HALF_C, layout=gl.SliceLayout(1, PART))
-    for q in gl.static_range(BN_C // CHUNK_C):
-        i = column + q * CHUNK_C + gl.arange(0, CHUNK_C, layout=gl.SliceLayout(0, PART))
-        at = sums_e + row.to(gl.int64)[:, None] * stride_row + i[None, :] * stride_column
-        inside = (row < rows)[:, None] & (i < columns)[None, :]
-        value = quarter(acc, q, PART)
-        if ADD:
-            value += gl.load(at, mask=inside, other=0.0)
-        gl.store(at, value, mask=inside)
+    if ADD:
+        tma_add(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
+    else:
+        tma_store(descriptor, at, seen_as(buffer, SHAPE, LAYOUT))
 
 
 @gluon.jit

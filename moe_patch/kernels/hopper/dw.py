@@ -51,10 +51,10 @@ from moe_patch.kernels.hopper.common import (
     store_box,
     sum_steps,
     whole_box,
-    write_sums,
 )
 from moe_patch.kernels.hopper.gather import COPY, rows_at
 from moe_patch.kernels.hopper.gluon_names import load_rows
+from moe_patch.kernels.hopper.sums import add_sums, sums_box, sums_buffers, write_sums
 from moe_patch.types import Plan
 
 
@@ -102,8 +102,13 @@ def outer_sum(
     tiles = E * row_tiles * columns
     sorted_side, box = (right, BN) if gather_left else (left, BM // 2)
     gathered = left if gather_left else right
-    # Sums are written without TMA; the weight stands for them, because its box exists.
-    out = whole_box(grad_EOI if sums is None else like_EOI, (1, CHUNK, CHUNK), RANK3)
+    if sums is None:
+        out = whole_box(grad_EOI, (1, CHUNK, CHUNK), RANK3)
+    elif transposed:
+        # These sums are written without TMA; the weight stands for them, because its box exists.
+        out = whole_box(like_EOI, (1, CHUNK, CHUNK), RANK3)
+    else:
+        out = sums_box(grad_EOI)
     _launch(
         (programs(tiles, left),),
         (ragged_box(sorted_side, (BK, box)), gathered, out, grad_EOI, plan.row_of_N,
@@ -250,7 +255,9 @@ def _consume(
                 acc, step = _consume_rows(acc, offsets_ptr + chunk * S + e, step, half, ring)
         else:
             acc, step = _consume_rows(acc, offsets_ptr + e, step, half, ring)
-        if WIDE:
+        if WIDE and not TRANSPOSED:
+            add_sums(acc, grad, out_bufs, half, e, row_tile, column_tile, ADD)
+        elif WIDE:
             write_sums(
                 acc, sums_ptr + e.to(gl.int64) * stride_e, row_tile * BM_C + half * HALF_C,
                 column_tile * BN_C, O, I, stride_row, stride_column, ADD,
@@ -278,7 +285,10 @@ def _hopper_dw_kernel(
     """Grid: the multiprocessors. Each program loops over tiles of BM x BN."""
     dtype: gl.constexpr = gathered_ptr.dtype.element_ty
     ring = make_ring(dtype, (BK_C, HALF_C), (BK_C, BN_C), 129)
-    out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
+    if WIDE:
+        out_bufs = sums_buffers()
+    else:
+        out_bufs = gl.allocate_shared_memory(dtype, [2 * OUTS_C, HALF_C, CHUNK_C], RANK2_C)
     specialise(
         _consume,
         (grad, sums_ptr, offsets_ptr, ring, out_bufs, tiles, S, chunks, row_tiles, columns, O, I,

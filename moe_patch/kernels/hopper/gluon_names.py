@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 _RENAMED_C = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
@@ -13,6 +15,14 @@ if hasattr(tma, "async_load"):
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     load_rows = async_copy.async_copy_global_to_shared
+
+
+@builtin
+def tma_add(descriptor, at, buffer, _semantic=None):
+    """Add a buffer to memory by TMA. Triton 3.6 compiles this, but its Gluon has no name for it."""
+    at = _semantic._convert_to_ir_values(at, require_i64=False)
+    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
+    _semantic.builder.create_async_tma_reduce(add, descriptor.handle, at, buffer.handle)
 
 
 @gluon.jit

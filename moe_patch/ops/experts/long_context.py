@@ -19,23 +19,46 @@ AUTO_FROM = 65536
 _DROPS = "torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook"
 
 
-def chunk_of(
-    chunk_tokens: int | str, backend: str, x_TD: Tensor, ids_TK: Tensor, w: ExpertWeights
-) -> int:
-    """Return the most tokens of a chunk, or 0 if all run at once, as on the torch backend.
+def chunks_of(
+    chunk_tokens: int | str,
+    backend: str,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    w: ExpertWeights,
+    *,
+    graph: bool,
+    recompute: bool,
+) -> tuple[int, int]:
+    """Return the most tokens of a chunk, and of one if the call keeps nothing.
 
-    "auto" looks at the number of tokens only in eager mode, because compilers would guard it.
+    Both are 0 if all tokens run at once, as on the torch backend. "auto" looks at the number of
+    tokens only in eager mode, because compilers would guard it.
+
+    Args:
+        chunk_tokens: as in ``experts_mlp``.
+        backend: "torch" or "triton".
+        x_TD, ids_TK, w: operands.
+        graph: autograd records the call.
+        recompute: as in ``experts_mlp``.
     """
     if backend != "triton":
-        return 0
-    if chunk_tokens == "auto":
-        if not torch.compiler.is_compiling() and x_TD.shape[0] <= AUTO_FROM:
-            return 0
-        from moe_patch.kernels.common.chunks import auto_chunk
+        return 0, 0
+    if chunk_tokens != "auto":
+        return int(chunk_tokens), int(chunk_tokens)
+    if not torch.compiler.is_compiling() and x_TD.shape[0] <= AUTO_FROM:
+        return 0, 0
+    from moe_patch.kernels.common import chunks
 
-        width = w.w2_EDF.shape[2]
-        return auto_chunk(ids_TK.shape[1], x_TD.shape[1], width, x_TD.element_size())
-    return int(chunk_tokens)
+    sizes = x_TD.shape[1], w.w13_EHD.shape[1], w.w2_EDF.shape[2]
+    own = functools.partial(
+        chunks.auto_chunk, top_k=ids_TK.shape[1], sizes=sizes, itemsize=x_TD.element_size()
+    )
+    alone, use = own(chunks.ALONE), chunks.KEPT
+    if graph and recompute:
+        weights = w.w13_EHD, w.w2_EDF
+        trained = all(isinstance(t, Tensor) and t.requires_grad for t in weights)
+        use = chunks.TRAINED if trained else chunks.RECOMPUTED
+    return own(use) if graph else alone, alone
 
 
 @functools.cache
@@ -59,6 +82,17 @@ def saved_is_dropped() -> bool:
     """
     hooks = _hooks_on_top()(False)
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
+
+
+def plan_stand_ins(plan: Sequence[Tensor], ran: int, chunk: int) -> Iterator[Tensor]:
+    """Yield tensors on one value, in the shapes of the plan for ``chunk`` instead of ``ran``."""
+    from moe_patch.kernels.common.chunks import chunk_count
+
+    row_of_N, slot_of_TK, offsets_S = plan
+    tokens = slot_of_TK.shape[0]
+    size = offsets_S.shape[0] // chunk_count(tokens, ran) * chunk_count(tokens, chunk)
+    for tensor, shape in zip(plan, (row_of_N.shape, slot_of_TK.shape, (size,)), strict=True):
+        yield tensor.new_empty(1).expand(shape)
 
 
 def rank_of(a_ERI: Tensor | None) -> int:

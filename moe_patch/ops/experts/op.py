@@ -24,8 +24,14 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.long_context import chunk_of, drops_rows, rank_of, stand_ins
-from moe_patch.ops.experts.schema import encode_options
+from moe_patch.ops.experts.long_context import (
+    chunks_of,
+    drops_rows,
+    plan_stand_ins,
+    rank_of,
+    stand_ins,
+)
+from moe_patch.ops.experts.schema import encode_options, with_chunk
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 Lend = Callable[[], contextlib.AbstractContextManager[ExpertWeights]]
@@ -104,7 +110,10 @@ def experts_mlp(
     inputs = x_TD, weights_TK, *tensors
     refuse_forward_mode(*inputs)
     grad = torch.is_grad_enabled()
-    chunk = chunk_of(chunk_tokens, backend, x_TD, ids_TK, w)
+    graph = grad and _any_requires_grad(inputs)
+    chunk, alone = chunks_of(
+        chunk_tokens, backend, x_TD, ids_TK, w, graph=graph, recompute=recompute
+    )
     encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
@@ -112,7 +121,6 @@ def experts_mlp(
             schema.inference if is_plain_eager((ids_TK, *inputs)) else _OPERATORS.experts.inference
         )
         return run(x_TD, ids_TK, weights_TK, *tensors, *scalars, scales)
-    graph = grad and _any_requires_grad(inputs)
     keep, norms = graph and not recompute, signals is not None
     call = _Call(
         scalars,
@@ -121,6 +129,7 @@ def experts_mlp(
         scales,
         lend,
         chunk,
+        alone,
         w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
@@ -145,7 +154,8 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
-        chunk, width: tokens of a chunk, or 0; the width of h.
+        chunk, alone: tokens of a chunk, or 0; the same if nothing is kept.
+        width: the width of h.
     """
 
     scalars: tuple[float | str, ...]
@@ -154,6 +164,7 @@ class _Call(NamedTuple):
     scales: list[Tensor]
     lend: Lend | None
     chunk: int
+    alone: int
     width: int
 
     def arguments(
@@ -162,6 +173,17 @@ class _Call(NamedTuple):
         """Return all arguments of the operator."""
         scalars, keep, signals, scales, *_ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
+
+    def dropping(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, ...]:
+        """Return what ``run`` does, with stand-ins for what autograd would save and drop."""
+        options = with_chunk(str(self.scalars[-1]), self.alone)
+        without = self._replace(
+            keep=[False, False, False, self.keep[3]], scalars=(*self.scalars[:-1], options)
+        )
+        out, *plan, h, u13, u2, norms = run(*without.arguments(*inputs))
+        widths = self.width, rank_of(inputs[3][4]), rank_of(inputs[3][6])
+        rows = stand_ins((h, u13, u2), self.keep, inputs[1].numel(), widths)
+        return out, *plan_stand_ins(plan, self.alone, self.chunk), *rows, norms
 
 
 def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -240,10 +262,7 @@ class _Experts(torch.autograd.Function):
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
         if direct and call.keep[0] and drops_rows(x.shape[0], call.chunk):
-            without = call._replace(keep=[False, False, False, call.keep[3]])
-            output = run(*without.arguments(x, ids, weights, tensors))
-            widths = call.width, rank_of(tensors[4]), rank_of(tensors[6])
-            output = *output[:4], *stand_ins(output[4:7], call.keep, ids.numel(), widths), output[7]
+            output = call.dropping(run, x, ids, weights, tensors)
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)

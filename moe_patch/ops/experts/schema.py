@@ -78,6 +78,12 @@ def read_options(encoded: str) -> Options:
     )
 
 
+def with_chunk(encoded: str, chunk: int) -> str:
+    """Return the options with another number of tokens of a chunk."""
+    *first, _, storage = encoded.split(" ", 6)
+    return " ".join([*first, str(chunk), storage])
+
+
 @functools.cache
 def read_glu(encoded: str, alpha: float, limit: float) -> Glu:
     """Decode the activation from the options and its two numbers."""
