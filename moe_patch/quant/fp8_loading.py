@@ -38,8 +38,8 @@ class Stored(NamedTuple):
 def with_quantizer(config: Any) -> Any:
     """Return a copy of an FP8 checkpoint's config that makes ``from_pretrained`` use this module.
 
-    If one process loads the weights for others, all but experts are dequantised on every device,
-    because the others build a model without transformers' FP8 Linear modules.
+    If one process loads the weights for others, it dequantises all but experts on every device.
+    The others build a model without transformers' FP8 Linear modules.
 
     Args:
         config: transformers config with a quantization_config of FP8, its own or its text config's.
