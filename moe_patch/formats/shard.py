@@ -111,7 +111,8 @@ def _refused(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} was called on one rank's part of experts stored in 4 or 8 bits; accepted: FSDP2 "
         "(fully_shard), moving, copying, sharded state dicts, or those of the whole model through "
-        "accelerate's fsdp2_load_full_state_dict. A forward gathers the experts"
+        "accelerate's fsdp2_load_full_state_dict. FSDP2 gathers the experts for a forward; expert "
+        "parallelism, which does not, takes experts in 16 bits"
     )
 
 

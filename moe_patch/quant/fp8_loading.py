@@ -20,6 +20,7 @@ from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import state
+from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.stored import quantisation
 from moe_patch.quant.surgery import Projection, expert_projections
 
@@ -37,6 +38,9 @@ class Stored(NamedTuple):
 def with_quantizer(config: Any) -> Any:
     """Return a copy of an FP8 checkpoint's config that makes ``from_pretrained`` use this module.
 
+    If one process loads the weights for others, it dequantises all but experts on every device.
+    The others build a model without transformers' FP8 Linear modules.
+
     Args:
         config: transformers config with a quantization_config of FP8, its own or its text config's.
     """
@@ -46,6 +50,8 @@ def with_quantizer(config: Any) -> Any:
         _register()
     made = copy.deepcopy(config)
     made.quantization_config = {**(quantisation(config) or {}), "quant_method": _METHOD}
+    if rank0_only():
+        made.quantization_config["dequantize"] = True
     return made
 
 

@@ -28,7 +28,8 @@ _METHOD = "moe_patch_experts"
 _OWN = {
     "device_map": "accepted: device, one for the whole model",
     "distributed_config": "transformers would give each rank a part of the 16-bit weights, whose "
-    "quantisation depends on the other parts; accepted: load whole, then fully_shard or accelerate",
+    "quantisation depends on the other parts; accepted: load whole, then fully_shard or accelerate;"
+    " expert parallelism takes experts in 16 bits (moe_patch.expert_parallel)",
     "quantization_config": "to store the other weights in 4 bits as well, load with bitsandbytes' "
     "config and call quantize_experts(model, ...) on the result",
 }

@@ -258,6 +258,6 @@ def _check(one: Projection, storage: str) -> None:
         raise UnsupportedModelError(
             f"{one.where}: {type(weight.data).__name__} on {weight.device} cannot be quantised; "
             "accepted: plain, unsharded weights on a device other than meta (quantise before "
-            "sharding)"
+            "FSDP2 shards; expert and tensor parallelism take experts in 16 bits)"
         )
     check_packable(weight, storage, one.where)

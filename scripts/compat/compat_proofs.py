@@ -98,8 +98,16 @@ PROOFS = (
     Proof("fsdp2", "accelerate launch with configs/accelerate/fsdp2.yaml, saved and resumed; LoRA",
           "stack/test_launch.py", "resumed_on and fsdp2 and lora", world=2, on="card"),
     Proof("fsdp2", "experts in NF4, FP8 and MXFP4 with LoRA and checkpointing: steps equal one "
-          "process, bytes held and gathered, states, refusals; even and uneven shards",
+          "process, also with parts in host memory; states, refusals; even and uneven shards",
           "stack/test_packed_ranks.py", "test", world=2, on="ranks"),
+    Proof("fsdp2", "packed experts: bytes held, gathered and sent are those of moe-patch plan",
+          "stack/test_packed_bytes.py", "plan", world=2, on="ranks"),
+    Proof("fsdp2", "packed experts on four ranks: steps, bytes, copies of divided models, resumed "
+          "on two ranks and from two", "stack/test_packed_four.py", "test", world=4),
+    Proof("fsdp2", "packed experts under accelerate launch with configs/accelerate/fsdp2.yaml, but "
+          "on the CPU; saved and resumed", "stack/test_packed_launch.py", "cpu", world=2),
+    Proof("fsdp2", "packed experts under accelerate launch with configs/accelerate/fsdp2.yaml, "
+          "saved and resumed", "stack/test_packed_launch.py", "cards", world=2, on="card"),
     Proof("fsdp2", "packed experts loaded by rank 0 and sent by accelerate; the training command",
           "stack/test_packed_loading.py", "rank_0 or training", world=2, on="ranks"),
     Proof("fsdp2", "packed experts: a rank killed in forward, backward and save",

@@ -40,8 +40,9 @@ def checkpoint(tmp_path: Path, capsys: Any) -> Path:
     return tmp_path
 
 
-def write_fp8(tmp_path: Path, width: int) -> None:
-    model = tiny_models.build("qwen3_moe", hidden_size=64, moe_intermediate_size=width)
+def write_fp8(tmp_path: Path, width: int, **others: Any) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": width}
+    model = tiny_models.build("qwen3_moe", **sizes, **others)
     model.save_pretrained(tmp_path)
     tensors = {}
     for name, value in load_file(tmp_path / "model.safetensors").items():

@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 from peft import LoraConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.distributed import DistributedConfig
 
-from moe_patch import MoePatchError, patch_model
+from moe_patch import MoePatchError, UnsupportedModelError, patch_model, quantize_experts
 from moe_patch.expert_parallel import attach_adapter, shard_adapters
+from moe_patch.expert_parallel.layout import BATCHES, held_experts
 from tests.support import expert_adapters as cases
 from tests.support.adapters import EXPERTS, attention, lora_config
 from tests.support.dist_helpers import run_ranks
@@ -69,6 +72,10 @@ def saved_with_a_state(rank, model, folder):
     attach_adapter(model, lora_config(EXPERTS)).save_pretrained(folder, state_dict={"a": 1})
 
 
+def quantised(rank, model, folder):
+    quantize_experts(model, "nf4")
+
+
 def without_fusion(rank, model, folder):
     found = attach_adapter(model, lora_config(EXPERTS))
     patch_model(found, fuse_lora="off")(**cases.batch("any", 0))
@@ -85,6 +92,8 @@ CASES = (
     (whole_second_adapter, EP, "has factors of all experts, this rank holds a part"),
     (saved_over_a_file, FSDP, "save_pretrained failed on another rank: rank 0: ValueError"),
     (saved_with_a_state, EP, "state_dict is not accepted"),
+    (quantised, EP, "gate_up_proj: DTensor on .* cannot .* expert and tensor .* in 16 bits"),
+    (quantised, FSDP, "DTensor on .* cannot be quantised; accepted: plain, unsharded weights"),
     (without_fusion, EP, "fuse_lora='off' cannot hold"),
 )
 
@@ -115,6 +124,10 @@ def uneven(rank, model_class, folder):
         cases.load(model_class, folder, EP)
     with pytest.raises(RuntimeError, match="requires 4 processes"):
         cases.load(model_class, folder, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    weight = distribute_tensor(torch.zeros(7, 2, 2), mesh, [Shard(0)])  # before transformers 5.19
+    with pytest.raises(UnsupportedModelError, match="up: 7 experts over 2 ranks of 'ep'; accepted"):
+        held_experts(weight, "up", BATCHES)
 
 
 def test_experts_and_meshes_that_do_not_divide_are_refused_by_transformers(tmp_path):

@@ -21,17 +21,20 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs" / "accelerate"
 
 
-def launch(folder, launch_file, lora=True, compare=True, **options):
-    """Run steps of the small node in new processes; return output, run.json and losses."""
+def launch(folder, launch_file, lora=True, compare=True, program="moe_patch", more=None, **options):
+    """Run steps of the small node in new processes; return output, run.json and losses.
+
+    ``options`` are the node's training, ``more`` its other keys.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(TEXT)
     training = {**node()["training"], "max_steps": 2, **options}
     source = {"source": str(folder / "text.txt"), "block_size": 16}
-    changes = {"compare_unpatched": compare} | ({} if lora else {"lora": None})
+    changes = {"compare_unpatched": compare, **(more or {})} | ({} if lora else {"lora": None})
     config = node(data=source, training=training, output_dir=str(folder / "out"), **changes)
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(launch_file)]
-    command += ["--main_process_port", "0", "-m", "moe_patch", "train", str(folder / "c.yaml")]
+    command += ["--main_process_port", "0", "-m", program, "train", str(folder / "c.yaml")]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *command],

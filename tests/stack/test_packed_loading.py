@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from moe_patch import UnsupportedModelError, UnsupportedOptionError, load_quantized, patch_model
+from moe_patch.quant import fp8_loading
 from moe_patch.quant.elsewhere import materialise_adapters
 from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.train import sharded
 from moe_patch.train.config import make_config
 from moe_patch.train.run import run
+from tests.quant.test_fp8_checkpoint import loads_fp8, write_fp8
 from tests.stack.test_ranks import gathered, optimizer_of, train
 from tests.support.adapters import adapt, attention, lora_config
 from tests.support.dist_helpers import run_ranks
@@ -53,10 +58,10 @@ def load(path, storage):
     return patch_model(adapt(model, lora_config(EXPERTS, targets)).train())
 
 
-def sent(rank, folders):
-    """Train what rank 0 loads; return devices before, logits, losses of two steps, adapters."""
+def sent(rank, folders, kinds):
+    """Train what rank 0 loads; return devices before, logits, and adapters after two steps."""
     found = {}
-    for name, storage in FOLDERS.items():
+    for name, storage in kinds.items():
         with launched_with_fsdp2():
             made = accelerator()
             model = load(folders / name, storage)
@@ -74,9 +79,8 @@ def sent(rank, folders):
     return found
 
 
-def test_rank_0_loads_and_the_others_hold_nothing_before(folders):
-    results = run_ranks(sent, folders)
-    for name, storage in FOLDERS.items():
+def check_sent(results, folders, kinds):
+    for name, storage in kinds.items():
         model = load(folders / name, storage).to(device(2))
         for rank, result in enumerate(results):
             frozen, logits, _ = result[name]
@@ -90,6 +94,26 @@ def test_rank_0_loads_and_the_others_hold_nothing_before(folders):
             assert adapters.keys() == expected.keys()
             for key, value in expected.items():
                 assert_close(adapters[key], value.cpu(), FP32, f"{name} {key}")
+
+
+def test_rank_0_loads_and_the_others_hold_nothing_before(folders):
+    check_sent(run_ranks(sent, folders, FOLDERS), folders, FOLDERS)
+
+
+def sent_as_by_a_card(rank, folders, kinds):
+    """Load as where a device computes in FP8, so that transformers keeps Linear modules in FP8."""
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        return sent(rank, folders, kinds)
+
+
+@loads_fp8
+def test_rank_0_loads_an_fp8_checkpoint(tmp_path, monkeypatch):
+    """Dequantise attention on rank 0, whatever its device computes in; others have no FP8 there."""
+    write_fp8(tmp_path / "published", 128, num_experts=5, output_router_logits=False)
+    kinds = {"published": "fp8"}
+    results = run_ranks(sent_as_by_a_card, tmp_path, kinds)
+    monkeypatch.setattr(fp8_loading, "rank0_only", lambda: True)
+    check_sent(results, tmp_path, kinds)
 
 
 def unmaterialised(rank, folder):

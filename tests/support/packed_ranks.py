@@ -10,8 +10,7 @@ from unittest import mock
 
 import accelerate
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -23,6 +22,7 @@ from moe_patch.quant import saving, state
 from moe_patch.quant.surgery import expert_projections
 from tests.support.adapters import adapt, attention, lora_config
 from tests.support.dist_helpers import device
+from tests.support.fsdp_on_cpu import fsdp_on_cpu
 from tests.support.quant_models import EXPERTS, build
 
 STORAGES = ("nf4", "fp8", "mxfp4")
@@ -47,38 +47,40 @@ def base(storage: str, experts: int = 8, seed: int = 0, **overrides: Any) -> Any
     return model
 
 
-def adapted(storage: str, experts: int = 8, rank: int = 0, seed: int = 0, **lora: Any) -> Any:
+def adapted(
+    storage: str, experts: int = 8, rank: int = 0, seed: int = 0, world: int = 2, **lora: Any
+) -> Any:
     """Return a patched model with adapters and checkpointing on the rank's device, in training."""
     model: Any = base(storage, experts, seed)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     targets = attention("gpt_oss" if storage == "mxfp4" else "qwen3_moe")
-    model = adapt(model, lora_config(EXPERTS, targets, **lora)).to(device(2, rank))
+    model = adapt(model, lora_config(EXPERTS, targets, **lora)).to(device(world, rank))
     model.enable_input_require_grads()
     return patch_model(model, fuse_lora="require").train()
 
 
-def shard(model: Any) -> Any:
-    """Shard layer by layer."""
+def shard(model: Any, **options: Any) -> Any:
+    """Shard layer by layer, with options of ``fully_shard``."""
     for layer in layers(model):
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
 
 
-def batch_of(rank: int, where: int | None = None) -> dict[str, torch.Tensor]:
+def batch_of(rank: int, where: int | None = None, world: int = 2) -> dict[str, torch.Tensor]:
     """Return the tokens of a rank, on the device of a rank."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(3, 90, (2, LENGTH), generator=generator)
-    ids = ids.to(device(2, rank if where is None else where))
+    ids = ids.to(device(world, rank if where is None else where))
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-def whole_batch() -> dict[str, torch.Tensor]:
-    first, second = batch_of(0, 0), batch_of(1, 0)
-    return {key: torch.cat([first[key], second[key]]) for key in first}
+def whole_batch(world: int = 2) -> dict[str, torch.Tensor]:
+    every = [batch_of(rank, 0, world) for rank in range(world)]
+    return {key: torch.cat([batch[key] for batch in every]) for key in every[0]}
 
 
 LAUNCHED = {
@@ -93,19 +95,9 @@ LAUNCHED = {
 
 @contextmanager
 def launched_with_fsdp2() -> Iterator[None]:
-    """Set what ``accelerate launch`` sets for FSDP2 with loading on rank 0.
-
-    accelerate offers FSDP only on devices, so processes on a CPU are said to have one each.
-    """
-    made = PartialState.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
+    """Set what ``accelerate launch`` sets for FSDP2 with loading on rank 0."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    with mock.patch.dict(os.environ, LAUNCHED), mock.patch.object(PartialState, "__init__", init):
+    with mock.patch.dict(os.environ, LAUNCHED), fsdp_on_cpu():
         yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
