@@ -21,6 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 import triton
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common import launcher, recording, repeat, versions
 from moe_patch.kernels.common.device import INTERPRETER
 from moe_patch.kernels.common.launcher import Box, Launcher
@@ -298,6 +299,39 @@ def test_calls_that_are_not_repeated(monkeypatch: pytest.MonkeyPatch, why: str) 
         out = function(x_TD, given, *rest)
         assert_bits(torch.Tensor(out), torch.Tensor(x_TD) + given.weight)
     assert len(bodies) == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "in_fp8", "top_k", "repeats"),
+    [
+        (4, True, 2, True),
+        (4, True, 1, False),  # too few rows: such experts are decoded
+        (4, False, 2, False),
+        (repeat._MOST_TOKENS_IN_FP8, True, 2, True),
+        (repeat._MOST_TOKENS_IN_FP8 + 1, True, 2, False),
+    ],
+)
+def test_experts_multiplied_in_fp8_are_repeated(
+    monkeypatch: pytest.MonkeyPatch, rows: int, in_fp8: bool, top_k: int, repeats: bool
+) -> None:
+    card, bodies = Card(monkeypatch), []
+
+    def run(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, w: ExpertWeights) -> Tensor:
+        bodies.append(1)
+        w13: Any = w.w13_EHD
+        return _one(card, x_TD, Given(w13.scales[0]))
+
+    function = repeated(run)
+    for _ in range(4):
+        x_TD, scale = torch.randn(rows, 1), torch.randn(rows, 1)
+        packed = [torch.zeros(2, 1, 1, dtype=torch.float8_e4m3fn) for _ in range(2)]
+        w: Any = [
+            PackedWeight("fp8", each, (s,), torch.bfloat16, in_fp8=in_fp8)
+            for each, s in zip(packed, (scale, torch.ones(1)), strict=True)
+        ]
+        ids_TK, weights_TK = torch.zeros(rows, top_k), torch.ones(rows, top_k)
+        assert_bits(function(x_TD, ids_TK, weights_TK, ExpertWeights(*w)), x_TD + scale)
+    assert len(bodies) == (2 if repeats else 4)
 
 
 def test_a_recording_that_ends_in_an_error_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,16 +19,20 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import device_of, is_current
 from moe_patch.kernels.common.launcher import encode, hooked
 from moe_patch.kernels.common.recording import Recorded, Recording
+from moe_patch.kernels.common.tiles import LEAST_ROWS_IN_FP8
 from moe_patch.kernels.common.versions import decided
-from moe_patch.types import PLAIN_TENSORS, ExpertsNeeds, Glu
+from moe_patch.types import PLAIN_TENSORS, ExpertsNeeds, ExpertWeights, Glu
 
 Pass = TypeVar("Pass", bound=Callable[..., Any])
 
 # With more tokens the card takes longer than the host, and recording holds all its allocations.
 _MOST_TOKENS = 2048
+# The limit for products in FP8, which take the card less time.
+_MOST_TOKENS_IN_FP8 = 4096
 # Limit on keys per pass; each number of tokens adds one per kind of layer.
 _MOST_KEYS = 256
 _SCALARS = {bool, int, float, str, type(None), ExpertsNeeds, Glu}
@@ -39,7 +43,8 @@ def repeated(function: Pass) -> Pass:
     """Wrap a pass: record its second call with a key, and replay it from then on.
 
     The first argument is a tensor with one row per token. Calls with arguments other than tensors,
-    scalars and tuples of them run unchanged. The launches must not depend on a tensor's values.
+    scalars, experts multiplied in FP8, and tuples of them run unchanged. The launches must not
+    depend on a tensor's values.
     """
     kept: dict[Hashable, Recorded | str | None] = {}
 
@@ -50,7 +55,7 @@ def repeated(function: Pass) -> Pass:
         tensors: list[Any] = [None]
         addresses = [0]
         if (
-            not 0 < first.shape[0] <= _MOST_TOKENS
+            not 0 < first.shape[0] <= _most_tokens(args)
             or not is_current(first)
             or not _read((*args, *options.values()), key, tensors, addresses)
             or hooked()
@@ -78,6 +83,18 @@ def repeated(function: Pass) -> Pass:
     return run  # type: ignore[return-value]
 
 
+def _most_tokens(args: tuple[Any, ...]) -> int:
+    """Return the limit on tokens: 0 for packed experts that are decoded, which is not recorded.
+
+    The third and fourth argument of an experts pass are the routing weights and the experts.
+    """
+    w: Any = args[3].w13_EHD if len(args) > 3 and type(args[3]) is ExpertWeights else None
+    if type(w) is not PackedWeight:
+        return _MOST_TOKENS
+    enough = args[2].numel() >= LEAST_ROWS_IN_FP8 * w.packed.shape[0]
+    return _MOST_TOKENS_IN_FP8 if w.in_fp8 and enough else 0
+
+
 def _read(values: Iterable[Any], key: list[Any], tensors: list[Any], addresses: list[int]) -> bool:
     """Append the arguments' part of the key and their tensors; return False for an unknown kind."""
     for value in values:
@@ -89,6 +106,10 @@ def _read(values: Iterable[Any], key: list[Any], tensors: list[Any], addresses: 
             key += value.shape, value.stride(), value.dtype, value.get_device(), address & 15
         elif kind in _SCALARS:
             key.append(value)
+        elif kind is PackedWeight:
+            key += value.storage, value.dtype, value.transposed, value.in_fp8
+            if not _read((value.packed, value.scales), key, tensors, addresses):
+                return False
         elif isinstance(value, tuple) and _read(value, key, tensors, addresses):
             key.append(len(value))
         else:

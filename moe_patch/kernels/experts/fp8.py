@@ -17,6 +17,7 @@ from torch import Tensor
 from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import Device, cdiv
+from moe_patch.kernels.common.tiles import LEAST_ROWS_IN_FP8 as LEAST_ROWS
 from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
 from moe_patch.kernels.experts.dh import HiddenGradients
 from moe_patch.kernels.packed.rows import quantise_rows
@@ -24,9 +25,6 @@ from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import ExpertWeights, Glu
 
 LowRank = tuple[Tensor, Tensor]
-# Mean rows per expert from which FP8 is at least as fast as decoding. On an H200 with 4 rows,
-# forward was as fast for Qwen3-30B-A3B and twice as fast for GLM-4.5-Air.
-LEAST_ROWS = 4
 _GROUP_OF_TILES = 8
 _ROWS, _COLUMNS = 128, 256
 # Limit on rows of descriptors that clip at any row (kernels/hopper/common.py).
