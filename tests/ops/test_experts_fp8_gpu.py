@@ -64,7 +64,8 @@ class Case:
         leaves = [t.clone().requires_grad_() for t in (self.x_TD, self.weights_TK, *self.factors)]
         lora13, lora2 = self.loras(leaves[2:])
         out = experts_mlp(
-            leaves[0], self.ids_TK, leaves[1], in_fp8(self.w, compute, Copies()), GLU,
+            leaves[0], self.ids_TK, leaves[1],
+            in_fp8(self.w, compute, Copies(), self.x_TD, GLU), GLU,
             lora13=lora13, lora2=lora2, **options,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout_TD)]
@@ -122,9 +123,8 @@ def test_without_adapters_and_with_recomputation(compute: str) -> None:
     for first, second in zip(kept, case.run(compute, recompute=True), strict=True):
         assert_bits(first, second)
     with torch.no_grad():
-        out = experts_mlp(
-            case.x_TD, case.ids_TK, case.weights_TK, in_fp8(case.w, compute, None), GLU
-        )
+        w = in_fp8(case.w, compute, None, case.x_TD, GLU)
+        out = experts_mlp(case.x_TD, case.ids_TK, case.weights_TK, w, GLU)
     assert_bits(out, kept[0])
 
 
