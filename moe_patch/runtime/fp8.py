@@ -79,7 +79,8 @@ def in_fp8(
     Args:
         w: the weights; those not stored in FP8 are returned unchanged.
         compute: option of :class:`moe_patch.PatchConfig`.
-        copies: holds transposed copies for backward; None leaves backward as it is.
+        copies: holds transposed copies for backward; None leaves backward as it is. So do weights
+            that FSDP2 gathered, whose copies would keep every layer on every rank.
         x_TD, glu, backend: of the call.
     """
     weights: dict[str, Any] = {"w13_EHD": w.w13_EHD, "w2_EDF": w.w2_EDF}
@@ -90,7 +91,7 @@ def in_fp8(
         if not isinstance(weight, PackedWeight) or weight.storage != "fp8":
             return w
         scales = weight.scales
-        if copied and copies is not None:
+        if copied and copies is not None and not weight.gathered:
             runs = functools.partial(_runs, w, glu, x_TD)
             scales = (*scales, *copies.of(name, weight, runs))
         weights[name] = replace(weight, in_fp8=True, scales=scales)

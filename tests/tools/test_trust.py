@@ -160,9 +160,7 @@ def test_a_hazard_in_the_decoding_product_is_recorded(
     ],
 )
 @pytest.mark.filterwarnings("ignore:moe_patch. packed experts")
-def test_wrong_fp8_products_stay_off(
-    pretended: dict, said: str, card: Callable[..., None]
-) -> None:
+def test_wrong_fp8_products_stay_off(pretended: dict, said: str, card: Callable[..., None]) -> None:
     card(**pretended)
     result = trust(progress=False)
     sound = "hazards" not in pretended
