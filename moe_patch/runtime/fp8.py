@@ -41,9 +41,9 @@ class Copies:
     def of(self, name: str, w: PackedWeight, runs: Callable[[], bool]) -> Copy:
         """Return the copy's values and scales, made on first use and after the weight changed.
 
-        Compiled code cannot read a tensor's version, so there only another tensor counts as a
-        change; loading a state dict discards all copies (:mod:`moe_patch.quant.state`). Making a
-        copy breaks the graph.
+        Compiled code makes a copy in each forward, unless a forward outside it has left one. It
+        cannot read a tensor's version, so only another tensor counts as a change there. Loading a
+        state dict discards all copies (:mod:`moe_patch.quant.state`).
 
         Args:
             name, w: the projection and its weight.
@@ -52,18 +52,20 @@ class Copies:
         found = self.made.get(name)
         if torch.compiler.is_compiling():
             if found is None or found[0] is not w.packed:
-                return torch.compiler.disable(self._make)(name, w, runs)
+                return _transposed(w)
             return found[2]
         if found is None or found[0] is not w.packed or found[1] != w.packed._version:
             return self._make(name, w, runs)
         return found[2] or self._make(name, w, runs)
 
     def _make(self, name: str, w: PackedWeight, runs: Callable[[], bool]) -> Copy:
-        copy: Copy = ()
-        if runs():
-            copy = w.packed.transpose(1, 2).contiguous(), w.scales[0].transpose(1, 2).contiguous()
+        copy: Copy = _transposed(w) if runs() else ()
         self.made[name] = w.packed, w.packed._version, copy
         return copy
+
+
+def _transposed(w: PackedWeight) -> Copy:
+    return w.packed.transpose(1, 2).contiguous(), w.scales[0].transpose(1, 2).contiguous()
 
 
 def in_fp8(

@@ -148,3 +148,19 @@ def test_no_copy_is_made_where_experts_decode(monkeypatch: pytest.MonkeyPatch) -
     assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
     assert not any(copy for *_, copy in copies.made.values())
     assert len(marked(weights(), "fp8", copies).w13_EHD.scales) == 1
+
+
+def test_compiled_code_uses_a_copy_of_this_very_weight_or_makes_one() -> None:
+    w, copies = weights().w13_EHD, Copies()
+    again = replace(w, packed=w.packed.clone())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def values(one: Any) -> Any:
+        return copies.of("w13_EHD", one, lambda: True)[0]
+
+    assert_bits(values(w), w.packed.mT.contiguous())
+    assert not copies.made
+    kept, _ = copies.of("w13_EHD", w, lambda: True)
+    assert values(w).data_ptr() == kept.data_ptr()
+    again.packed.copy_(w.packed.flip(0))
+    assert_bits(values(again), again.packed.mT.contiguous())

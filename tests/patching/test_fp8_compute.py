@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
 from moe_patch import (
     PatchConfig,
+    UnsupportedModelError,
     UnsupportedOptionError,
     patch_model,
     patch_report,
@@ -54,3 +56,34 @@ def test_copies_of_a_model_start_without_transposed_weights() -> None:
         for copied in (copy.deepcopy(patch.copies), pickle.loads(pickle.dumps(patch.copies))):
             assert isinstance(copied, Copies)
             assert not copied.made
+
+
+def test_loading_a_state_dict_discards_transposed_weights() -> None:
+    """Also if the values change in place, which compiled code cannot see."""
+    model = patch_model(quantize_experts(quant_models.build(), "fp8"), compute="fp8_copy")
+    made = [patch_of(block.experts).copies.made for _, block in tiny_models.blocks(model)]
+    for one in made:
+        one["w13_EHD"] = (torch.empty(1), 0, (torch.empty(1), torch.empty(1)))
+    model.load_state_dict(model.state_dict())
+    assert made == [{}, {}]
+
+
+def test_training_of_the_base_is_refused_by_name() -> None:
+    model = patch_model(quantize_experts(quant_models.build(), "fp8"), compute="fp8")
+    model.requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match=r"Experts\.\w+: requires_grad is True"):
+        quant_models.logits(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload_experts": True}, "offload_experts=True with compute='fp8'"),
+        ({"chunk_tokens": 64}, "chunk_tokens=64 with compute='fp8'"),
+    ],
+)
+def test_options_that_fp8_products_exclude_are_refused_by_name(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedOptionError, match=said):
+        PatchConfig(compute="fp8", **options)
