@@ -1,7 +1,7 @@
 """Train adapters on real text with FP8 products: gradients beside bf16's, and final losses.
 
-    python benchmarks/studies/fp8_text.py --commit SHA --out rows.jsonl       a Hopper card, 2 minutes
-    python benchmarks/studies/fp8_text.py --device cpu --layers 1 --base-steps 4 --steps 2   a dry run
+    python benchmarks/studies/fp8_text.py --commit SHA --out rows.jsonl     a Hopper card, minutes
+    python benchmarks/studies/fp8_text.py --device cpu --layers 1 --steps 2 --base-steps 4   dry run
     python benchmarks/studies/fp8_text.py --table benchmarks/studies/results/fp8_text.jsonl
 
 A small Qwen3-MoE learns the first half of the standard library's docstrings in bf16 with all

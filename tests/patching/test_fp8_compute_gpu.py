@@ -84,6 +84,8 @@ def test_what_runs_is_fp8_and_reported_so(quantised: Any) -> None:
     for compute, made in (("fp8", 0), ("fp8_copy", 4)):
         model, batch = patched(quantised, compute)
         assert {row.reason for row in patch_report(model)} == {""}
+        said = "skipped: experts stored in fp8; FP8 products passed"
+        assert {row.self_check for row in patch_report(model)} == {said}
         with torch.no_grad():
             model(**batch)
         assert copies(model) == [], "no copy without gradients"
