@@ -5,14 +5,14 @@
     python benchmarks/studies/fp8_text.py --table benchmarks/studies/results/fp8_text.jsonl
 
 A small Qwen3-MoE learns the first half of the standard library's docstrings in bf16 with all
-weights. Adapters of rank 16 on attention and experts then learn the second half: over bf16 experts
-("bf16"), and over the same experts in FP8, whose products are "decoded", "fp8" or "fp8_copy". Runs
-with one seed see the same batches and begin with the same adapters.
+weights. Adapters of rank 16 on attention and experts then learn the second half. The experts are in
+bf16 ("bf16"), or the same experts are in FP8 and their products "decoded", "fp8" or "fp8_copy".
+Runs with one seed see the same batches and begin with the same adapters.
 
 At the first step and after the last, the gradients of the two FP8 ways are compared with those of
-"decoded", for the same adapters and batch: the least cosine and the largest relative error over
-all adapter tensors. Factors A have no gradient at the first step, because B is zero. The same is
-given for "decoded" beside fp32 arithmetic, and with the experts that "decoded" chose ("fixed").
+"decoded", for the same adapters and batch. A row has the least cosine and the largest relative
+error over all adapter tensors. Factors A have no gradient at the first step, because B is zero.
+"decoded" is compared with fp32 arithmetic too. "fixed" means the experts that "decoded" chose.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, ""),
         ({"capability": (8, 9)}, "compute capability 9.0, found 8.9"),
+        ({"capability": (10, 0)}, "compute capability 9.0, found 10.0"),
         ({"capability": (12, 0)}, "compute capability 9.0, found 12.0"),
         ({"dtype": torch.float32}, "take bf16 and fp16, found torch.float32"),
         ({"shape": (256, 192)}, "multiples of 128, found 192 and 128"),

@@ -147,6 +147,23 @@ def test_few_rows_are_decoded() -> None:
         assert_bits(mine, decoded)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_few_tokens_with_batch_invariance_and_without_rows(tokens: int) -> None:
+    """Products of every size are in FP8 then: no token, one, and only empty slots."""
+    case = Case(tokens=max(tokens, 1))
+    case.x_TD, case.dout_TD = case.x_TD[:tokens], case.dout_TD[:tokens]
+    case.ids_TK, case.weights_TK = case.ids_TK[:tokens], case.weights_TK[:tokens]
+    found = case.run("fp8_copy", batch_invariant=True)
+    for name, mine, wanted in zip(NAMES, found, case.defined(torch.float64), strict=True):
+        assert mine.shape == wanted.shape
+        if wanted.any():
+            assert rel_err(mine, wanted) < 0.05, name
+        else:
+            assert not mine.any(), name
+    case.ids_TK = torch.full_like(case.ids_TK, -1)
+    assert not any(each.any() for each in case.run("fp8_copy", batch_invariant=True))
+
+
 def test_other_dtypes_and_a_nan_row() -> None:
     case = Case(dtype=torch.float16)
     for mine, decoded in zip(case.run("fp8_copy"), case.run("decoded"), strict=True):
