@@ -16,7 +16,7 @@ from moe_patch.cli import models
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
 from moe_patch.cli.plan_recipe import said, text_of, training_node, write
 from moe_patch.cli.plan_sizes import read_sizes
-from moe_patch.config import COMPUTES
+from moe_patch.config import COMPUTES, PatchConfig
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.quant.stored import stored
@@ -159,6 +159,7 @@ def recipe_of(
                 "--full trains every weight, but offloaded experts are frozen; accepted: --offload "
                 "with adapters, or --full alone"
             )
+    PatchConfig(offload_experts=args.offload, compute=args.compute)  # refuses both together
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
         tokens=args.tokens, recompute=args.recompute, full=args.full, offload=bool(args.offload),

@@ -16,6 +16,7 @@ from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.config import COMPUTES
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.runtime.fp8 import DECODED
 
 Made = TypeVar("Made")
 
@@ -52,7 +53,6 @@ def command(args: argparse.Namespace) -> int:
     """Compare and print; return status 1 if a check fails."""
     from moe_patch.patching.patch import patch_model, unpatch_model
     from moe_patch.quant.surgery import quantize_experts
-    from moe_patch.runtime.fp8 import DECODED
 
     _check_numbers(args)
     if args.adapter is not None:
@@ -84,6 +84,7 @@ def command(args: argparse.Namespace) -> int:
         "model_type": config.model_type,
         "weights": weights,
         "dtype": name,
+        "compute": args.compute,
         "device": str(device),
         "attention": model.config._attn_implementation,
         "attention_reason": unbuilt or failed,
@@ -207,6 +208,9 @@ def _print(result: dict[str, Any]) -> None:
     )
     if result["attention_reason"]:
         print(f"attention: {result['attention']}; {result['attention_reason']}")
+    if result["compute"] != DECODED:
+        for reason in dict.fromkeys(row["reason"] for row in blocks if row["reason"]):
+            print(reason)
     print_table(
         ("compared", "relative error", "limit", "", "worst"),
         [

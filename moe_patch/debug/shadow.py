@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
-from moe_patch.runtime.compare import LIMITS, Direct
+from moe_patch.runtime.compare import FP8_LIMIT, LIMITS, Direct
+from moe_patch.runtime.fp8 import DECODED
 from moe_patch.runtime.module_patch import PATCH_KEY, current_factors, is_ours, patch_of
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
 
@@ -130,7 +131,10 @@ def _limit(module: nn.Module, args: tuple) -> float:
         dtypes.add(torch.get_autocast_dtype(device_type))
     if device_type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         dtypes.add(torch.float16)
-    return SLACK * max(LIMITS[dtype] for dtype in dtypes)
+    limit = SLACK * max(LIMITS[dtype] for dtype in dtypes)
+    patch = patch_of(module)
+    in_fp8 = patch is not None and patch.config.compute != DECODED
+    return max(limit, 2 * FP8_LIMIT) if in_fp8 else limit
 
 
 def _ours(module: Any, *args: Any, **kwargs: Any) -> Any:

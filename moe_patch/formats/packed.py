@@ -50,6 +50,7 @@ class PackedWeight:
         transposed: rows are inputs and columns are outputs; if False, the other way round.
         in_fp8: fp8 only: products compute in FP8 where the kernels support them. The scales may
             then be followed by a copy with rows and columns exchanged: its values and scales.
+        gathered: FSDP2 gathered the weight for the current call; nothing made of it may be kept.
     """
 
     storage: str
@@ -58,6 +59,7 @@ class PackedWeight:
     dtype: torch.dtype
     transposed: bool = False
     in_fp8: bool = False
+    gathered: bool = False
 
     @property
     def stored_shape(self) -> tuple[int, int, int]:

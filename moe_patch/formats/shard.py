@@ -94,7 +94,9 @@ class QuantShard(Tensor):
             scale.flatten() if held.storage == "nf4" else scale.view(-1, *held.scales[0].shape[1:])
         )
         scales = (own, *metadata)
-        weight = replace(held, packed=packed.view(held.packed.dtype), scales=scales, dtype=dtype)
+        weight = replace(
+            held, packed=packed.view(held.packed.dtype), scales=scales, dtype=dtype, gathered=True
+        )
         return self.whole(weight), ()
 
     @classmethod

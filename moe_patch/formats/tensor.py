@@ -28,12 +28,14 @@ class QuantTensor(Tensor):
     Attributes:
         stored_in, packed: storage and bytes, as in :class:`PackedWeight`.
         columns_first: the bytes are contiguous along the first axis of an expert in the module.
+        gathered: FSDP2 gathered the bytes for the current call.
         scale_0, ..: scales; separate attributes, so that Dynamo finds these tensors.
     """
 
     stored_in: str
     packed: Tensor
     columns_first: bool
+    gathered: bool
 
     @staticmethod
     def __new__(cls, weight: PackedWeight) -> QuantTensor:
@@ -43,7 +45,7 @@ class QuantTensor(Tensor):
 
     def __init__(self, weight: PackedWeight) -> None:
         self.stored_in, self.packed = weight.storage, weight.packed
-        self.columns_first = weight.transposed
+        self.columns_first, self.gathered = weight.transposed, weight.gathered
         for name, scale in zip(SCALES, weight.scales, strict=False):
             setattr(self, name, scale)
 
@@ -104,7 +106,10 @@ class QuantTensor(Tensor):
 def packed_weight(tensor: QuantTensor) -> PackedWeight:
     """Return the packed storage of a quantised parameter; Dynamo can trace this."""
     scales = tuple(getattr(tensor, name) for name in _scale_names(tensor.stored_in))
-    return PackedWeight(tensor.stored_in, tensor.packed, scales, tensor.dtype, tensor.columns_first)
+    return PackedWeight(
+        tensor.stored_in, tensor.packed, scales, tensor.dtype, tensor.columns_first,
+        gathered=tensor.gathered,
+    )  # fmt: skip
 
 
 def plain(tensor: Tensor) -> Tensor:

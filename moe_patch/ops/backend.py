@@ -42,7 +42,7 @@ def why_not_triton(device: torch.device, dtype: torch.dtype) -> str | None:
         return _INTERPRETED
     if torch.version.hip is not None:
         return None
-    major, minor = _capability(device)
+    major, minor = capability_of(device)
     if major < 8:
         return f"compute capability {major}.{minor} is below 8.0"
     return None
@@ -67,7 +67,8 @@ def _read_once() -> bool:
     return found
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device, also in code that Dynamo traces."""
     # Dynamo treats torch's function as a constant but warns about functools.cache in traced code.
     if device.index is None or torch.compiler.is_compiling():
         return torch.cuda.get_device_capability(device)

@@ -9,6 +9,7 @@ from moe_patch.patching import selfcheck
 from moe_patch.patching.bindings import bindings_of
 from moe_patch.patching.blockcheck import check_block
 from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.fp8_check import check_fp8
 from moe_patch.patching.resolve import falls_to_experts
 
 
@@ -29,7 +30,7 @@ def self_checks(
             # Classes of a user-registered entry may differ from layer to layer.
             kind = (*kind, block.path)
         # Do not reuse a skipped result for other blocks of this kind.
-        if results.get(kind, ("", ""))[0] != "passed":
+        if not results.get(kind, ("", ""))[0].endswith("passed"):
             try:
                 results[kind] = _self_check(block, config)
             except UnsupportedModelError as error:
@@ -69,4 +70,6 @@ def _compare(block: FoundBlock, config: PatchConfig) -> str:
         if result == "passed" and block.spec.checked_as_block:
             with selfcheck.sandbox(block, training):
                 check_block(block, [b for _, b in bindings_of(block, config)])
+    if result == "skipped: experts stored in fp8" and (also := check_fp8(block, config)):
+        return f"{result}; {also}"
     return result

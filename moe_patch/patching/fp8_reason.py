@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from moe_patch.formats.shard import QuantShard
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.runtime.described import layout_of
 from moe_patch.runtime.experts import compute_dtype, stored_weight
-from moe_patch.runtime.fp8 import DECODED
-from moe_patch.runtime.module_patch import patch_of
+from moe_patch.runtime.fp8 import DECODED, FP8_COPY
+from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.spec import FamilySpec
 from moe_patch.types import Glu
 
 
 def decoded_reason(
-    experts: nn.Module, spec: FamilySpec, glu: Glu | None, backend: str, device: torch.device
+    experts: nn.Module,
+    spec: FamilySpec,
+    glu: Glu | None,
+    backend: str,
+    device: torch.device,
+    compute: str,
 ) -> str:
     """Return why an experts module decodes its weights, or "" if it does not or need not.
 
@@ -23,14 +31,14 @@ def decoded_reason(
         experts, spec: the module and its family entry.
         glu: its activation; None if its own code runs between grouped products.
         backend, device: where its products run.
+        compute: option of :class:`moe_patch.PatchConfig`.
     """
-    patch = patch_of(experts)
-    if patch is None or patch.config.compute == DECODED:
+    if compute == DECODED:
         return ""
     layout = layout_of(experts, spec)
     weight = stored_weight(experts, spec, layout)
-    what = f"compute={patch.config.compute!r} has no effect: "
-    if not isinstance(weight, QuantTensor) or weight.stored_in != "fp8":
+    what = f"compute={compute!r} has no effect: "
+    if _storage(weight) != "fp8":
         return what + "the experts are not stored in FP8 (quantize_experts(model, 'fp8'))"
     if backend != "triton" or device.type != "cuda":
         return what + f"experts on the {backend} backend and {device.type} are decoded"
@@ -48,4 +56,16 @@ def decoded_reason(
         biased=layout.has_bias,
         transposed=layout.is_transposed,
     )
+    if not why and is_sharded(weight) and compute == FP8_COPY:
+        return "backward is decoded: FSDP2 gathers experts for one call, and no copy is kept"
     return what + why if why else ""
+
+
+def _storage(weight: torch.Tensor) -> str:
+    """Return the storage of packed weights, whole or one rank's part; "" for plain ones."""
+    local: Any = weight
+    if is_sharded(weight):
+        local = local.to_local()
+    if isinstance(local, QuantShard):
+        return local.held_weight.storage
+    return local.stored_in if isinstance(local, QuantTensor) else ""

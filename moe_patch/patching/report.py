@@ -130,7 +130,7 @@ def _row(found: FoundBlock, device: torch.device | None) -> BlockReport | None:
     device = place_of(found, weight) if device is None else device
     choice = choose_backend(patch.config.backend, device, weight.dtype)
     tier, router, router_backend, why = _routing(found, choice.name)
-    experts_backend, reason = _experts(found, choice, device)
+    experts_backend, reason = _experts(found, choice, device, patch.config.compute)
     return BlockReport(
         path=found.path,
         model_type=found.model_type,
@@ -169,7 +169,9 @@ def _is_routed(found: FoundBlock) -> bool:
     return bool(found.routers) and all(patch_of(m) is not None for _, m in found.routers)
 
 
-def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> tuple[str, str]:
+def _experts(
+    found: FoundBlock, choice: BackendChoice, device: torch.device, compute: str
+) -> tuple[str, str]:
     """Return the experts' backend, and why it or its kernels are not the usual ones."""
     on_gpu = device.type == "cuda"
     reason = choice.reason if choice.name == "torch" and on_gpu else ""
@@ -181,7 +183,7 @@ def _experts(found: FoundBlock, choice: BackendChoice, device: torch.device) -> 
         reason = _joined(between, reason)
     elif choice.name == "triton" and on_gpu:
         reason = _unusual_kernels(found, glu, device)
-    why = decoded_reason(found.experts[0][1], found.spec, glu, choice.name, device)
+    why = decoded_reason(found.experts[0][1], found.spec, glu, choice.name, device, compute)
     return choice.name, _joined(reason, why)
 
 

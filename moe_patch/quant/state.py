@@ -23,6 +23,7 @@ from moe_patch.formats import mxfp4, nf4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant import sharded_state
+from moe_patch.runtime.module_patch import patch_of
 
 _WATCHED = "_moe_patch_quant_state"
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
@@ -65,6 +66,8 @@ def _load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
 ) -> None:
     error_messages: list[str] = rest[-1]
+    if (patch := patch_of(module)) is not None:
+        patch.copies.made.clear()  # Compiled code cannot see that values change in place.
     for name, value in list(module._parameters.items()):
         key = prefix + name
         if sharded_state.is_sharded(value):

@@ -12,6 +12,9 @@ from moe_patch.errors import UnsupportedModelError
 # The limit for fp64 is loose, because transformers' routers and some experts compute in fp32.
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
+# Limit between FP8 products and those of decoded weights: quantised rows give 3 to 5%.
+FP8_LIMIT = 8e-2
+
 
 def limit_for(weight: Tensor) -> float:
     """Return the largest accepted relative error; larger if fp32 products may run in TF32."""

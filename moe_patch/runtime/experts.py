@@ -211,7 +211,7 @@ def run_experts(
         )
         if seat is None:
             kept = copies if torch.is_grad_enabled() else None
-            out_TD = run(in_fp8(tensors.weights, compute, kept))
+            out_TD = run(in_fp8(tensors.weights, compute, kept, x_TD, glu, backend))
         else:
             for lora in filter(None, (tensors.lora13, tensors.lora2)):
                 seat.check_adapter(lora, x_TD.device)

@@ -133,7 +133,8 @@ class Recipe:
 
     @property
     def copied(self) -> bool:
-        return self.compute == "fp8_copy" and self.storage == "fp8"
+        """Return whether experts have transposed copies, which FSDP2 would keep on no rank."""
+        return self.compute == "fp8_copy" and self.storage == "fp8" and self.shards == 1
 
     @property
     def adapter_bytes(self) -> int:

@@ -21,7 +21,8 @@ import torch
 
 from moe_patch.errors import MoePatchError, UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
-from moe_patch.tools.selftest_checks import Failed, groups_of
+from moe_patch.tools.fp8_checks import fp8_groups
+from moe_patch.tools.selftest_checks import Failed, Group, groups_of
 
 Result = TypeVar("Result")
 
@@ -106,7 +107,7 @@ def selftest(
     result = SelfTest(name, choice.name, note)
     from tqdm import tqdm
 
-    count = len(list(groups_of(where)))
+    count = len(_groups(where))
     with tqdm(total=count, desc="self-test", disable=not progress) as bar:
         for found in each_group(partial(_run_group, where), count, jobs, "selftest"):
             result.checks += found
@@ -156,8 +157,12 @@ def each_group(
             ) from error
 
 
+def _groups(device: torch.device) -> list[Group]:
+    return [*groups_of(device), *fp8_groups(device)]
+
+
 def _run_group(device: torch.device, index: int) -> list[Check]:
-    group = list(groups_of(device))[index]
+    group = _groups(device)[index]
     found = []
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for title, check in group:

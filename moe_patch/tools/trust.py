@@ -20,12 +20,14 @@ import torch
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
 from moe_patch.tools.selftest import Check, each_group, run_check
-from moe_patch.tools.trust_checks import IN_FRONT, groups_of
+from moe_patch.tools.trust_checks import IN_FP8, IN_FRONT, groups_of
 from moe_patch.tools.wgmma_operands import overwritten_operands
 
 # Kernels whose code the search must have seen; otherwise its result means nothing.
 DECODING = "_packed_rows_kernel"
+FP8_PRODUCTS = {f"_hopper_fp8_{name}_kernel" for name in ("up", "rows", "dh")}
 SEARCHED = {f"_hopper_{name}_kernel" for name in ("up", "rows", "dh", "dw")} | {DECODING}
+SEARCHED |= FP8_PRODUCTS
 # Kernel name -> lines that moe_patch.tools.wgmma_operands found in its code; none if it is sound.
 Scanned = dict[str, list[str]]
 
@@ -40,6 +42,7 @@ class Trust:
         note: why nothing was tested, or what stays off; or "".
         marker: the file that enables the kernels, or "".
         in_front: packed weights are decoded in front of the product.
+        fp8: experts are multiplied in FP8 on request.
         hazards: registers that are overwritten while they may be read, by kernel and line.
         checks: one per comparison, and the search. Names that begin with "off: " do not count
             towards the verdict, because the feature they check stays off.
@@ -50,6 +53,7 @@ class Trust:
     note: str = ""
     marker: str = ""
     in_front: bool = False
+    fp8: bool = False
     hazards: list[str] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
@@ -86,7 +90,7 @@ def trust(
 
     result = Trust(name, triton.__version__)
     if versions.tested().hopper:
-        result.in_front = True
+        result.in_front = result.fp8 = True
         result.note = f"triton {triton.__version__} is a tested release: nothing to enable"
         return result
     trusted.check_writable()
@@ -196,23 +200,35 @@ def searching() -> Iterator[Scanned]:
 
 
 def _judge(result: Trust, scanned: Scanned) -> None:
-    """Turn the search's results into a check and hazards, and decide which feature stays off."""
+    """Turn the search's results into a check and hazards, and decide which features stay off.
+
+    After a hazard both features stay off: the release failed the search.
+    """
     lines = [f"{name}: {line}" for name in sorted(scanned) for line in scanned[name]]
     result.hazards = list(dict.fromkeys(lines))
-    result.in_front = not scanned.get(DECODING)
-    wrong = sorted(name for name, lines in scanned.items() if lines and name != DECODING)
+    result.in_front = not lines
+    result.fp8 = not lines and all(c.passed for c in result.checks if IN_FP8 in c.name)
+    optional = {DECODING} | FP8_PRODUCTS
+    wrong = sorted(name for name, lines in scanned.items() if lines and name not in optional)
     unseen = sorted(SEARCHED - set(scanned))
     details = [f"registers are overwritten in {', '.join(wrong)}"] * bool(wrong)
     if unseen:
         details.append(f"no code of {', '.join(unseen)} was seen: run it in a new process")
     detail = "; ".join(details)
     result.checks.append(Check("operands of wgmma", not detail, 0.0, 0.0, detail))
+    why = "registers are overwritten" if lines else "their results are wrong"
     if not result.in_front:
-        result.note = "decoding in front of the product stays off: its registers are overwritten"
-        result.checks = [
-            check._replace(name=f"off: {check.name}") if IN_FRONT in check.name else check
-            for check in result.checks
-        ]
+        _stays_off(result, IN_FRONT, "products that decode their weights", why)
+    if not result.fp8:
+        _stays_off(result, IN_FP8, "FP8 products", why)
+
+
+def _stays_off(result: Trust, title: str, feature: str, why: str) -> None:
+    result.note = "; ".join([*filter(None, [result.note]), f"{feature} stay off: {why}"])
+    result.checks = [
+        check._replace(name=f"off: {check.name}") if title in check.name else check
+        for check in result.checks
+    ]
 
 
 def _mark(result: Trust) -> None:
@@ -224,5 +240,5 @@ def _mark(result: Trust) -> None:
         return
     hazards = tuple(result.hazards)
     checks = [check.name for check in result.checks]
-    marker = trusted.Marker(result.in_front, hazards)
+    marker = trusted.Marker(result.in_front, hazards, result.fp8)
     result.marker = str(trusted.write(marker, device=result.device, checks=checks))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_patch.formats.packed import pack
 from moe_patch.ops.experts.op import Signals, experts_mlp
+from moe_patch.tools.fp8_checks import IN_FP8, Fp8Layer
 from moe_patch.tools.selftest_checks import (
     EAGER_FACTOR,
     FP32_INSIDE,
@@ -105,6 +106,8 @@ def groups_of(device: torch.device) -> Iterator[Group]:
         for tokens in (WIDE, NARROW):
             title = f"{name} {IN_FRONT}, {tokens} tokens"
             yield [_experts(title, Stored(device, bf16, tokens, storage), in_front=True)]
+    if device.type == "cuda":
+        yield [(f"experts bf16 {IN_FP8}", partial(compare_fp8, Fp8Layer(device, bf16, many)))]
     for score in ("softmax", "sigmoid"):
         yield [(f"routing {score} bf16", partial(tie_routing, device, score, bf16))]
 
@@ -148,3 +151,16 @@ def compare(layer: Layer, *, in_front: bool) -> float:
                 raise Failed(f"{name} is {error:.2f} times as far from {other} as allowed")
         worst = max(worst, to_exact, to_portable)
     return worst
+
+
+def compare_fp8(layer: Fp8Layer) -> float:
+    """Return the largest error of the FP8 products over its limit, as :func:`compare` does.
+
+    Raises:
+        Failed: a result is too far from the definition, or differs between two runs.
+    """
+    from moe_patch.kernels.common.versions import Gates, opened
+
+    with opened(Gates(hopper=True, in_front=False, fp8=True)):
+        layer.repeats()
+        return layer.check()

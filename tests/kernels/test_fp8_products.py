@@ -11,10 +11,13 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.formats.packed import pack, packed_weights, plain_weights
+from moe_patch.kernels.common import versions
 from moe_patch.kernels.common.device import Device
+from moe_patch.kernels.common.versions import Gates
 from moe_patch.kernels.experts import fp8
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.ops.experts.definition import build_plan
+from moe_patch.runtime import fp8 as runtime
 from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.types import ExpertWeights, Glu
 from tests.support.numerics import assert_bits
@@ -31,7 +34,7 @@ def weights(storage: str = "fp8") -> Any:
 
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "known_triton", lambda: True)
+    monkeypatch.setattr(versions, "gates", lambda: Gates(True, True, fp8=True))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +42,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({}, ""),
         ({"capability": (8, 9)}, "compute capability 9.0, found 8.9"),
+        ({"capability": (10, 0)}, "compute capability 9.0, found 10.0"),
         ({"capability": (12, 0)}, "compute capability 9.0, found 12.0"),
         ({"dtype": torch.float32}, "take bf16 and fp16, found torch.float32"),
         ({"shape": (256, 192)}, "multiples of 128, found 192 and 128"),
@@ -59,10 +63,27 @@ def test_reasons(known: None, changes: dict[str, Any], why: str) -> None:
     assert bool(why) == bool(found)
 
 
-def test_a_triton_that_fails_the_gate_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8, "known_triton", lambda: False)
-    why = fp8.why_not_fp8((9, 0), BF16, (256, 256), SILU, biased=False, transposed=False)
-    assert "need a Triton" in why
+@pytest.mark.parametrize(
+    ("gates", "why"),
+    [
+        (Gates(False, False), "need a Triton on which the Hopper kernels may run"),
+        (Gates(True, False, "a hazard"), "stay off on triton"),
+    ],
+)
+def test_a_triton_that_fails_the_scan_decodes_and_is_named(
+    gates: Gates, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "gates", lambda: gates)
+    assert why in fp8.why_not_fp8((9, 0), BF16, (256, 256), SILU, biased=False, transposed=False)
+    w = marked(weights(), "fp8")
+    ids_TK = torch.arange(E).repeat(64)[:, None]
+    tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
+    x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
+    assert fp8.fp8_products(tiles, x_TD, w, SILU, HOPPER, every_size=True) is None
+
+
+def marked(w: Any, compute: str, copies: Copies | None = None) -> Any:
+    return in_fp8(w, compute, copies, torch.empty(1, D, dtype=BF16), SILU)
 
 
 def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(known: None) -> None:
@@ -72,23 +93,30 @@ def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(known: No
         x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
         return fp8.fp8_products(tiles, x_TD, w, SILU, device, every_size) is not None
 
-    least, w = fp8.LEAST_ROWS, in_fp8(weights(), "fp8", None)
+    least, w = fp8.LEAST_ROWS, marked(weights(), "fp8")
     assert [chosen(rows, w) for rows in (least - 1, least)] == [False, True]
     assert chosen(1, w, every_size=True)
     assert not chosen(least, weights())
-    assert not chosen(least, in_fp8(weights(), "decoded", None))
+    assert not chosen(least, marked(weights(), "decoded"))
     assert not chosen(least, w._replace(b2_ED=torch.empty(E, D)))
     assert not chosen(least, w, device=Device((8, 9), 99 << 10, 128))
 
 
-def test_weights_and_copies_pass_through_the_operator() -> None:
-    w, copies = weights(), Copies()
-    marked = in_fp8(w, "fp8_copy", copies)
-    assert [each.w13_EHD.in_fp8 for each in (marked, w)] == [True, False]
-    assert not in_fp8(weights("nf4"), "fp8", None).w13_EHD.in_fp8
-    plain, scales, storage = plain_weights(marked)
-    found = packed_weights(plain, scales, storage, BF16)
-    for mine, theirs in zip(found[:2], marked[:2], strict=True):
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rows on the CPU count as rows on a card on which FP8 products run."""
+    monkeypatch.setattr(runtime, "_is_hopper", lambda *_: True)
+    monkeypatch.setattr(runtime, "_runs", lambda *_: True)
+
+
+def test_weights_and_copies_pass_through_the_operator(on_hopper: None) -> None:
+    w = weights()
+    found = marked(w, "fp8_copy", Copies())
+    assert [each.w13_EHD.in_fp8 for each in (found, w)] == [True, False]
+    assert not marked(weights("nf4"), "fp8").w13_EHD.in_fp8
+    plain, scales, storage = plain_weights(found)
+    again = packed_weights(plain, scales, storage, BF16)
+    for mine, theirs in zip(again[:2], found[:2], strict=True):
         assert mine.in_fp8
         assert len(mine.scales) == 3
         values, copied_scales = mine.scales[1:]
@@ -97,11 +125,11 @@ def test_weights_and_copies_pass_through_the_operator() -> None:
         assert_bits(mine[1], theirs[1])
 
 
-def test_a_copy_is_made_once_and_again_after_a_change() -> None:
+def test_a_copy_is_made_once_and_again_after_a_change(on_hopper: None) -> None:
     w, copies = weights(), Copies()
 
     def copy() -> Any:
-        return in_fp8(w, "fp8_copy", copies).w2_EDF.scales[1]
+        return marked(w, "fp8_copy", copies).w2_EDF.scales[1]
 
     first = copy()
     assert copy() is first
@@ -110,3 +138,30 @@ def test_a_copy_is_made_once_and_again_after_a_change() -> None:
     assert_bits(second, w.w2_EDF.packed.mT.contiguous())
     w = w._replace(w2_EDF=replace(w.w2_EDF, packed=w.w2_EDF.packed.clone()))
     assert copy() is not second
+
+
+def test_no_copy_is_made_where_experts_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other devices, and on a Hopper card for experts that FP8 products do not support."""
+    copies = Copies()
+    assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
+    monkeypatch.setattr(runtime, "_is_hopper", lambda *_: True)
+    monkeypatch.setattr(runtime, "_runs", lambda *_: False)
+    assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
+    assert not any(copy for *_, copy in copies.made.values())
+    assert len(marked(weights(), "fp8", copies).w13_EHD.scales) == 1
+
+
+def test_compiled_code_uses_a_copy_of_this_very_weight_or_makes_one() -> None:
+    w, copies = weights().w13_EHD, Copies()
+    again = replace(w, packed=w.packed.clone())
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def values(one: Any) -> Any:
+        return copies.of("w13_EHD", one, lambda: True)[0]
+
+    assert_bits(values(w), w.packed.mT.contiguous())
+    assert not copies.made
+    kept, _ = copies.of("w13_EHD", w, lambda: True)
+    assert values(w).data_ptr() == kept.data_ptr()
+    again.packed.copy_(w.packed.flip(0))
+    assert_bits(values(again), again.packed.mT.contiguous())

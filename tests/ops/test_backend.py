@@ -21,7 +21,7 @@ def card(monkeypatch):
     """Return a function that pretends a card of a compute capability, with or without triton."""
 
     def pretend(capability, triton=True, hip=None):
-        monkeypatch.setattr(moe_patch.ops.backend, "_capability", lambda device: capability)
+        monkeypatch.setattr(moe_patch.ops.backend, "capability_of", lambda device: capability)
         monkeypatch.setattr(torch.version, "hip", hip)
         if triton:
             monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))

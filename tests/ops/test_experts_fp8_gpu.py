@@ -64,7 +64,8 @@ class Case:
         leaves = [t.clone().requires_grad_() for t in (self.x_TD, self.weights_TK, *self.factors)]
         lora13, lora2 = self.loras(leaves[2:])
         out = experts_mlp(
-            leaves[0], self.ids_TK, leaves[1], in_fp8(self.w, compute, Copies()), GLU,
+            leaves[0], self.ids_TK, leaves[1],
+            in_fp8(self.w, compute, Copies(), self.x_TD, GLU), GLU,
             lora13=lora13, lora2=lora2, **options,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout_TD)]
@@ -122,9 +123,8 @@ def test_without_adapters_and_with_recomputation(compute: str) -> None:
     for first, second in zip(kept, case.run(compute, recompute=True), strict=True):
         assert_bits(first, second)
     with torch.no_grad():
-        out = experts_mlp(
-            case.x_TD, case.ids_TK, case.weights_TK, in_fp8(case.w, compute, None), GLU
-        )
+        w = in_fp8(case.w, compute, None, case.x_TD, GLU)
+        out = experts_mlp(case.x_TD, case.ids_TK, case.weights_TK, w, GLU)
     assert_bits(out, kept[0])
 
 
@@ -145,6 +145,23 @@ def test_few_rows_are_decoded() -> None:
     case = Case(tokens=tokens)
     for mine, decoded in zip(case.run("fp8"), case.run("decoded"), strict=True):
         assert_bits(mine, decoded)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_few_tokens_with_batch_invariance_and_without_rows(tokens: int) -> None:
+    """Products of every size are in FP8 then: no token, one, and only empty slots."""
+    case = Case(tokens=max(tokens, 1))
+    case.x_TD, case.dout_TD = case.x_TD[:tokens], case.dout_TD[:tokens]
+    case.ids_TK, case.weights_TK = case.ids_TK[:tokens], case.weights_TK[:tokens]
+    found = case.run("fp8_copy", batch_invariant=True)
+    for name, mine, wanted in zip(NAMES, found, case.defined(torch.float64), strict=True):
+        assert mine.shape == wanted.shape
+        if wanted.any():
+            assert rel_err(mine, wanted) < 0.05, name
+        else:
+            assert not mine.any(), name
+    case.ids_TK = torch.full_like(case.ids_TK, -1)
+    assert not any(each.any() for each in case.run("fp8_copy", batch_invariant=True))
 
 
 def test_other_dtypes_and_a_nan_row() -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from moe_patch import (
     PatchConfig,
+    UnsupportedModelError,
     UnsupportedOptionError,
     patch_model,
     patch_report,
     quantize_experts,
+    shadow_results,
     unpatch_model,
 )
-from moe_patch.runtime.fp8 import Copies
+from moe_patch.patching import fp8_check
+from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.runtime.module_patch import patch_of
 from tests.support import quant_models, tiny_models
 from tests.support.numerics import assert_bits
@@ -54,3 +59,70 @@ def test_copies_of_a_model_start_without_transposed_weights() -> None:
         for copied in (copy.deepcopy(patch.copies), pickle.loads(pickle.dumps(patch.copies))):
             assert isinstance(copied, Copies)
             assert not copied.made
+
+
+def test_loading_a_state_dict_discards_transposed_weights() -> None:
+    """Also if the values change in place, which compiled code cannot see."""
+    model = patch_model(quantize_experts(quant_models.build(), "fp8"), compute="fp8_copy")
+    made = [patch_of(block.experts).copies.made for _, block in tiny_models.blocks(model)]
+    for one in made:
+        one["w13_EHD"] = (torch.empty(1), 0, (torch.empty(1), torch.empty(1)))
+    model.load_state_dict(model.state_dict())
+    assert made == [{}, {}]
+
+
+def test_training_of_the_base_is_refused_by_name() -> None:
+    model = patch_model(quantize_experts(quant_models.build(), "fp8"), compute="fp8")
+    model.requires_grad_(True)
+    with pytest.raises(UnsupportedModelError, match=r"Experts\.\w+: requires_grad is True"):
+        quant_models.logits(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload_experts": True}, "offload_experts=True with compute='fp8'"),
+        ({"chunk_tokens": 64}, "chunk_tokens=64 with compute='fp8'"),
+    ],
+)
+def test_options_that_fp8_products_exclude_are_refused_by_name(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnsupportedOptionError, match=said):
+        PatchConfig(compute="fp8", **options)
+
+
+def bent(*args: Any) -> Any:
+    """FP8 products of a weight that is larger by an eighth."""
+    w: Any = in_fp8(*args)
+    if args[1] == "decoded":
+        return w
+    scales = w.w2_EDF.scales[0] * 1.125, *w.w2_EDF.scales[1:]
+    return w._replace(w2_EDF=replace(w.w2_EDF, scales=scales))
+
+
+def test_the_self_check_has_a_limit_for_fp8_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with decoded weights where products are in FP8; refuse what is too far away."""
+    model = quantize_experts(quant_models.build(), "fp8")
+    monkeypatch.setattr(fp8_check, "decoded_reason", lambda *_: "")
+    patch_model(model, compute="fp8")
+    said = "skipped: experts stored in fp8; FP8 products passed"
+    assert {row.self_check for row in patch_report(model)} == {said}
+    unpatch_model(model)
+    monkeypatch.setattr(fp8_check, "in_fp8", bent)
+    with pytest.raises(
+        UnsupportedModelError, match=r"output differs .* by 1.25e-01 .* limit 8e-02"
+    ):
+        patch_model(model, compute="fp8")
+    patch_model(model, compute="decoded")
+    assert {row.self_check for row in patch_report(model)} == {"skipped: experts stored in fp8"}
+
+
+def test_shadow_checks_allow_for_fp8_products() -> None:
+    model = quantize_experts(quant_models.build(), "fp8")
+    for compute, limit in (("decoded", 5e-5), ("fp8", 0.16)):
+        patch_model(model, compute=compute, shadow_check=1)
+        model.train()(**tiny_models.inputs(model))
+        found = [each for each in shadow_results(model) if each.role == "experts"]
+        assert [each.limit for each in found] == [pytest.approx(limit)]
+        unpatch_model(model)

@@ -51,12 +51,16 @@ def pretend_card(
     hazards: dict[str, tuple[str, ...]] | None = None,
     hopper: Callable[[], float] = lambda: 0.5,
     in_front: Callable[[], float] = lambda: 0.5,
+    fp8: Callable[[], float] = lambda: 0.5,
     unseen: str = "",
 ) -> None:
     """Pretend a Hopper card, results of its kernels and findings in their code."""
     code: dict[str, list[str]] = {name: [] for name in SEARCHED - {unseen}}
     code |= {name: list(lines) for name, lines in (hazards or {}).items()}
-    groups = [[("experts", hopper)], [(f"nf4 {trust_checks.IN_FRONT}", in_front)]]
+    groups = [
+        [("experts", hopper)], [(f"nf4 {trust_checks.IN_FRONT}", in_front)],
+        [(f"experts {trust_checks.IN_FP8}", fp8)],
+    ]  # fmt: skip
     monkeypatch.setattr(trust_module, "_card", lambda device: (torch.device("cpu"), "a card"))
     monkeypatch.setattr(trust_module, "groups_of", lambda device: iter(groups))
     monkeypatch.setattr(trust_module, "searching", lambda: _found(code))

@@ -78,6 +78,8 @@ def test_transposed_copies_of_fp8_experts_take_as_much_again():
         found = parts.weight_bytes(sizes, Recipe(storage="fp8", compute=compute))
         assert found["experts"] == factor * once["experts"]
         assert found["linear"] == once["linear"]
+    sharded = Recipe(storage="fp8", compute="fp8_copy", ranks=2)
+    assert parts.weight_bytes(sizes, sharded)["experts"] < once["experts"]
     plain = Recipe(storage="bf16", compute="fp8_copy")
     assert parts.weight_bytes(sizes, plain) == parts.weight_bytes(sizes, Recipe())
 

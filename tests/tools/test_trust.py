@@ -118,9 +118,9 @@ def _does_not_compile() -> float:
 def test_what_holds_is_opened(card: Callable[..., None]) -> None:
     card()
     result = trust(progress=False)
-    assert (result.passed, result.in_front, result.hazards) == (True, True, [])
+    assert (result.passed, result.in_front, result.fp8, result.hazards) == (True, True, True, [])
     assert result.marker == str(trusted.path())
-    assert gates() == Gates(hopper=True, in_front=True), "in this process as well"
+    assert gates() == Gates(hopper=True, in_front=True, fp8=True), "in this process as well"
     assert json.loads(json.dumps(result.as_dict()))["passed"] is True
     assert json.loads(trusted.path().read_text())["checks"][0] == "experts"
     assert forget() == result.marker
@@ -141,8 +141,54 @@ def test_a_hazard_in_the_decoding_product_is_recorded(
     assert "off: nf4 in front of the product" in [check.name for check in result.checks]
     kept = json.loads(Path(result.marker).read_text())
     assert kept["in_front"] is False
+    assert kept["fp8"] is False
+    assert "FP8 products stay off: registers are overwritten" in result.note
+    assert "stay off" in versions.why_no_fp8()
     assert kept["hazards"] == result.hazards
     assert gates()[:2] == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("pretended", "said"),
+    [
+        ({"fp8": _fails}, "FP8 products stay off: their results are wrong"),
+        (
+            {"hazards": {"_hopper_fp8_up_kernel": HAZARD}},
+            "products that decode their weights stay off: registers are overwritten; "
+            "FP8 products stay off: registers are overwritten",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:moe_patch. packed experts")
+def test_wrong_fp8_products_stay_off(pretended: dict, said: str, card: Callable[..., None]) -> None:
+    card(**pretended)
+    result = trust(progress=False)
+    sound = "hazards" not in pretended
+    assert (result.passed, result.in_front, result.fp8) == (True, sound, False)
+    assert result.note == said
+    assert f"off: experts {trust_checks.IN_FP8}" in [check.name for check in result.checks]
+    assert gates()[:2] == (True, sound)
+    assert not gates().fp8
+
+
+def test_fp8_products_are_compared_with_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pass the definition in 16 bits; refuse decoded weights, a wrong scale and other bits."""
+    layer = trust_checks.Fp8Layer(CPU, BF16, 40)
+    with pytest.raises(Failed, match="times as far from fp64 as allowed"):
+        trust_checks.compare_fp8(layer)
+    seen: list[Gates] = []
+
+    def results(factor: float, tensors: Any, *rest: Any) -> Any:
+        seen.append(gates())
+        tensors = layer.cast(tensors, BF16) | {"weights": tensors["weights"].float() * factor}
+        return layer.reference(tensors, *rest)
+
+    monkeypatch.setattr(layer, "results", partial(results, 1.0))
+    assert 0.5 < trust_checks.compare_fp8(layer) <= 1
+    assert set(seen) == {Gates(hopper=True, in_front=False, fp8=True)}
+    monkeypatch.setattr(layer, "results", partial(results, 1.1))
+    with pytest.raises(Failed, match="times as far from fp64 as allowed"):
+        trust_checks.compare_fp8(layer)
 
 
 @pytest.mark.filterwarnings("ignore:moe_patch. portable kernels")

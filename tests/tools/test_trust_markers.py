@@ -75,8 +75,10 @@ def test_a_marker_of_another_combination_is_ignored(field: str, value: object) -
         (b"\xff\xfe", "cannot be read"),
         (b"[1]", "not a JSON object"),
         ({"in_front": "true"}, "in_front"),
+        ({"fp8": None}, "fp8"),
         ({"hazards": None}, "hazards"),
         ({"hazards": ["k: line 5"]}, "despite hazards"),
+        ({"in_front": False, "fp8": True, "hazards": ["k: line 5"]}, "despite hazards"),
     ],
 )
 def test_a_damaged_marker_is_ignored(content: Any, said: str) -> None:
@@ -146,15 +148,25 @@ def test_the_report_names_what_a_hazard_keeps_off(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     triton_runs = BackendChoice("triton", "")
     monkeypatch.setattr(report, "choose_backend", lambda *_: triton_runs)
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 1}
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     model = tiny_models.build("qwen3_moe", dtype=BF16, **sizes)
-    patch_model(quantize_experts(model, "nf4"), self_check=False)
-    for marker, said in ((Marker(True, ()), ""), (Marker(False, HAZARD), "decoded into a buffer")):
+    patch_model(quantize_experts(model, "fp8"), self_check=False, compute="fp8_copy")
+    decoded, off = "decoded into a buffer", "compute='fp8_copy' has no effect: FP8 products stay"
+    for marker, said in (
+        (Marker(True, (), fp8=True), ()),
+        (Marker(True, (), fp8=False), (off,)),
+        (Marker(False, HAZARD), (decoded, off)),
+    ):
         trusted.write(marker)
         versions.decide_again()
         (row,) = patch_report(model, torch.device("cuda"))
-        assert said in row.reason
+        assert all(each in row.reason for each in said)
         assert bool(said) == bool(row.reason)
+    trusted.forget()
+    versions.decide_again()
+    with pytest.warns(UserWarning, match="portable kernels"):
+        (row,) = patch_report(model, torch.device("cuda"))
+    assert "FP8 products need a Triton on which the Hopper kernels may run" in row.reason
 
 
 WITHOUT_GLUON = """

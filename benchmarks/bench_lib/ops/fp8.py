@@ -29,7 +29,8 @@ def build(inputs: QuantInputs, point: Point, *, compute: str | None = None) -> P
     w = ExpertWeights(inputs.w13_EHD, inputs.w2_EDF)
     if compute is not None and inputs.packed13 is not None:
         packed: Any = inputs.packed13, inputs.packed2
-        w = in_fp8(ExpertWeights(*packed), compute, Copies() if point.backward else None)
+        copies = Copies() if point.backward else None
+        w = in_fp8(ExpertWeights(*packed), compute, copies, inputs.x_TD, GLU)
     forward = partial(
         experts_mlp, inputs.x_TD, inputs.ids_TK, inputs.weights_TK, w, GLU,
         lora13=inputs.lora13, lora2=inputs.lora2,

@@ -30,10 +30,12 @@ class Marker(NamedTuple):
     Attributes:
         in_front: packed weights may be decoded inside the kernel, directly before each product.
         hazards: one line for each register that is overwritten while a product may still read it.
+        fp8: experts may be multiplied in FP8.
     """
 
     in_front: bool
     hazards: tuple[str, ...]
+    fp8: bool = False
 
 
 def combination() -> dict[str, Any]:
@@ -66,7 +68,7 @@ def read() -> tuple[Marker | None, str]:
         return None, f"the marker {place} is ignored: it cannot be read ({error})"
     if (why := _unlike(found)) is not None:
         return None, f"the marker {place} is ignored: {why}"
-    return Marker(found["in_front"], tuple(found["hazards"])), ""
+    return Marker(found["in_front"], tuple(found["hazards"]), found["fp8"]), ""
 
 
 def _unlike(found: Any) -> str | None:
@@ -76,11 +78,11 @@ def _unlike(found: Any) -> str | None:
     for name, value in combination().items():
         if found.get(name) != value:
             return f"it is for {name} {found.get(name)}, found {value}"
-    in_front, hazards = found.get("in_front"), found.get("hazards")
-    if not isinstance(in_front, bool) or not isinstance(hazards, list):
-        return "in_front (true or false) or hazards (a list) is missing"
-    if in_front and hazards:
-        return "it allows decoding in front of the product despite hazards"
+    in_front, fp8, hazards = (found.get(name) for name in ("in_front", "fp8", "hazards"))
+    if not isinstance(in_front, bool) or not isinstance(fp8, bool) or not isinstance(hazards, list):
+        return "in_front or fp8 (true or false) or hazards (a list) is missing"
+    if (in_front or fp8) and hazards:
+        return "it allows decoding in front of the product, or FP8 products, despite hazards"
     return None
 
 

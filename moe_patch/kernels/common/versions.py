@@ -70,11 +70,13 @@ class Gates(NamedTuple):
         hopper: the Hopper kernels.
         in_front: decoding packed weights inside the kernel, directly before each product.
         reason: why one of them may not run, or why a marker was ignored; else "".
+        fp8: products of experts in FP8.
     """
 
     hopper: bool
     in_front: bool
     reason: str = ""
+    fp8: bool = False
 
 
 PORTABLE = Gates(hopper=False, in_front=False)
@@ -119,7 +121,7 @@ def _decide() -> Gates:
             f"{triton.__version__} that overwrites registers which are still read "
             f"({len(marker.hazards)} places, listed in {trusted.path()})"
         )
-    return Gates(True, in_front, why)
+    return Gates(True, in_front, why, fp8=entry.hopper or (marker is not None and marker.fp8))
 
 
 def _without_gluon() -> str:
@@ -137,6 +139,19 @@ def _without_gluon() -> str:
 def known_triton() -> bool:
     """Return whether the Hopper kernels were tested on the installed Triton."""
     return gates().hopper
+
+
+def why_no_fp8() -> str:
+    """Return why FP8 products may not run on the installed Triton, or ""."""
+    found = gates()
+    if not found.hopper:
+        return "FP8 products need a Triton on which the Hopper kernels may run"
+    if not found.fp8:
+        return (
+            f"FP8 products stay off on triton {triton.__version__}: `moe-patch selftest --trust` "
+            f"found overwritten registers or wrong results, listed in {trusted.path()}"
+        )
+    return ""
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import Device, cdiv
 from moe_patch.kernels.common.tiles import LEAST_ROWS_IN_FP8 as LEAST_ROWS
-from moe_patch.kernels.common.versions import hopper_module, known_triton, whole_rank
+from moe_patch.kernels.common.versions import hopper_module, whole_rank, why_no_fp8
 from moe_patch.kernels.experts.dh import HiddenGradients
 from moe_patch.kernels.packed.rows import quantise_rows
 from moe_patch.kernels.plan.row_tiles import RowTiles
@@ -53,8 +53,8 @@ def why_not_fp8(
     if capability != (9, 0):
         found = ".".join(map(str, capability))
         return f"FP8 products need compute capability 9.0, found {found}"
-    if not known_triton():
-        return "FP8 products need a Triton on which the Hopper kernels may run"
+    if why := why_no_fp8():
+        return why
     if dtype.itemsize != 2:
         return f"FP8 products take bf16 and fp16, found {dtype}"
     if not glu.gated or glu.interleaved or biased or transposed:

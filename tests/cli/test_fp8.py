@@ -1,0 +1,70 @@
+"""The option compute of verify and plan, and what inspect says about it; no card is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moe_patch.cli import CHECK_FAILED, main
+from moe_patch.cli.output import bytes_text
+from moe_patch.runtime import experts
+from moe_patch.runtime.fp8 import in_fp8
+from tests.support.cli_calls import answer, error_of, only_config
+
+LIMITS = {"expert choice": 0.3, "loss": 0.2, "logits": 0.2, "router logits": 0.2, "gradients": 0.4}
+SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return only_config(tmp_path_factory.mktemp("tiny"), "qwen3_moe", **SIZES)
+
+
+def test_verify_has_limits_for_fp8_and_says_where_experts_are_decoded(capsys, folder):
+    command = ("verify", folder, "--device", "cpu", "--compute", "fp8_copy")
+    found = answer(capsys, *command)
+    assert (found["passed"], found["compute"]) == (True, "fp8_copy")
+    limits = {check["name"]: check["limit"] for check in found["checks"]}
+    assert LIMITS.items() <= limits.items()
+    reasons = {block["reason"] for block in found["blocks"]}
+    assert reasons == {
+        "compute='fp8_copy' has no effect: experts on the torch backend and cpu are decoded"
+    }
+    assert main([*command]) == 0
+    assert reasons.pop() in capsys.readouterr().out.splitlines()
+
+
+def test_verify_finds_wrong_products(capsys, folder, monkeypatch):
+    def halved(w, compute, *args):
+        w = in_fp8(w, compute, *args)
+        if compute == "decoded":
+            return w
+        scales = (w.w13_EHD.scales[0] * 0.5,)
+        return w._replace(w13_EHD=replace(w.w13_EHD, scales=scales))
+
+    monkeypatch.setattr(experts, "in_fp8", halved)
+    command = ("verify", folder, "--device", "cpu", "--compute", "fp8", "--random")
+    found = answer(capsys, *command, status=CHECK_FAILED)
+    assert "gradients" in {check["name"] for check in found["checks"] if not check["passed"]}
+
+
+def test_inspect_and_plan_say_the_memory_of_a_transposed_copy(capsys, folder):
+    """Both copies together take what bf16 takes, apart from scales."""
+    inspected = answer(capsys, "inspect", folder, "--dtype", "bfloat16")
+    once = inspected["expert_bytes_quantised"]["fp8"]
+    assert 0.5 < once / inspected["expert_bytes"] < 0.501
+    main(["inspect", folder, "--dtype", "bfloat16"])
+    lines = capsys.readouterr().out.splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith("experts in fp8")]
+    assert "compute: fp8_copy" in lines[at + 1]
+    assert lines[at + 1].endswith(f": {bytes_text(2 * once)}")
+    plan = ("plan", folder, "--dtype", "bfloat16", "--storage", "fp8")
+    assert answer(capsys, *plan, "--compute", "fp8")["weights"]["experts"] == once
+    found = answer(capsys, *plan, "--compute", "fp8_copy", "--memory", "80GB")
+    assert found["weights"]["experts"] == 2 * once
+    assert found["recipe"]["moe_patch"] == {"compute": "fp8_copy"}
+    assert main([*plan, "--compute", "fp8_copy"]) == 0
+    assert "experts in fp8, twice (fp8_copy)" in capsys.readouterr().out
+    said = error_of(capsys, *plan, "--compute", "fp8", "--offload")
+    assert "offload_experts=True with compute='fp8'" in said
