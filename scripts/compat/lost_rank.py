@@ -1,0 +1,119 @@
+"""Time how long a rank waits for one that was killed, under different settings of NCCL's watchdog.
+
+    python scripts/compat/lost_rank.py                     all settings at once, on two cards
+    python scripts/compat/lost_rank.py --on cpu            a trial with gloo
+
+Each setting has two processes in a group with a limit of 20 s. Rank 1 kills itself, rank 0 waits in
+an all-reduce. One line of JSON a setting gives the seconds until rank 0 had ended and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+GROUP_S = 20.0
+NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+SETTINGS: dict[str, dict[str, str]] = {
+    "defaults": {},
+    "no dump": NO_DUMP,
+    "no trace": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
+    "short dump": {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"},
+    "no dump, abort": NO_DUMP | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
+    "no dump, eager": NO_DUMP | {"LOST_RANK_EAGER": "1"},
+    "blocking wait": {"TORCH_NCCL_BLOCKING_WAIT": "1"},
+    "torchrun": {},
+}
+
+
+def work(device_type: str) -> None:
+    """Run one rank: a first all-reduce on both, and one that rank 1 never joins."""
+    rank = int(os.environ["RANK"])
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
+        timeout=timedelta(seconds=GROUP_S),
+        device_id=device if "LOST_RANK_EAGER" in os.environ else None,
+    )
+    value = torch.ones(1 << 20, device=device)
+    dist.all_reduce(value)
+    print(f"LOST {rank} begins {value[0].item()} {time.time()}", flush=True)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(3):
+            dist.all_reduce(value)
+        print(f"LOST {rank} read {value[0].item()} {time.time()}", flush=True)
+    except RuntimeError as error:
+        print(f"LOST {rank} error {str(error)[:160]!r} {time.time()}", flush=True)
+        os._exit(3)
+
+
+def launch(name: str, device: str) -> list[subprocess.Popen[str]]:
+    """Start both ranks of a setting; torchrun starts them itself."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = os.environ | SETTINGS[name] | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    own = [__file__, "--work", device]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    if name == "torchrun":
+        command = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+        return [subprocess.Popen([sys.executable, *command, *own], env=env, **options)]  # type: ignore[call-overload]
+    ranks = []
+    for rank in (0, 1):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        ranks.append(subprocess.Popen([sys.executable, *own], env=env | place, **options))  # type: ignore[call-overload]
+    return ranks
+
+
+def main() -> int:
+    """Start all settings, and print how each ended."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--on", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--settings", nargs="+", choices=sorted(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--until", type=float, default=120.0, help="seconds; then all are killed")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work)
+        return 0
+    begun = time.time()
+    running = {name: launch(name, options.on) for name in options.settings}
+    ended: dict[str, float] = {}
+    while len(ended) < len(running) and time.time() - begun < options.until:
+        for name, processes in running.items():
+            if name not in ended and processes[0].poll() is not None:
+                ended[name] = time.time()
+        time.sleep(0.1)
+    for name, processes in running.items():
+        for process in processes:
+            process.terminate()  # torchrun stops its ranks then.
+        time.sleep(0.0 if name in ended else 2.0)
+        for process in processes:
+            process.kill()
+        output = "".join(process.communicate()[0] for process in reversed(processes))
+        lines = [line for line in output.splitlines() if line.startswith("LOST ")]
+        began = [float(line.split()[-1]) for line in lines if line.startswith("LOST 1 begins")]
+        seconds = round(ended[name] - began[0], 1) if began and name in ended else None
+        code = processes[0].returncode if name in ended else "killed by this script"
+        print(json.dumps({"setting": name, "seconds": seconds, "code": code, "lines": lines}))
+        for line in [line for line in output.splitlines() if "atchdog" in line or "dump" in line][:6]:
+            print("   ", line[:220])
+    return 0 if len(ended) == len(running) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
