@@ -132,9 +132,7 @@ def adapted(
 
 def data_parallel(model: Any, device: torch.device) -> DistributedDataParallel:
     """Wrap a model in DDP."""
-    return DistributedDataParallel(
-        model, device_ids=[device] if device.type == "cuda" else None
-    )
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
 
 def shard(model: Any) -> Any:

@@ -129,7 +129,7 @@ def start(
         torch.multiprocessing.ProcessRaisedException: a rank failed; the others are stopped.
     """
     turn = torch.multiprocessing.get_context("spawn").Barrier(max(worlds))
-    ports = _free_ports(len(worlds))
+    ports = free_ports(len(worlds))
     torch.multiprocessing.start_processes(
         _run, (worlds, ports, turn, threads, measure, args), nprocs=max(worlds),
         start_method="spawn",
@@ -148,7 +148,7 @@ def _run(
         turn.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return different TCP ports that are free just now."""
     sockets = [socket.socket() for _ in range(count)]
     for one in sockets:

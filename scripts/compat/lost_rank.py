@@ -92,27 +92,33 @@ def main() -> int:
         return 0
     begun = time.time()
     running = {name: launch(name, options.on) for name in options.settings}
-    ended: dict[str, float] = {}
-    while len(ended) < len(running) and time.time() - begun < options.until:
-        for name, processes in running.items():
-            if name not in ended and processes[0].poll() is not None:
-                ended[name] = time.time()
+    late = 0
+    while running:
+        over = time.time() - begun > options.until
+        for name in [n for n, p in running.items() if over or p[0].poll() is not None]:
+            late += over
+            report(name, running.pop(name), time.time())
         time.sleep(0.1)
-    for name, processes in running.items():
-        for process in processes:
-            process.terminate()  # torchrun stops its ranks then.
-        time.sleep(0.0 if name in ended else 2.0)
-        for process in processes:
-            process.kill()
-        output = "".join(process.communicate()[0] for process in reversed(processes))
-        lines = [line for line in output.splitlines() if line.startswith("LOST ")]
-        began = [float(line.split()[-1]) for line in lines if line.startswith("LOST 1 begins")]
-        seconds = round(ended[name] - began[0], 1) if began and name in ended else None
-        code = processes[0].returncode if name in ended else "killed by this script"
-        print(json.dumps({"setting": name, "seconds": seconds, "code": code, "lines": lines}))
-        for line in [line for line in output.splitlines() if "atchdog" in line or "dump" in line][:6]:
-            print("   ", line[:220])
-    return 0 if len(ended) == len(running) else 1
+    return 1 if late else 0
+
+
+def report(name: str, processes: list[subprocess.Popen[str]], now: float) -> None:
+    """Print how a setting ended, or that it had not; end what still runs."""
+    code = processes[0].poll()
+    for process in processes:
+        process.terminate()  # torchrun stops its ranks then.
+    if code is None:
+        time.sleep(2.0)
+    for process in processes:
+        process.kill()
+    output = "".join(process.communicate()[0] for process in reversed(processes)).splitlines()
+    lines = [line for line in output if line.startswith("LOST ")]
+    began = [float(line.split()[-1]) for line in lines if line.startswith("LOST 1 begins")]
+    seconds = round(now - began[0], 1) if began else None
+    how = "NOT ENDED" if code is None else f"exit code {code}"
+    print(json.dumps({"setting": name, "seconds": seconds, "how": how, "lines": lines}))
+    for line in [line for line in output if "atchdog" in line or "dump" in line][:6]:
+        print("   ", line[:220], flush=True)
 
 
 if __name__ == "__main__":
