@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 
 GROUP_S = 20.0
-NO_DUMP = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+SHORT = "short wait for dumps"
 SETTINGS: dict[str, dict[str, str]] = {
     "defaults": {},
-    "no dump": NO_DUMP,
-    "no trace": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
-    "short dump": {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"},
-    "no dump, abort": NO_DUMP | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
-    "no dump, eager": NO_DUMP | {"LOST_RANK_EAGER": "1"},
+    # After a limit has passed, the watchdog sleeps four times this long before it ends the process.
+    SHORT: {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"},
+    "no dump": {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"},
+    "no dump, abort": {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"},
     "blocking wait": {"TORCH_NCCL_BLOCKING_WAIT": "1"},
     "torchrun": {},
 }
@@ -42,11 +41,8 @@ def work(device_type: str) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
-        timeout=timedelta(seconds=GROUP_S),
-        device_id=device if "LOST_RANK_EAGER" in os.environ else None,
-    )
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_S))
     value = torch.ones(1 << 20, device=device)
     dist.all_reduce(value)
     print(f"LOST {rank} begins {value[0].item()} {time.time()}", flush=True)
@@ -85,6 +81,7 @@ def main() -> int:
     parser.add_argument("--on", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--settings", nargs="+", choices=sorted(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--until", type=float, default=120.0, help="seconds; then all are killed")
+    parser.add_argument("--most", type=float, default=60.0, help="seconds; more is a failure")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -96,14 +93,18 @@ def main() -> int:
     while running:
         over = time.time() - begun > options.until
         for name in [n for n, p in running.items() if over or p[0].poll() is not None]:
-            late += over
-            report(name, running.pop(name), time.time())
+            seconds = report(name, running.pop(name), time.time())
+            late += over or seconds is None or seconds > options.most
         time.sleep(0.1)
     return 1 if late else 0
 
 
-def report(name: str, processes: list[subprocess.Popen[str]], now: float) -> None:
-    """Print how a setting ended, or that it had not; end what still runs."""
+def report(name: str, processes: list[subprocess.Popen[str]], now: float) -> float | None:
+    """Print how a setting ended, or that it had not; end what still runs.
+
+    Returns:
+        Seconds from the loss of rank 1 to ``now``, or None if no rank came so far.
+    """
     code = processes[0].poll()
     for process in processes:
         process.terminate()  # torchrun stops its ranks then.
@@ -119,6 +120,7 @@ def report(name: str, processes: list[subprocess.Popen[str]], now: float) -> Non
     print(json.dumps({"setting": name, "seconds": seconds, "how": how, "lines": lines}))
     for line in [line for line in output if "atchdog" in line or "dump" in line][:6]:
         print("   ", line[:220], flush=True)
+    return seconds
 
 
 if __name__ == "__main__":
