@@ -1,156 +1,131 @@
-"""Measure tokens per second of LoRA on experts on several cards: DDP and expert parallelism.
+"""Measure tokens per second of LoRA on experts on several cards, in each layout.
 
     python benchmarks/studies/bench_parallel_lora.py --world 2
+    python benchmarks/studies/bench_parallel_lora.py --world 2 --layers 48 --checkpointing
+    python benchmarks/studies/bench_parallel_lora.py --world 1 2 4 8 --step-tokens 65536
+    python benchmarks/studies/bench_parallel_lora.py --world 1 2 --tiny --out rows.jsonl    on a CPU
 
 Rows are appended to benchmarks/results/parallel.jsonl, with the adapters' rank as ``lora``.
 
 A step is forward and backward in bf16 with fp32 adapters on both projections of all experts,
-without an optimizer. The model has 12 layers of Qwen3-30B-A3B's sizes with random weights. Every
-rank has its own batch, except under ``ep`` in releases of transformers that do not exchange tokens.
-``peft`` is PEFT on transformers' own experts; it cannot run on divided experts.
+without an optimizer. The model has layers of Qwen3-30B-A3B's sizes with random weights. Every rank
+has its own batch, except where tensor parallelism makes them share one. ``peft`` is PEFT on
+transformers' own experts; it cannot run on divided experts.
+
+With ``--step-tokens`` all ranks together have so many tokens in a step, whatever their number:
+each accumulates gradients over several batches. Such rows have ``step_tokens`` and, on cards, the
+split of a profiled step's time on each rank (bench_lib/kernel_split.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import gc
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 # Prefer the checkout to an installed moe_patch.
-sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "studies")]
+sys.path[1:1] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from bench_lib.rows import commit_of, machine, new_run  # noqa: E402
-from bench_parallel import OUT, SIZES, random_model, step_ms  # noqa: E402
-from peft import LoraConfig  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-from transformers.distributed import DistributedConfig  # noqa: E402
+from bench_lib import parallel_models as models  # noqa: E402
+from bench_lib.kernel_split import profiled  # noqa: E402
+from bench_lib.ranks import Rank, Rows, add_arguments, rows_of, start, step_ms  # noqa: E402
 
-from moe_patch import patch_model, unpatch_model  # noqa: E402
-from moe_patch.expert_parallel import attach_adapter  # noqa: E402
+from moe_patch import unpatch_model  # noqa: E402
 
-PORT = 29641
-THREADS = 8  # PEFT draws the factors on the CPU
+THREADS = 8  # PEFT draws factors of divided experts on the CPU.
+PEFT_RUNS = ("one", "ddp", "fsdp2")
 
 
-def expert_parallel(world: int) -> tuple[dict[str, Any], int]:
-    """Return transformers' options for experts over all ranks, and the batches of one step."""
-    if "ep_implementation" in {field.name for field in fields(DistributedConfig)}:
-        return {"fsdp_size": world, "ep_size": world}, world
-    return {"tp_size": world, "enable_expert_parallel": True}, 1
-
-
-def ddp(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, int]:
-    """Return a model with adapters, the same inside DDP, and the batches of one step."""
-    model = adapted(random_model(options.size, options.layers, {}, device), options)
-    devices = [device] if device.type == "cuda" else None
-    return model, DistributedDataParallel(model, device_ids=devices), options.world
-
-
-def ep(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any, int]:
-    """Return a model with divided experts and adapters twice, and the batches of one step."""
-    distributed, batches = expert_parallel(options.world)
-    model = adapted(random_model(options.size, options.layers, distributed, device), options)
-    return model, model, batches
-
-
-def adapted(model: Any, options: argparse.Namespace) -> Any:
-    torch.manual_seed(0)
-    parameters = ["experts.gate_up_proj", "experts.down_proj"]
-    config = LoraConfig(
-        r=options.lora, lora_alpha=options.lora, target_modules=[], target_parameters=parameters
-    )
-    return patch_model(attach_adapter(model, config))
-
-
-LAYOUTS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "ddp": (ddp, ("moe_patch", "peft")),
-    "ep": (ep, ("moe_patch",)),
-}
-
-
-def work(rank: int, options: argparse.Namespace, rows: Path) -> None:
-    """Measure every layout on one rank; rank 0 writes the rows as they are measured."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    torch.set_num_threads(THREADS if cuda else 1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": options.world, "MASTER_PORT": PORT}
-    os.environ.update({name: str(value) for name, value in names.items()})
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+def measure(rank: Rank, options: argparse.Namespace, rows: Rows) -> None:
+    """Measure the layouts of one world; rank 0 writes the rows."""
+    if rank.world == 1:
+        return measure_layout(rank, "one", options, rows)
     for layout in options.layouts:
-        measure(rank, layout, options, device, rows)
-    dist.destroy_process_group()
+        if rank.number == 0:
+            rows.log(f"{layout} on {rank.world} begins")
+        measure_layout(rank, layout, options, rows)
+        gc.collect()  # A patched model has cycles, and would stay beside the next.
+        if rank.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return None
 
 
-def measure(
-    rank: int, layout: str, options: argparse.Namespace, device: torch.device, rows: Path
-) -> None:
+def measure_layout(rank: Rank, layout: str, options: argparse.Namespace, rows: Rows) -> None:
     """Measure one layout with each implementation that runs there."""
-    start = time.perf_counter()
-    build, impls = LAYOUTS[layout]
-    model, wrapped, batches = build(options, device)
-    generator = torch.Generator().manual_seed(rank if batches > 1 else 0)
-    shape = (options.sequences, options.length)
-    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(device)
-    for impl in impls:
+    model, wrapped, batches = models.adapted(
+        models.TINY if options.tiny else models.CARD, options.layers, layout, rank.world,
+        options.lora, rank.device, options.checkpointing,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(rank.number if batches > 1 else 0)
+    tokens = options.sequences * options.length
+    passes = (options.step_tokens or tokens * batches) // (tokens * batches)
+    shape = (passes, options.sequences, options.length)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(rank.device)
+    step = step_of(wrapped, ids)
+    for impl in ("moe_patch", "peft"):
+        if impl not in options.impls or (impl == "peft" and layout not in PEFT_RUNS):
+            continue
         if impl == "peft":
             unpatch_model(model)
-        if device.type == "cuda":
+        if rank.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        median, host = step_ms(wrapped, ids, options.steps)
+        median, host = step_ms(rank, step, options.steps)
+        peaks = rank.peaks()
         measured = {
-            "layout": layout, "world": options.world, "impl": impl, "median_ms": round(median, 3),
+            "layout": layout, "world": rank.world, "impl": impl, "median_ms": round(median, 3),
             "host_ms": round(host, 3),
             "tokens_per_s": round(batches * ids.numel() / median * 1e3),
-            "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+            "peak_bytes": peaks[0], "peaks": peaks,
         }  # fmt: skip
-        if rank == 0:
-            print(f"{time.perf_counter() - start:.1f} s", measured, flush=True)
-            with rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(measured) + "\n")
+        if options.step_tokens:
+            measured |= {"step_tokens": passes * tokens * batches, "passes": passes}
+            if rank.device.type == "cuda":
+                measured["split"] = rank.gather(profiled(step))
+        if rank.number == 0:
+            rows.write(measured)
+
+
+def step_of(model: Any, ids: torch.Tensor) -> Callable[[], None]:
+    """Return a step over all batches of a rank; gradients are reduced in the last backward."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        for number, batch in enumerate(ids):
+            if len(ids) > 1:
+                models.reduces(model, number == len(ids) - 1)
+            model(input_ids=batch, labels=batch).loss.backward()
+
+    return step
 
 
 def main() -> int:
-    """Start the ranks, and store what they measured even if one of them fails."""
+    """Start the ranks."""
     parser = argparse.ArgumentParser(description="Tokens per second of LoRA on several cards.")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--layouts", nargs="+", choices=sorted(LAYOUTS), default=["ddp", "ep"])
+    parser.add_argument("--world", type=int, nargs="+", default=[2])
+    parser.add_argument("--layouts", nargs="+", choices=models.LORA_LAYOUTS[1:],
+                        default=["ddp", "fsdp2", "ep"])  # fmt: skip
+    parser.add_argument("--impls", nargs="+", choices=("moe_patch", "peft"),
+                        default=["moe_patch", "peft"])  # fmt: skip
     parser.add_argument("--lora", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=2, help="in one batch")
     parser.add_argument("--length", type=int, default=4096, help="tokens of one sequence")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--size", choices=sorted(SIZES), default="card")
-    parser.add_argument("--commit", help="HEAD, where the tree was copied without its .git")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--checkpointing", action="store_true", help="of each layer")
+    parser.add_argument("--step-tokens", type=int, help="tokens of a step on all ranks together")
+    add_arguments(parser, steps=5)
     options = parser.parse_args()
-    run, date = new_run()
-    place = machine("cuda" if torch.cuda.is_available() else "cpu")
-    common = {"run": run, "date": date, "commit": options.commit or commit_of(ROOT)} | place
-    common |= {n: getattr(options, n) for n in ("size", "layers", "sequences", "steps", "lora")}
-    common["tokens"] = options.sequences * options.length
-    measured = options.out.with_suffix(f".{run}")
-    measured.touch()
-    try:
-        torch.multiprocessing.start_processes(
-            work, (options, measured), nprocs=options.world, start_method="spawn"
-        )
-    finally:
-        rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
-        measured.unlink()
-        with options.out.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(common | row) + "\n" for row in rows)
+    if options.tiny:
+        options.layers, options.length = min(options.layers, 2), min(options.length, 32)
+        options.step_tokens = options.step_tokens and 512
+    names = ("layers", "sequences", "steps", "lora", "checkpointing")
+    tokens = options.sequences * options.length
+    rows = rows_of(options, names, size="tiny" if options.tiny else "card", tokens=tokens)
+    start(options.world, measure, (options, rows), THREADS)
     return 0
 
 

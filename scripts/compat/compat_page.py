@@ -13,7 +13,7 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
     adapted = [row for row in rows if "lora" in row]
     rows = [row for row in rows if not {"lora", "storage"} & row.keys()]
     if not rows:
-        return lora_on_cards(adapted)
+        return lora_on_cards(adapted) + scaling(adapted)
     runs = {row["world"]: row["run"] for row in rows}
     shown = [row for row in rows if row["run"] == runs[row["world"]]]
     last = shown[-1]
@@ -35,51 +35,98 @@ def several_cards(rows: list[dict[str, Any]]) -> list[str]:
         if impl == "moe_patch" and theirs is not None:
             ours = speed[world, layout, impl]
             lines.append(f"| {world} | {layout} | {ours} | {theirs} | {ours / theirs:.2f} |")
-    return lines + lora_on_cards(adapted)
+    return lines + lora_on_cards(adapted) + scaling(adapted)
 
 
 def lora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
-    """Return tokens per second of LoRA on experts, from the newest run."""
-    if not rows:
+    """Return tokens per second of LoRA on experts, from the newest row of each case."""
+    shown = newest_of(
+        [row for row in rows if "step_tokens" not in row],
+        ("world", "layers", "checkpointing", "tokens", "layout", "impl"),
+    )
+    if not shown:
         return []
-    last = rows[-1]
+    last = shown[-1]
     lines = [
-        "",
-        f"`benchmarks/studies/bench_parallel_lora.py` on {last['world']} x {last['card']}: "
-        f"adapters of rank {last['lora']} on the experts of {last['layers']} layers, "
-        f"{last['tokens']} tokens in one batch; torch {last['torch']}, transformers "
-        f"{last['transformers']}, commit {short(last['commit'])}.", "",
-        "| spread by | implementation | tokens/s | peak GB on rank 0 |",
-        "|---|---|---|---|",
+        "", "## LoRA on several cards", "",
+        f"`benchmarks/studies/bench_parallel_lora.py` on {last['card']}: forward and backward with "
+        f"adapters of rank {last['lora']} on the experts; torch {last['torch']}. `ep`: each expert "
+        "on one card, and FSDP2 around the dense layers. `ep_tp`: tensor parallelism there, so "
+        "that cards share a batch. `ep_fsdp2`: two copies of the experts. Other layouts have a "
+        "batch per card. `peft`: PEFT on transformers' own experts.", "",
+        "| cards | layers | checkpointing | tokens in a batch | spread by | implementation "
+        "| tokens/s | peak GB on rank 0 | transformers | commit |",
+        "|---" * 10 + "|",
     ]  # fmt: skip
-    for row in rows:
-        if row["run"] == last["run"]:
-            peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
-            lines.append(f"| {row['layout']} | {row['impl']} | {row['tokens_per_s']} | {peak} |")
+    for row in shown:
+        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.1f}"
+        cells = [
+            row["world"], row["layers"], "yes" if row.get("checkpointing") else "no",
+            row["tokens"], row["layout"], row["impl"], row["tokens_per_s"], peak,
+            row["transformers"], short(row["commit"]),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
 
 
-def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
-    """Return tokens per second and memory of QLoRA, from its newest run on each number of cards."""
-    rows = [row for row in rows if "storage" in row]
-    if not rows:
+def scaling(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the table of strong scaling, from the newest row of each layout and world."""
+    shown = newest_of([row for row in rows if "step_tokens" in row], ("layout", "impl", "world"))
+    if not shown:
         return []
-    runs = {row["world"]: row["run"] for row in rows}
-    shown = [row for row in rows if row["run"] == runs[row["world"]]]
+    alone = {row["impl"]: row["median_ms"] for row in shown if row["world"] == 1}
+    last = shown[-1]
+    lines = [
+        "", f"A LoRA step of {last['step_tokens']} tokens on {last['layers']} layers, in batches "
+        f"of {last['tokens']}, by number of cards (`--step-tokens`). `efficiency` is the time on "
+        "one card over cards times time. The other columns split a profiled step of rank 0: "
+        "kernels run, only NCCL runs, nothing runs.", "",
+        "| cards | spread by | ms | efficiency | computing | NCCL alone | idle | commit |",
+        "|---" * 8 + "|",
+    ]  # fmt: skip
+    for row in shown:
+        one = alone.get(row["impl"])
+        part = row["split"][0] if row.get("split") else {}
+        cells = [
+            row["world"], row["layout"], round(row["median_ms"]),
+            f"{one / row['world'] / row['median_ms']:.2f}" if one else "–",
+            *(round(part[k]) if part else "–" for k in ("compute_ms", "exposed_ms", "idle_ms")),
+            short(row["commit"]),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
+
+
+def newest_of(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the newest row of each combination of the fields ``names``, in order of those."""
+    newest = {tuple(str(row.get(name) or 0) for name in names): row for row in rows}
+    return sorted(
+        newest.values(), key=lambda row: [(type(v := row.get(n) or 0).__name__, v) for n in names]
+    )
+
+
+def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
+    """Return tokens per second and memory of QLoRA, from the newest row of each case."""
+    names = ("world", "layers", "tokens", "layout")
+    shown = newest_of([row for row in rows if "storage" in row], names)
+    if not shown:
+        return []
     last = shown[-1]
     lines = [
         "", "## QLoRA on several cards", "",
         f"`benchmarks/studies/bench_qlora_ranks.py` on {last['card']}. A step is forward, backward "
-        f"and AdamW with checkpointing, on {last['layers']} layers of Qwen3-30B-A3B's sizes, "
-        f"experts in {last['storage']}. Adapters have rank {last['rank']}, each card "
-        f"{last['tokens']} tokens. torch {last['torch']}, transformers {last['transformers']}, "
-        f"commit {short(last['commit'])}.",
-        "", "| cards | | tokens/s | GiB before the first step | GiB at the peak |",
-        "|---|---|---|---|---|",
+        f"and AdamW with checkpointing, with experts in {last['storage']} and adapters of rank "
+        f"{last['rank']}; torch {last['torch']}.",
+        "", "| cards | layers | tokens of a card | | tokens/s | GiB before the first step "
+        "| GiB at the peak | transformers | commit |",
+        "|---" * 9 + "|",
     ]  # fmt: skip
     for row in shown:
-        name = row["layout"].removeprefix("qlora ")
-        cells = row["world"], name, row["tokens_per_s"], row["held_gib"], row["peak_gib"]
+        cells = [
+            row["world"], row["layers"], row["tokens"], row["layout"].removeprefix("qlora "),
+            row["tokens_per_s"], row["held_gib"], row["peak_gib"], row["transformers"],
+            short(row["commit"]),
+        ]  # fmt: skip
         lines.append("| " + " | ".join("–" if c is None else str(c) for c in cells) + " |")
     return lines
 

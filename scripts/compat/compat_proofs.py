@@ -112,6 +112,8 @@ PROOFS = (
           "stack/test_packed_loading.py", "rank_0 or training", world=2, on="ranks"),
     Proof("fsdp2", "packed experts: a rank killed in forward, backward and save",
           "stack/test_packed_killed.py", "error", world=2, on="ranks"),
+    Proof("ddp", "a killed rank: the other ends within the limit of its group, or by torchrun",
+          "stack/test_lost_rank_gpu.py", world=2, on="card"),
     Proof("zero3", "partitioned weights are not read when patched", "stack/test_loading.py",
           "no_size"),
     Proof("zero3", "accelerate launch with configs/accelerate/zero3.yaml, but on the CPU; full and "
@@ -201,8 +203,11 @@ PROOFS = (
 )  # fmt: skip
 
 NOT_RUN = (
-    ("ep", "the all-to-all of transformers 5.24 on cards", "the cards had transformers 5.17"),
-    ("tp, fsdp2", "tokens per second on four cards", "the run was cut off at its limit"),
+    (
+        "ep",
+        "LoRA on four and eight cards, ep_fsdp2",
+        "machines of more than two cards were not lent",
+    ),
     (
         "releases",
         "combinations that the table of releases lacks, all tests on the oldest pair in one run",

@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from tests.support import dist_helpers
 from tests.support import packed_ranks as cases
-from tests.support.dist_helpers import device, free_port
+from tests.support.dist_helpers import WATCHDOG, device, free_port
 
-GROUP_S, MARGIN_S = 20, 40
-# Until rank 1 is gone: a slow machine starts slowly. The test waits no longer than needed.
-START_S = 240
+GROUP_S = 20
+# Far beyond the group's own limit, for slow machines; the test itself waits no longer than needed.
+END_S = 240
+# From the end of one rank to that of the other; without WATCHDOG it takes 80 s on cards.
+OTHER_S = GROUP_S + 40
 
 
 def die(*_):
@@ -44,7 +46,7 @@ def hooked(out):
 def lose(rank, port, where, folder):
     """Train a step, lose rank 1, and write rank 0's error."""
     torch.set_num_threads(1)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"} | WATCHDOG)
     own = device(2, rank)
     if own.type == "cuda":
         torch.cuda.set_device(own)
@@ -86,8 +88,8 @@ def test_the_other_rank_ends_with_an_error(where, tmp_path):
     ]
     for process in ranks:
         process.start()
-    ranks[1].join(START_S)
-    ranks[0].join(GROUP_S + MARGIN_S)
+    ranks[1].join(END_S)
+    ranks[0].join(OTHER_S)
     codes = [process.exitcode for process in ranks]
     for process in ranks:
         process.kill()

@@ -32,6 +32,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch.distributed.fsdp", "tests.support.tiny_models", "tests.support.adapters"]
 )
+# NCCL's watchdog ends a rank four times this long after a limit has passed; torch waits 60 s.
+WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
 # Ranks beside a failed one, or at the end, get this long; then they are killed.
 GRACE_S = 5.0
 
@@ -153,7 +155,7 @@ def _close_all() -> None:
 def _serve(pipe: Any, rank: int, world: int, port: int, limit_s: float) -> None:
     torch.set_num_threads(1)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update({name: str(value) for name, value in names.items()} | WATCHDOG)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     own = device(world, rank)
     try:
