@@ -8,12 +8,11 @@ of transformers than the installed one are left out.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import pkgutil
 
 from torch import nn
 
-from moe_patch.families.installed import is_decorated, moe_model_types
+from moe_patch.families.installed import installed_release, is_decorated, moe_model_types
 from moe_patch.runtime.spec import TIERS, FamilySpec
 
 ROLES = ("experts", "router", "block")
@@ -67,7 +66,8 @@ def later_release(model_types: tuple[str, ...]) -> str:
 
 def is_shipped(spec: FamilySpec) -> bool:
     """Return whether an entry is one of this package's own, unchanged."""
-    return any(spec in (own, alone) for own, alone in _SHIPPED)
+    # Identity first, because the comparison of all fields with every entry takes milliseconds.
+    return any(spec is own for own, _ in _SHIPPED) or any(spec in both for both in _SHIPPED)
 
 
 def lookup(module: nn.Module) -> tuple[FamilySpec, str] | None:
@@ -134,7 +134,7 @@ def _described(spec: FamilySpec) -> bool:
     installed, since, until = (
         [int(part) for part in release.split(".")[:2]]
         for release in (
-            importlib.metadata.version("transformers"),
+            installed_release("transformers"),
             spec.since or "0.0",
             spec.until or "999.0",
         )

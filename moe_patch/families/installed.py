@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,12 @@ class _Config:
     own: bool
     bases: list[str]
     subs: list[str]
+
+
+@functools.cache
+def installed_release(package: str) -> str:
+    """Return the installed release of a package, read from its metadata once per process."""
+    return importlib.metadata.version(package)
 
 
 def models_folder() -> Path:

@@ -52,6 +52,8 @@ def register_experts() -> None:
     ExpertsInterface.register(EXPERTS_NAME, experts_by_name)
     type(ALL_FP8_EXPERTS_FUNCTIONS).register(EXPERTS_NAME, refuse_fp8)
     register_flop_formulas()
+    # Not at import time, because torch.compiler.assume_constant_result loads the compiler.
+    torch.compiler.assume_constant_result(_first_call)
 
 
 def experts_by_name(
@@ -83,7 +85,6 @@ def experts_by_name(
     )
 
 
-@torch.compiler.assume_constant_result
 def _first_call(experts: Any) -> FamilySpec:
     """Check an experts module's class, then cache its family entry on the module."""
     found = lookup(experts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import warnings
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from moe_patch.config import PatchConfig
 from moe_patch.errors import EntryMismatchError, UnsupportedModelError, UnsupportedOptionError
 from moe_patch.families import is_shipped, later_release
+from moe_patch.families.installed import installed_release
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
 from moe_patch.patching.bindings import bindings_of, foreign_forward, overridden, overridden_by_user
@@ -65,7 +65,7 @@ def nothing_found(model: nn.Module, blocks: list[FoundBlock], config: PatchConfi
             f"{list(config.exclude)}); there are {some_paths(blocks)}; change the patterns"
         )
     elif later := later_release((_model_type(model),)):
-        installed = importlib.metadata.version("transformers")
+        installed = installed_release("transformers")
         reason += f"; its family entry needs transformers {later} or newer, found {installed}"
     else:
         reason += "; accepted: the model types that `moe-patch families` lists"

@@ -274,7 +274,10 @@ def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
         stack.enter_context(_mode(modules, training))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        torch.manual_seed(0)
+        # torch.manual_seed would also seed devices that this process has not used yet.
+        torch.default_generator.manual_seed(0)
+        for device in cuda:
+            torch.cuda.default_generators[device.index].manual_seed(0)
         try:
             yield
         except (MoePatchError, torch.OutOfMemoryError):

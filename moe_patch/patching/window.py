@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 
 from torch import nn
 
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.families.installed import installed_release
 from moe_patch.runtime.adapters import is_param_wrapper
 
 OLDEST_TRANSFORMERS = "5.9"
@@ -30,7 +30,7 @@ def require_window(model: nn.Module) -> None:
 
 def too_old(package: str, oldest: str) -> str:
     """Say which release of a package was found and which is needed; empty if it is new enough."""
-    found = importlib.metadata.version(package)
+    found = installed_release(package)
     if _release(found) >= _release(oldest):
         return ""
     return f"needs {package} {oldest} or newer, found {found}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8, mxfp4, nf4
@@ -23,6 +22,7 @@ from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import saving, state
 from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.surgery import expert_projections
+from moe_patch.runtime.modules import is_sharded
 
 
 def is_elsewhere() -> bool:
@@ -85,7 +85,7 @@ def _refuse_meta_adapters(module: nn.Module, prefix: str, keep_vars: bool) -> No
         UnsupportedModelError: a trained parameter is on the meta device, before sharding.
     """
     for name, value in module.named_parameters():
-        if value.requires_grad and value.is_meta and not isinstance(value, DTensor):
+        if value.requires_grad and value.is_meta and not is_sharded(value):
             raise UnsupportedModelError(
                 f"{name} is trained, but on the meta device, because this process does not load "
                 "the weights; accelerate could not match it with the optimiser; call "

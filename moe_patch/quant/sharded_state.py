@@ -11,15 +11,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from moe_patch.formats import nf4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.shard import QuantShard
+from moe_patch.runtime.modules import is_sharded as is_dtensor
+
+if TYPE_CHECKING:  # its import would take `import moe_patch` a quarter of its time
+    from torch.distributed.tensor import DTensor
 
 # Scales of single experts come first.
 FIELDS = {"nf4": nf4.Nf4Scales._fields, "fp8": ("scale_inv",), "mxfp4": ("scales",)}
@@ -70,6 +73,8 @@ def from_parts(
 
 def save(module: nn.Module, state_dict: dict[str, Any], key: str, name: str) -> None:
     """Replace the entry of a sharded parameter by its parts, as DTensors over local memory."""
+    from torch.distributed.tensor import Replicate
+
     value: DTensor = state_dict[key]
     shard: Any = value.to_local()
     everywhere = [Replicate()] * value.device_mesh.ndim
@@ -120,10 +125,12 @@ def _keep_stand_ins(module: nn.Module, state_dict: dict[str, Any], key: str, nam
 
 def is_sharded(value: Any) -> bool:
     """Return whether a parameter is quantised and sharded."""
-    return isinstance(value, DTensor) and isinstance(value.to_local(), QuantShard)
+    return is_dtensor(value) and isinstance(value.to_local(), QuantShard)
 
 
 def _dtensor(local: Tensor, like: DTensor, shape: torch.Size, placements: Any = None) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
         local,
@@ -156,5 +163,5 @@ def _rows(value: Tensor, first: int, like: PackedWeight) -> Tensor:
     return local if local.shape[0] == count else local[first : first + count]
 
 
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+def _local(value: Any) -> Tensor:
+    return value.to_local() if is_dtensor(value) else value

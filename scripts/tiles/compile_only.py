@@ -93,8 +93,15 @@ class CompileOnly:
 
 
 @contextlib.contextmanager
-def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[list[Usage]]:
-    """Compile kernels launched inside for ``capability`` only; yield the usage of each."""
+def compiling_for(
+    capability: tuple[int, int], shared_memory: int, measured: bool = True
+) -> Iterator[list[Usage]]:
+    """Compile kernels launched inside for ``capability`` only; yield the usage of each.
+
+    Args:
+        capability, shared_memory: of the GPU; bytes per block.
+        measured: disassemble each kernel for its usage; without it, the list stays empty.
+    """
     usages: list[Usage] = []
     device = Device(capability, shared_memory, 132)
     initialise = CompiledKernel._init_handles
@@ -103,7 +110,7 @@ def compiling_for(capability: tuple[int, int], shared_memory: int) -> Iterator[l
             hopper_module(name)
 
     def record(kernel: CompiledKernel) -> None:
-        if kernel.module is None:
+        if measured and kernel.module is None:
             usages.append(usage_of(kernel))
         initialise(kernel)
 

@@ -7,6 +7,7 @@ An entry without a recipe fails here; a new entry with one is covered without an
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from moe_patch.patching.discover import discover
 from tests.support import tiny_models, window
 from tests.support.numerics import FP32, assert_bits, assert_close, probe, rel_err
 from tests.support.parity import Run, assert_bf16_parity, assert_parity, run_block, run_model
+from tests.support.snapshots import tensors
 from tests.support.trace import assert_tier, executed
 
 SERVED = {spec.module for spec in families() if spec.tier != "refused"}
@@ -41,6 +43,28 @@ def pair(name: str, dtype: torch.dtype = torch.float32, **over: Any) -> tuple[nn
     """A patched model and the same model untouched, on transformers' eager experts."""
     reference = tiny_models.build(name, dtype, **over)
     return patch_model(copy.deepcopy(reference)), reference
+
+
+def same_pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """The pair that the tests of this file share; they run it and change nothing of it."""
+    if (name, dtype) not in _pairs:
+        models = pair(name, dtype)
+        _pairs[name, dtype] = (models, [tensors(model) for model in models])
+    models = _pairs[name, dtype][0]
+    for model in models:
+        model.train().zero_grad()
+    return models
+
+
+_pairs: dict[tuple[str, torch.dtype], tuple[tuple[nn.Module, nn.Module], list]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_pairs_are_never_written() -> Iterator[None]:
+    yield
+    for models, before in _pairs.values():
+        assert [tensors(model) for model in models] == before
+    _pairs.clear()
 
 
 def first_blocks(models: tuple[nn.Module, nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -68,7 +92,7 @@ def test_every_entry_has_a_tiny_model() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_model_matches_transformers(name, T) -> None:
     """Output, losses, router logits and every gradient agree, in train mode and fp32."""
-    model, reference = pair(name)
+    model, reference = same_pair(name)
     batch = tiny_models.inputs(reference, *SHAPES[T])
     assert_parity(run_model(model, batch), run_model(reference, batch), FP32)
 
@@ -76,7 +100,7 @@ def test_model_matches_transformers(name, T) -> None:
 @pytest.mark.versions
 @pytest.mark.parametrize("name", NAMES)
 def test_the_declared_tier_is_what_runs(name) -> None:
-    model, reference = pair(name)
+    model, reference = same_pair(name)
     batch = tiny_models.inputs(model)
     (tier,) = {row.tier for row in patch_report(model)}
     assert {row.self_check for row in patch_report(model)} == {"passed"}
@@ -105,7 +129,7 @@ def test_every_block_is_found(name) -> None:
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_matches_transformers(name, T) -> None:
     """The block's output and every gradient in it agree, from hidden states of size one."""
-    block, reference = first_blocks(pair(name))
+    block, reference = first_blocks(same_pair(name))
     x = tiny_models.hidden(reference, *SHAPES[T])
     mine, ref = run_block(block, x), run_block(reference, x)
     assert_parity(mine, ref, FP32)
@@ -116,7 +140,7 @@ def test_block_matches_transformers(name, T) -> None:
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_without_tokens(name, shape) -> None:
     """Return an empty result and zero gradients; transformers' eager path fails or detaches."""
-    block, _ = first_blocks(pair(name))
+    block, _ = first_blocks(same_pair(name))
     x = tiny_models.hidden(block, *shape)
     mine = run_block(block, x)
     assert mine["out.0"].shape == x.shape or mine["out.0"].numel() == 0 == x.numel()
@@ -128,7 +152,7 @@ def test_block_without_tokens(name, shape) -> None:
 
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_an_empty_batch_beside_a_normal_one_changes_no_gradient(name) -> None:
-    block, reference = first_blocks(pair(name))
+    block, reference = first_blocks(same_pair(name))
     x, empty = tiny_models.hidden(block, 1, 7), tiny_models.hidden(block, 1, 0)
     outs = [out[0] if isinstance(out, tuple) else out for out in (block(x), block(empty))]
     (probe(outs[0]) + outs[1].sum()).backward()
@@ -140,7 +164,7 @@ def test_an_empty_batch_beside_a_normal_one_changes_no_gradient(name) -> None:
 
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_one_token_equals_its_row_of_many(name) -> None:
-    block, _ = first_blocks(pair(name))
+    block, _ = first_blocks(same_pair(name))
     x = tiny_models.hidden(block, 1, 64)
     with torch.no_grad():
         many, one = block(x), block(x[:, :1].contiguous())
@@ -179,7 +203,7 @@ def wide_copy(name: str, model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_block_in_bf16_on_equal_ids(name) -> None:
     """Output and gradients are at most 1.5 times as far from fp64 as eager, on equal routing."""
-    model, reference = pair(name, torch.bfloat16)
+    model, reference = same_pair(name, torch.bfloat16)
     wide = wide_copy(name, reference)
     blocks = [tiny_models.blocks(m)[0][1] for m in (model, reference, wide)]
     x = tiny_models.hidden(blocks[1], 4, 16).detach()
@@ -200,7 +224,7 @@ def test_block_in_bf16_on_equal_ids(name) -> None:
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_experts_in_bf16(name) -> None:
     """The experts module alone agrees, gradient of the routing weights included."""
-    model, reference = pair(name, torch.bfloat16)
+    model, reference = same_pair(name, torch.bfloat16)
     wide = wide_copy(name, reference)
     generator = torch.Generator().manual_seed(0)
     modules = [tiny_models.blocks(m)[0][1].experts for m in (model, reference, wide)]
@@ -274,7 +298,7 @@ def test_a_router_hook_that_replaces_ids_steers_the_block(name) -> None:
 
 @pytest.mark.parametrize("name", SOME_ALONE)
 def test_return_type_and_shape(name) -> None:
-    block, reference = first_blocks(pair(name))
+    block, reference = first_blocks(same_pair(name))
     x = tiny_models.hidden(reference, 2, 5)
     mine, ref = block(x), reference(x)
     assert type(mine) is type(ref)
@@ -286,7 +310,7 @@ def test_return_type_and_shape(name) -> None:
 @pytest.mark.parametrize("name", SOME_ALONE)
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
 def test_hidden_states_are_never_written(name, mode) -> None:
-    block, _ = first_blocks(pair(name))
+    block, _ = first_blocks(same_pair(name))
     block.train(mode == "train")
     D = tiny_models.SIZES["hidden_size"]
     wide = torch.randn(2, 5, D + 6)

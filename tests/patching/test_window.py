@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 import pytest
 from torch import nn
 
@@ -30,13 +28,13 @@ pytestmark = pytest.mark.versions
 @pytest.fixture
 def installed(monkeypatch):
     """Make the metadata of a package name another release."""
-    real = importlib.metadata.version
+    real = window.installed_release
 
     def pretend(package: str, release: str) -> None:
         def version(name: str) -> str:
             return release if name == package else real(name)
 
-        monkeypatch.setattr(window.importlib.metadata, "version", version)
+        monkeypatch.setattr(window, "installed_release", version)
 
     return pretend
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -31,10 +33,37 @@ PUBLIC = {
 }
 
 
-@pytest.fixture
-def bare_python(tmp_path):
-    """Run Python in an empty folder, with an unimportable triton and no visible GPU."""
-    blocked = tmp_path / "blocked"
+class Section(NamedTuple):
+    """What one of SECTIONS gave: its exit status, and what it printed."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+RUN = """
+import contextlib, io, json, sys, traceback
+found = {}
+for name, source in json.loads(sys.argv[1]).items():
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exec(compile(source, name, "exec"), {"__name__": name})
+        except SystemExit as stopped:
+            status = stopped.code or 0
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    found[name] = status, out.getvalue(), err.getvalue()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def sections(tmp_path_factory) -> dict[str, Section]:
+    """Run SECTIONS in order in one process: empty folder, unimportable triton, no visible GPU."""
+    folder = tmp_path_factory.mktemp("bare")
+    blocked = folder / "blocked"
     blocked.mkdir()
     (blocked / "triton.py").write_text("raise ImportError('triton is blocked in this test')\n")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "TRITON"))}
@@ -42,20 +71,16 @@ def bare_python(tmp_path):
         "PYTHONPATH": os.pathsep.join([str(blocked), str(ROOT)]),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path),
+        "HOME": str(folder),
     }
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *args],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-
-    return run
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(SECTIONS)],
+        env=env, cwd=folder, capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: Section(*each) for name, each in found.items()}
 
 
 def test_public_names():
@@ -72,17 +97,29 @@ def test_public_names():
 IMPORT = """
 import sys
 import moe_patch
-loaded = {name.partition(".")[0] for name, module in sys.modules.items() if module is not None}
+names = [name for name, module in sys.modules.items() if module is not None]
+loaded = {name.partition(".")[0] for name in names}
 print(moe_patch.__file__)
 print(sorted(loaded & {"triton", "transformers", "peft", "accelerate"}))
+print(sorted({"torch._dynamo", "torch.distributed.tensor"} & {*names}))
 """
 
+COMMANDS = """
+import runpy, sys
+for arguments in (["--version"], ["--help"], []):
+    sys.argv[1:] = arguments
+    try:
+        runpy.run_module("moe_patch", run_name="__main__", alter_sys=True)
+    except SystemExit as stopped:
+        assert not stopped.code, (arguments, stopped.code)
+    print("END")
+"""
 
-def test_import_loads_neither_triton_nor_transformers_nor_peft(bare_python):
-    done = bare_python("-c", IMPORT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [moe_patch.__file__, "[]"]
-
+ERROR = """
+import runpy, sys
+sys.argv[1:] = ["train", "missing.yaml"]
+runpy.run_module("moe_patch", run_name="__main__", alter_sys=True)
+"""
 
 PATCH = """
 import torch
@@ -108,31 +145,21 @@ except UnsupportedOptionError as error:
     print(error)
 """
 
-
-def test_patching_works_and_triton_is_refused_by_name(bare_python):
-    done = bare_python("-c", PATCH)
-    assert done.returncode == 0, done.stderr
-    backend, refusal = done.stdout.splitlines()
-    assert backend == "torch"
-    assert refusal.startswith("backend='triton' cannot hold: ")
+# The first one sees what an import alone loads.
+SECTIONS = {"import": IMPORT, "commands": COMMANDS, "error": ERROR, "patch": PATCH}
 
 
-COMMANDS = """
-import runpy, sys
-for arguments in (["--version"], ["--help"], []):
-    sys.argv[1:] = arguments
-    try:
-        runpy.run_module("moe_patch", run_name="__main__", alter_sys=True)
-    except SystemExit as stopped:
-        assert not stopped.code, (arguments, stopped.code)
-    print("END")
-"""
+def test_import_loads_neither_triton_nor_transformers_nor_peft(sections):
+    """Nor torch's compiler and its sharded tensors, which take longer than all else."""
+    done = sections["import"]
+    assert done.status == 0, done.stderr
+    assert done.stdout.splitlines() == [moe_patch.__file__, "[]", "[]"]
 
 
-def test_command_line(bare_python):
+def test_command_line(sections):
     """Run the code of ``python -m moe_patch`` several times in one process."""
-    done = bare_python("-c", COMMANDS)
-    assert done.returncode == 0, done.stderr
+    done = sections["commands"]
+    assert done.status == 0, done.stderr
     version, shown, nothing, rest = done.stdout.split("END\n")
     assert __version__ in version
     assert "train" in shown
@@ -141,8 +168,16 @@ def test_command_line(bare_python):
     assert not done.stderr
 
 
-def test_command_line_error_is_one_line_and_status_2(bare_python):
-    done = bare_python("-m", "moe_patch", "train", "missing.yaml")
-    assert done.returncode == 2
+def test_command_line_error_is_one_line_and_status_2(sections):
+    done = sections["error"]
+    assert done.status == 2
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "missing.yaml" in done.stderr
+
+
+def test_patching_works_and_triton_is_refused_by_name(sections):
+    done = sections["patch"]
+    assert done.status == 0, done.stderr
+    backend, refusal = done.stdout.splitlines()
+    assert backend == "torch"
+    assert refusal.startswith("backend='triton' cannot hold: ")

@@ -33,7 +33,7 @@ def main() -> None:
     model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16)
     with (
         mock.patch("moe_patch.ops.backend.why_not_triton", return_value=None),
-        compiling_for((9, 0), SHARED_MEMORY),
+        compiling_for((9, 0), SHARED_MEMORY, measured=False),
     ):
         patch_model(model, self_check=False)
         warmup(model, progress=False)

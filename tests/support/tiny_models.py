@@ -12,6 +12,7 @@ correction biases non-zero and of both signs, nothing left at zero.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -137,7 +138,9 @@ def with_experts(model_type: str, num_experts: int, top_k: int) -> dict[str, int
 def build(
     model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
 ) -> nn.Module:
-    """Build a tiny random model on CPU, in train mode, experts on transformers' eager path.
+    """Return a tiny random model on CPU, in train mode, experts on transformers' eager path.
+
+    A copy of the first such model, because building one takes longer.
 
     Args:
         model_type: a key of FAMILIES.
@@ -145,6 +148,21 @@ def build(
         seed: of every weight.
         overrides: config values.
     """
+    key = (model_type, dtype, seed, repr(sorted(overrides.items())))
+    if " at 0x" in key[-1]:  # another object may get this address
+        return _build(model_type, dtype, seed, overrides)
+    if key not in _built:
+        if len(_built) == MOST_BUILT:
+            del _built[next(iter(_built))]
+        _built[key] = _build(model_type, dtype, seed, overrides)
+    return copy.deepcopy(_built[key])
+
+
+MOST_BUILT = 200
+_built: dict[tuple, nn.Module] = {}
+
+
+def _build(model_type: str, dtype: torch.dtype, seed: int, overrides: dict[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model_class(model_type)(config(model_type, **overrides))
