@@ -159,7 +159,7 @@ def recipe_of(
                 "--full trains every weight, but offloaded experts are frozen; accepted: --offload "
                 "with adapters, or --full alone"
             )
-    PatchConfig(offload_experts=args.offload, compute=args.compute)  # refuses both together
+    PatchConfig(offload_experts=bool(args.offload), compute=args.compute)  # refuses both together
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     recipe = Recipe(
         tokens=args.tokens, recompute=args.recompute, full=args.full, offload=bool(args.offload),
