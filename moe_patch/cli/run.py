@@ -48,14 +48,13 @@ def run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
         config = PatchConfig.parse(_options(args.set))
         if not command:
             raise UnsupportedOptionError(f"{NAME}: expected -- COMMAND ...; see --help")
+        import moe_patch.integrations.transformers  # noqa: F401
         from moe_patch.integrations import commands
 
         start = commands.prepare(command)
     except MoePatchError as error:
         complain(str(error))
         return UNUSABLE
-    import moe_patch.integrations.transformers  # noqa: F401
-
     callback = commands.RunCallback(config)
     handover = commands.Handover([part for item in args.set for part in ("--set", item)])
     code: Any = None

@@ -30,6 +30,8 @@ from moe_patch.patching.report import patch_report
 logger = logging.getLogger("axolotl.moe_patch")
 
 EXPERT_KERNELS = ("scattermoe", "sonicmoe")
+# Experts implementations with which axolotl divides experts: that of 0.21 and those before it.
+EXPERT_PARALLEL = ("expert_parallel", "deep_ep", "torch_ep")
 # Keys of axolotl's Liger plugin that replace the experts' forward: the current and an older one.
 LIGER_EXPERTS = ("liger_glu_activation", "liger_swiglu")
 
@@ -109,7 +111,7 @@ def _refuse_conflicts(cfg: Any) -> None:
     if cfg["expert_backend"] in EXPERT_KERNELS:
         asked.append(f"expert_backend: {cfg['expert_backend']}")
     chosen = cfg["experts_implementation"]
-    if chosen in EXPERT_KERNELS or str(chosen).startswith("deep_ep"):
+    if chosen in EXPERT_KERNELS or str(chosen).startswith(EXPERT_PARALLEL):
         asked.append(f"experts_implementation: {chosen}")
     if (cfg["expert_parallel_size"] or 1) > 1:
         asked.append(f"expert_parallel_size: {cfg['expert_parallel_size']}")

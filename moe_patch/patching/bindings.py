@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -13,12 +15,18 @@ from moe_patch.config import PatchConfig
 from moe_patch.families import entry_class
 from moe_patch.patching.discover import FoundBlock, Named
 from moe_patch.runtime import forward
+from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.module_patch import ModulePatch, attribute_for, is_ours, origin_of
 from moe_patch.runtime.modules import undecorated_forward
 
 PARALLELISM = ("transformers.distributed.", "transformers.integrations.tensor_parallel.")
 # Decorators from these packages are part of a class as its own library defines it.
 DECORATING = ("transformers", "torch")
+SWITCH_OFF = (
+    "switch that off for the MoE blocks (use_liger_kernel with liger_kernel_config="
+    "{'swiglu': False}; use_kernels=False; do not import a library that replaces classes when it "
+    "is imported), or leave moe_patch out"
+)
 
 
 class Binding(NamedTuple):
@@ -92,18 +100,54 @@ def replaced_forward(module: nn.Module) -> Any:
     """Return the function that another library runs in place of a module's own forward, or None.
 
     Liger and the kernels library bind a method of another class; others assign a function to the
-    class. Neither calls the original. Closures and partials, such as the hooks of accelerate and
-    of transformers' parallelism, wrap the original and do not count.
+    class, compiled or not. A closure or partial that holds the original, or our forward, wraps it
+    and does not count; nor do those of transformers' parallelism.
     """
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     found = foreign_forward(module, "forward")
     if found is not None:
-        return found if isinstance(found, MethodType) else None
+        wraps = wrapped_by_parallelism(module) or _holds_own(found, owner)
+        return found if isinstance(found, MethodType) or not wraps else None
     if is_ours(module.__dict__.get(attribute_for(module))):
         return None
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     found = vars(owner)["forward"]
-    around = not isinstance(found, FunctionType) or found.__closure__ is not None
-    return None if around or found.__module__ == owner.__module__ else found
+    return None if _holds_own(found, owner) else found
+
+
+def _holds_own(found: Any, owner: type) -> bool:
+    """Return whether a callable is, wraps or closes over a function of a class's own module.
+
+    Our own bound forwards count as well.
+    """
+    todo, seen = [found], set()
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if is_ours(each) or isinstance(each, FunctionType) and each.__module__ == owner.__module__:
+            return True
+        todo += _held_by(each)
+    return False
+
+
+def _held_by(function: Any) -> list[Any]:
+    """Return what a callable holds: the function of a method, arguments of a partial, cells."""
+    if isinstance(function, MethodType):
+        return [function.__func__]
+    if isinstance(function, (functools.partial, functools.partialmethod)):
+        return [function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, FunctionType):
+        return [*_cells(function), *vars(function).values()]
+    if callable(function) and not isinstance(function, (nn.Module, type)):
+        return [*vars(function).values()] if hasattr(function, "__dict__") else []
+    return []
+
+
+def _cells(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
 
 
 def overridden(block: FoundBlock) -> str | None:
@@ -113,10 +157,27 @@ def overridden(block: FoundBlock) -> str | None:
         if (found := replaced_forward(module)) is not None:
             return (
                 f"{path} ({type(module).__name__}) runs {origin_of(found)} instead of its own "
-                "forward; switch that off for the MoE blocks (use_liger_kernel with "
-                "liger_kernel_config={'swiglu': False}; use_kernels=False), or leave moe_patch out"
+                f"forward; {SWITCH_OFF}"
             )
     return None
+
+
+def no_experts(block: FoundBlock) -> str:
+    """Say why a block has no experts of its family, naming those of another library."""
+    found: Any = None if block.block is None else block.block._modules.get("experts")
+    while found is not None and is_param_wrapper(found):
+        found = found.get_base_layer()
+    other = ""
+    if found is not None and type(found).__name__ == block.spec.experts:
+        return (
+            f"its experts ({block.spec.experts}) belong to another block as well; accepted: "
+            "experts of its own, or exclude all but one of the blocks that share them"
+        )
+    if found is not None:
+        fp8 = type(found).__name__ == "FP8Experts"
+        way = ", which quantize_experts(model, 'fp8') takes over" if fp8 else f"; {SWITCH_OFF}"
+        other = f"; its experts are {origin_of(type(found))}{way}"
+    return f"no {block.spec.experts} found in the block{other}"
 
 
 def redefined(module: nn.Module, name: str) -> Any:

@@ -253,8 +253,9 @@ def _announce_conflict(blocks: list[FoundBlock]) -> None:
                 usual = chosen in ("eager", "grouped_mm")
                 logger.log(
                     logging.INFO if usual else logging.WARNING,
-                    "moe_patch: experts_implementation=%r was set on the model; the patch wins "
-                    "until unpatch_model",
+                    "moe_patch: experts_implementation=%r was set on the model, and the patch runs "
+                    "the experts in its place until unpatch_model; to keep %r, leave moe_patch out",
+                    chosen,
                     chosen,
                 )
                 return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 from torch import nn
 
@@ -13,7 +12,13 @@ from moe_patch.families import is_shipped, later_release
 from moe_patch.families.installed import installed_release
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import choose_backend, refuse_batch_invariant
-from moe_patch.patching.bindings import bindings_of, foreign_forward, overridden, overridden_by_user
+from moe_patch.patching.bindings import (
+    bindings_of,
+    foreign_forward,
+    no_experts,
+    overridden,
+    overridden_by_user,
+)
 from moe_patch.patching.discover import (
     DECORATED,
     WHOLE_MODEL,
@@ -27,7 +32,7 @@ from moe_patch.patching.discover import (
 from moe_patch.patching.entry_fit import mismatch
 from moe_patch.patching.offload import check_offload, computes_here
 from moe_patch.patching.window import OLDEST_TRANSFORMERS
-from moe_patch.runtime.adapters import HELD_KEY, is_param_wrapper, why_not_fused
+from moe_patch.runtime.adapters import HELD_KEY, adapted_twice, why_not_fused
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import stored_weight
 from moe_patch.runtime.module_patch import origin_of, patch_of
@@ -166,14 +171,17 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
     if block.refused:
         return block.reason
     if not block.experts and block.spec.experts is not None:
-        return _no_experts(block)
+        return no_experts(block)
     bindings = bindings_of(block, config)
     for path, (module, _, _, attribute) in bindings:
         # Another library may wrap our forward after patching; this does not prevent patching again.
         foreign = foreign_forward(module, attribute) if patch_of(module) is None else None
         if foreign is not None:
             name = f"{path} ({type(module).__name__})"
-            return f"{name} already has a {attribute} bound by {origin_of(foreign)}"
+            return (
+                f"{name} already has a {attribute} bound by {origin_of(foreign)}, which the patch "
+                "would replace; bind it after patch_model, or leave moe_patch out"
+            )
     if (conflict := overridden(block) or overridden_by_user(block, bindings)) is not None:
         return conflict
     try:
@@ -191,23 +199,6 @@ def _refusal(block: FoundBlock, config: PatchConfig) -> str | None:
             raise
         return str(error)
     return None
-
-
-def _no_experts(block: FoundBlock) -> str:
-    found: Any = None if block.block is None else block.block._modules.get("experts")
-    while found is not None and is_param_wrapper(found):
-        found = found.get_base_layer()
-    other = ""
-    if found is not None and type(found).__name__ == block.spec.experts:
-        return (
-            f"its experts ({block.spec.experts}) belong to another block as well; accepted: "
-            "experts of its own, or exclude all but one of the blocks that share them"
-        )
-    if found is not None:
-        other = f"; its experts are {origin_of(type(found))}"
-        if type(found).__name__ == "FP8Experts":
-            other += ", which quantize_experts(model, 'fp8') takes over"
-    return f"no {block.spec.experts} found in the block{other}"
 
 
 def _lacks_router(block: FoundBlock) -> bool:
@@ -293,6 +284,8 @@ def _check_lora(block: FoundBlock, config: PatchConfig) -> None:
         if config.fuse_lora == "off" and HELD_KEY in wrapper.__dict__:
             reason = "fuse_lora='off' cannot hold on experts divided over ranks; use 'auto'"
             raise UnsupportedModelError(f"{path}: {reason}")
+    if config.fuse_lora != "off" and (twice := adapted_twice(block.wrappers)):
+        raise UnsupportedModelError(twice)
     if config.fuse_lora != "require":
         return
     for path, wrapper in block.wrappers:

@@ -23,9 +23,21 @@ def require_window(model: nn.Module) -> None:
     Raises:
         UnsupportedModelError: transformers or PEFT is too old (names found and needed versions).
     """
-    _require("transformers", OLDEST_TRANSFORMERS, model)
+    require_transformers(type(model).__name__)
     if "peft" in sys.modules and any(map(is_param_wrapper, model.modules())):
-        _require("peft", OLDEST_PEFT, model)
+        _require("peft", OLDEST_PEFT, type(model).__name__)
+
+
+def require_transformers(where: str) -> None:
+    """Refuse a release of transformers that is too old.
+
+    Args:
+        where: what needs it, for the error.
+
+    Raises:
+        UnsupportedModelError: names found and needed versions.
+    """
+    _require("transformers", OLDEST_TRANSFORMERS, where)
 
 
 def too_old(package: str, oldest: str) -> str:
@@ -36,11 +48,10 @@ def too_old(package: str, oldest: str) -> str:
     return f"needs {package} {oldest} or newer, found {found}"
 
 
-def _require(package: str, oldest: str, model: nn.Module) -> None:
+def _require(package: str, oldest: str, where: str) -> None:
     if why := too_old(package, oldest):
         raise UnsupportedModelError(
-            f"{type(model).__name__}: moe_patch {why}; install a newer {package}, or leave "
-            "moe_patch out"
+            f"{where}: moe_patch {why}; install a newer {package}, or leave moe_patch out"
         )
 
 

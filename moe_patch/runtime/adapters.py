@@ -8,6 +8,7 @@ peft_release.py covers the differences between its releases.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,29 @@ def why_not_fused(wrapper: Any) -> str | None:
     dtype = parameter_of(base_of(wrapper), wrapper.parameter_name).dtype
     if is_packed(dtype):
         return f"experts are stored in {dtype}"
+    return None
+
+
+def adapted_twice(wrappers: Iterable[tuple[str, Any]]) -> str | None:
+    """Say which parameter two wrappers adapt, one around the other; None if there is none.
+
+    PEFT before 0.21 lets a model with adapters get others of the same parameters, from a second
+    get_peft_model. A call passes one wrapper's factors to the experts, so the other's would be
+    lost.
+
+    Args:
+        wrappers: path and wrapper, in any order.
+    """
+    seen: dict[tuple[int, str], str] = {}
+    for path, wrapper in wrappers:
+        other = seen.setdefault((id(base_of(wrapper)), wrapper.parameter_name), path)
+        if other != path:
+            return (
+                f"two adapters wrap {wrapper.parameter_name}, one attached to {other} and one to "
+                f"{path}; accepted: one PeftModel (attach the second with add_adapter, or "
+                "merge_and_unload() the first before), or fuse_lora='off', which leaves both to "
+                "PEFT"
+            )
     return None
 
 

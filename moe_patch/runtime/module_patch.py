@@ -190,7 +190,7 @@ def is_ours(value: Any) -> bool:
 
 def origin_of(function: Any) -> str:
     """Return the qualified name of a function, or of the class of another callable."""
-    if isinstance(function, functools.partial):
+    if isinstance(function, (functools.partial, functools.partialmethod)):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

@@ -240,10 +240,12 @@ NOTES = """\
 - **axolotl** pins another transformers than the one tested here. Most tests therefore use its
   documented hooks. Its own runs, and those of other frameworks, are in [frameworks](frameworks.md).
 - **An `experts_implementation` that the user chose** is no error. The patch wins until undo, and
-  one warning says so.
+  one warning says so, naming both.
 - **Other code in a block's place** is refused by name. It may be a method of another class bound to
-  a module, or a plain function assigned to its class. A wrapper (closure, partial) around the own
-  forward stays, and is compared with the patched block where possible.
+  a module, or a function assigned to the module or its class, compiled or not. A wrapper (closure,
+  partial) that holds the own forward stays, and is compared with the patched block where possible.
+- **Two PeftModels that adapt one parameter**, attached before and after a patch or otherwise: PEFT
+  0.18 allows it. A call would lose one adapter, so it is refused by name. PEFT 0.20 refuses it.
 - **Weights in a tensor subclass of another library** (torchao's int8 and float8) are refused by
   name in experts, when patching and in a later call. Elsewhere in a block they
   only prevent the self-check. **Pruned and parametrised expert weights** (`torch.nn.utils.prune`,

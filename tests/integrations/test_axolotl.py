@@ -182,6 +182,7 @@ def test_the_key_is_declared_to_axolotl(plugin):
         {"expert_backend": "scattermoe"},
         {"experts_implementation": "sonicmoe"},
         {"experts_implementation": "deep_ep_grouped_mm"},
+        {"experts_implementation": "expert_parallel"},
         {"expert_parallel_size": 2},
         {"dense_mixer": True},
         {"liger_glu_activation": True},

@@ -13,6 +13,7 @@ from transformers import trainer
 
 from moe_patch.cli import CHECK_FAILED, UNUSABLE, main
 from moe_patch.integrations import commands
+from moe_patch.patching import window
 from tests.support import tiny_models
 from tests.support.limits import HANG_S
 
@@ -252,3 +253,11 @@ def test_two_processes_that_patch_nothing(at):
     done = launched(at, "idle.py")
     assert done.returncode == 1
     assert done.stderr.count("moe-patch run: nothing was patched") == 1
+
+
+def test_an_older_transformers_is_refused_before_the_command_starts(at, capfd, monkeypatch):
+    monkeypatch.delitem(sys.modules, "moe_patch.integrations.transformers", raising=False)
+    monkeypatch.setattr(window, "too_old", lambda *args: "needs transformers 5.9, found 5.8")
+    write(at / "never.py", text="raise AssertionError")
+    assert run("--", "never.py") == UNUSABLE
+    assert "moe_patch needs transformers 5.9, found 5.8; install a newer" in last_line(capfd)

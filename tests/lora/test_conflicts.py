@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any
@@ -11,20 +12,64 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from moe_patch import UnsupportedModelError, UnsupportedOptionError, unpatch_model
+from moe_patch import (
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    patch_model,
+    unpatch_model,
+)
+from moe_patch.runtime.adapters import is_param_wrapper
 from tests.support import tiny_models
 from tests.support.adapters import (
     DOWN,
     EXPERTS,
     UP,
+    adapt,
     adapted_pair,
     assert_adapters_act,
     assert_same_step,
     expert_modules,
+    lora_config,
     no_factors_left,
     step,
 )
 from tests.support.numerics import FP32, assert_close
+
+
+def adapt_again(model: Any) -> Any:
+    """Attach a second adapter to a parameter, which PEFT takes in 0.18 and refuses in 0.20."""
+    first = [module for module in model.modules() if is_param_wrapper(module)]
+    for wrapper in first:
+        wrapper.parameter_name = "hidden"
+    model = adapt(model, lora_config((UP,)), seed=6)
+    for wrapper in first:
+        wrapper.parameter_name = UP.rpartition(".")[2]
+    return model
+
+
+@pytest.mark.versions
+def test_a_parameter_adapted_before_and_after_is_refused_by_name() -> None:
+    """A call would lose one of the two; until then, and with fuse_lora="off", PEFT runs both."""
+    plain = tiny_models.build("qwen3_moe")
+    batch = tiny_models.inputs(plain)
+    ours = adapt_again(patch_model(adapt(copy.deepcopy(plain), lora_config((UP,)))))
+    reference = adapt_again(adapt(plain, lora_config((UP,))))
+    path = r"base_model\.model\.\S+\.experts"
+    said = (
+        rf"two adapters wrap gate_up_proj, one attached to {path} and one to {path}\.base_layer; "
+        r"accepted: one PeftModel .*, or fuse_lora='off'"
+    )
+    with pytest.raises(UnsupportedModelError, match=said):
+        patch_model(ours)
+    expected = step(reference, batch)
+    assert_close(step(ours, batch), expected, FP32)
+    patch_model(unpatch_model(ours), fuse_lora="off")
+    assert_close(step(ours, batch), expected, FP32)
+    named = dict(ours.named_parameters())
+    for name, parameter in reference.named_parameters():
+        if "lora_" in name and parameter.requires_grad:
+            assert parameter.grad.any()
+            assert_close(named[name].grad, parameter.grad, FP32, name)
 
 
 def around_experts(model: Any, wrap: Any) -> None:

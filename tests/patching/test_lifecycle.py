@@ -211,7 +211,8 @@ def test_forward_bound_by_another_library_is_refused_by_name(where):
         add_hook_to_module(module, AlignDevicesHook())
     before = snapshot(model)
     with pytest.raises(
-        UnsupportedModelError, match=rf"{type(module).__name__}.*{__name__}\.foreign_forward"
+        UnsupportedModelError,
+        match=rf"{type(module).__name__}.*{__name__}\.foreign_forward.*, or leave moe_patch out",
     ):
         patch_model(model)
     assert_unchanged(before, snapshot(model))

@@ -83,6 +83,8 @@ def test_bits_of_resident_experts(case: tuple[str, str]) -> None:
             assert_bits(found[name], gradient)
     prompt = {"input_ids": batch["input_ids"][:1, :4], "max_new_tokens": 3, "do_sample": False}
     prompt |= {"return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    # transformers 5.9 counts experts with the mask of all positions, and fails in the second step.
+    prompt["output_router_logits"] = False
     found, expected = (model.eval().generate(**prompt) for model in (ours, resident))
     assert_bits(torch.stack(found.logits), torch.stack(expected.logits))
     assert len(transfer_of(ours).buffers) == 2

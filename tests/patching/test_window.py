@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report
 from moe_patch.patching import window
 from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.forward import EXPERTS_NAME
 from moe_patch.runtime.peft_release import factor_proxies, lora_proxies, swaps_features
 from tests.support import tiny_models
 from tests.support.adapters import (
@@ -51,6 +56,22 @@ def test_an_older_transformers_is_refused_in_one_sentence(release, installed):
         "a newer transformers, or leave moe_patch out"
     )
     assert_unchanged(before, snapshot(model))
+
+
+def test_the_name_of_the_experts_is_not_registered_with_an_older_transformers(
+    installed, monkeypatch
+):
+    """Raise no ImportError, which axolotl takes for a plugin that is not there."""
+    monkeypatch.delitem(sys.modules, "moe_patch.integrations.transformers", raising=False)
+    monkeypatch.delitem(ExpertsInterface._global_mapping, EXPERTS_NAME, raising=False)
+    installed("transformers", "5.8.1")
+    with pytest.raises(UnsupportedModelError) as caught:
+        importlib.import_module("moe_patch.integrations.transformers")
+    assert str(caught.value) == (
+        'experts_implementation="moe_patch": moe_patch needs transformers 5.9 or newer, found '
+        "5.8.1; install a newer transformers, or leave moe_patch out"
+    )
+    assert EXPERTS_NAME not in ALL_EXPERTS_FUNCTIONS
 
 
 @pytest.mark.parametrize("release", ["5.9.0", "5.10.0.dev0", "6.0.0"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import MethodType
 
 import pytest
+import torch
 from torch import nn
 
 from moe_patch import UnsupportedModelError, patch_model, patch_report, unpatch_model
@@ -82,6 +84,66 @@ def test_a_forward_replaced_on_the_class_is_refused_by_name(model_type, which, m
     assert_unchanged(before, snapshot(model))
 
 
+def scaled(factor):
+    """Return a stand-in with a closure, which does not hold the forward that it replaces."""
+
+    def scaled_forward(self, hidden_states, *args):
+        return hidden_states * factor
+
+    return scaled_forward
+
+
+FORMS = {
+    "closure": scaled(0),
+    "compiled": torch.compile(dense_forward),
+    "decorated": torch.no_grad()(dense_forward),
+    "partialmethod": functools.partialmethod(dense_forward),
+}
+
+
+@pytest.mark.parametrize("which", ["block", "experts", "router"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_replaced_forward_is_refused_in_whichever_form(form, which, monkeypatch):
+    """A compiled kernel, or one made by a function, on the class; the block has no own entry."""
+    model = tiny_models.build("qwen3_moe")
+    block = tiny_models.blocks(model)[0][1]
+    cls = type({"block": block, "experts": block.experts, "router": block.gate}[which])
+    monkeypatch.setattr(cls, "forward", FORMS[form])
+    name = "scaled_forward" if form == "closure" else "dense_forward"
+    said = rf"layers\.0\.mlp.* \({cls.__name__}\) runs .*{name} instead.*or leave moe_patch out"
+    with pytest.raises(UnsupportedModelError, match=said):
+        patch_model(model)
+
+
+@pytest.mark.parametrize("which", ["block", "experts"])
+@pytest.mark.parametrize("form", ["partial", "closure"])
+def test_a_forward_bound_on_a_module_is_refused_in_whichever_form(form, which):
+    """Unpatched it runs alone, so that a report of a patched block would be untrue."""
+    model = tiny_models.build("qwen3_moe")
+    module = target(model, which)
+    bound = functools.partial(dense_forward, module)
+    module.forward = bound if form == "partial" else lambda *args: bound(*args)
+    before = snapshot(model)
+    said = rf"{type(module).__name__}\) runs .*(dense_forward|lambda).* or leave moe_patch out"
+    with pytest.raises(UnsupportedModelError, match=said):
+        patch_model(model)
+    assert_unchanged(before, snapshot(model))
+
+
+@pytest.mark.parametrize("where", ["class", "module"])
+def test_a_wrapper_of_a_blocks_own_forward_is_no_conflict(where, monkeypatch):
+    """The wrapper holds the original; nothing of this block is bound, so both run."""
+    model = tiny_models.build("qwen3_moe")
+    batch = tiny_models.inputs(model)
+    expected, block = logits(model, batch), target(model, "block")
+    own = torch.compiler.disable(type(block).forward if where == "class" else block.forward)
+    owner = type(block) if where == "class" else block
+    monkeypatch.setattr(owner, "forward", lambda *args: own(*args))
+    patch_model(model)
+    assert {row.tier for row in patch_report(model)} == {"full"}
+    assert_close(logits(model, batch), expected, FP32)
+
+
 @pytest.mark.parametrize(("which", "tier"), [("router", "full"), ("experts", "refused")])
 def test_a_class_forward_replaced_after_patching(which, tier, monkeypatch):
     """Report a replaced class forward where it runs; behind our bound forward it never runs."""
@@ -116,7 +178,7 @@ def test_experts_of_another_class_are_refused_by_name():
     """Name Liger's class, which replaces transformers' own if applied before the model is built."""
     model = tiny_models.build("qwen3_moe")
     tiny_models.blocks(model)[0][1].experts = LigerExperts()
-    with pytest.raises(UnsupportedModelError, match=r"no Qwen3MoeExperts.*LigerExperts"):
+    with pytest.raises(UnsupportedModelError, match=r"no Qwen3MoeExp.*LigerExp.*leave moe_patch"):
         patch_model(model)
 
 
@@ -147,7 +209,10 @@ def test_an_experts_implementation_of_the_user_is_named(chosen, caplog):
     with caplog.at_level(logging.WARNING, logger="moe_patch"):
         patch_model(model)
     (line,) = caplog.records
-    assert f"experts_implementation={chosen!r}" in line.message
+    assert line.message == (
+        f"moe_patch: experts_implementation={chosen!r} was set on the model, and the patch runs "
+        f"the experts in its place until unpatch_model; to keep {chosen!r}, leave moe_patch out"
+    )
 
 
 def wrap_as_expert_parallelism(router, experts):
