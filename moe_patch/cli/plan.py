@@ -290,7 +290,8 @@ def _notes(sizes: Sizes) -> list[str]:
         return []
     return [
         "transformers has no fused attention for this model: each layer keeps T x T "
-        "probabilities per head, and the plan counts them; another attn_implementation needs less"
+        "probabilities per head, and the plan counts them; another attn_implementation, such as "
+        "flex_attention, needs less"
     ]
 
 
