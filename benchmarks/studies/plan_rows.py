@@ -2,12 +2,12 @@
 
 Each configuration trains in a process of its own, with the training command's own code. Random
 weights of true sizes are made directly in their storage; a row says how many layers there are.
-Processes import their libraries ahead, but only one at a time touches the card.
+Processes import their libraries ahead, but only one at a time touches the card. --offloaded keeps
+the experts in host memory.
 
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --drawn 0  three by seed
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --recipes  of configs/
-    python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --offloaded
     python benchmarks/studies/plan_rows.py --device cpu --small                     a dry run
 """
 
