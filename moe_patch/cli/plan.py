@@ -70,6 +70,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--ddp", action="store_true", help="whole models on every card (DDP)")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument("--adapters", choices=("fp32", "bf16"), help="adapter dtype; default: fp32")
+    parser.add_argument(
+        "--attention", metavar="NAME", help="attn_implementation; all but eager count as fused"
+    )
     parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
     parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
     add_json(parser)
@@ -87,7 +90,7 @@ def command(args: argparse.Namespace) -> int:
         steps.step("building the model on the meta device")
         model = models.build(config, dtype, "meta")
         targets = {} if args.full else _targets(model)
-        sizes = read_sizes(model, targets)
+        sizes = read_sizes(model, targets, args.attention)
         storages = _storages(model, recipe)
     if memory is not None:
         choices = _choices(fixed, storages, config.model_type, dtype)
@@ -290,8 +293,8 @@ def _notes(sizes: Sizes) -> list[str]:
         return []
     return [
         "transformers has no fused attention for this model: each layer keeps T x T "
-        "probabilities per head, and the plan counts them; another attn_implementation, such as "
-        "flex_attention, needs less"
+        "probabilities per head, and the plan counts them; --attention flex_attention keeps none, "
+        "where the model has it"
     ]
 
 

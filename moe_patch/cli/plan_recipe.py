@@ -51,6 +51,8 @@ def training_node(
         "model": {"path": args.model, "dtype": name},
         "data": {"source": "python-stdlib-docstrings", "block_size": recipe.tokens},
     }
+    if args.attention is not None:
+        node["model"]["attn_implementation"] = args.attention
     if not recipe.full:
         node["lora"] = {"r": recipe.rank, "lora_alpha": 2 * recipe.rank, **targets}
     node["training"] = {
