@@ -140,6 +140,11 @@ def recipe_of(
         ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
         compute=args.compute, **fixed,
     )  # fmt: skip
+    if recipe.offload and recipe.shards > 1:
+        raise UnsupportedOptionError(
+            f"--offload with --ranks {args.ranks}: FSDP2 would shard experts that are in host "
+            "memory; accepted: --ddp, or --ranks 1"
+        )
     return recipe, fixed
 
 

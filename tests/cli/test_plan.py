@@ -117,6 +117,7 @@ MISTAKES = [
     (("--ranks", "-1"), "--ranks -1: accepted: 1 or more"),
     (("--full", "--storage", "nf4"), "--full trains every weight"),
     (("--storage", "mxfp4"), "--storage mxfp4: only for checkpoints that"),
+    (("--offload", "--ranks", "2"), "--offload with --ranks 2: FSDP2 would shard experts"),
     (("--full", "--embedding", "nf4"), "--full trains every weight"),
     (("--adapters", "bf16", "--dtype", "float32", "--memory", "1GB"), "accepted: --dtype bfl"),
 ]
