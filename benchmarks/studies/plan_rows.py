@@ -2,12 +2,12 @@
 
 Each configuration trains in a process of its own, with the training command's own code. Random
 weights of true sizes are made directly in their storage; a row says how many layers there are.
-Processes import their libraries ahead, but only one at a time touches the card.
+Processes import their libraries ahead, but only one at a time touches the card. --offloaded keeps
+the experts in host memory.
 
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --drawn 0  three by seed
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --recipes  of configs/
-    python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --offloaded
     python benchmarks/studies/plan_rows.py --device cpu --small                     a dry run
 """
 
@@ -334,11 +334,15 @@ class Card:
 
 
 def run_one(
-    one: Setting, process: subprocess.Popen[str], card: Card, options: argparse.Namespace
+    one: Setting,
+    process: subprocess.Popen[str],
+    prepared: tuple[str | None, list[str]],
+    card: Card,
+    options: argparse.Namespace,
 ) -> dict[str, Any] | None:
     """Let a prepared process measure; return its row, or None if it failed."""
     assert process.stdin is not None
-    ready, before = lines_until(process, "ready")
+    ready, before = prepared
     baseline = card.used()
     found = None
     if ready is not None:
@@ -403,16 +407,19 @@ def run_all(
     card = Card(options.device)
     begin = time.monotonic()
     waiting = [start(one, options) for one in settings[:AHEAD]]
+    ready = [lines_until(process, "ready") for process in waiting]  # imports would slow the first
+    print(f"ready after {time.monotonic() - begin:.0f} s", flush=True)
     if options.warm:
         warm_up([one for one in settings if one.patched], options)
         print(f"warm after {time.monotonic() - begin:.0f} s", flush=True)
     for at, one in enumerate(settings):
         process, row = waiting.pop(0), None
+        prepared = ready.pop(0) if ready else lines_until(process, "ready")
         if options.limit and time.monotonic() - begin > options.limit:
             print(f"{one}: not run, {options.limit} s are over", flush=True)
             process.kill()
         else:
-            row = run_one(one, process, card, options)
+            row = run_one(one, process, prepared, card, options)
         if at + AHEAD < len(settings):
             waiting.append(start(settings[at + AHEAD], options))
         if row is not None and options.out is not None:

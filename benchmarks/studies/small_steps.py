@@ -1,11 +1,12 @@
 """Time QLoRA steps of few tokens beside PEFT over bitsandbytes, on 12 layers of Qwen3-30B-A3B.
 
 Both train adapters of rank 16 on attention and experts by the Trainer, with checkpointing and
-torch's fused AdamW. Weights are random. bitsandbytes packs Linear modules alone, so attention is in
-NF4 and the fused experts of transformers stay in bf16. In each forward PEFT adds B A to the whole
-weight of every expert, and transformers' grouped products run on the sum. Ours has the experts in
-NF4 as well. "prepared" calls peft.prepare_model_for_kbit_training first, as PEFT's guide says. That
-casts everything that is not in 4 bits to fp32, experts included.
+torch's fused AdamW. Tokens a second are those of 20 steps after three. Weights are random.
+bitsandbytes packs Linear modules alone, so attention is in NF4 and the fused experts of
+transformers stay in bf16. In each forward PEFT adds B A to the whole weight of every expert, and
+transformers' grouped products run on the sum. Ours has the experts in NF4 as well. "prepared" calls
+peft.prepare_model_for_kbit_training first, as PEFT's guide says. That casts everything that is not
+in 4 bits to fp32, experts included.
 
     python benchmarks/studies/small_steps.py --commit SHA --out rows.jsonl
     python benchmarks/studies/small_steps.py --device cpu --small
@@ -21,8 +22,8 @@ from typing import Any
 import plan_rows
 from plan_rows import Setting
 
-MODEL, LAYERS, STEPS = "Qwen3-30B-A3B", 12, 7
-TOKENS = (2048, 512, 8192)
+MODEL, LAYERS, STEPS = "Qwen3-30B-A3B", 12, 23
+TOKENS = (512, 2048, 8192)
 IMPLS: dict[str, dict[str, Any]] = {
     "moe_patch": {"storage": "nf4"},
     "peft_bitsandbytes": {"storage": "bf16", "patched": False},
@@ -31,12 +32,12 @@ IMPLS: dict[str, dict[str, Any]] = {
 
 
 def settings() -> dict[tuple[str, int], Setting]:
-    """Return the settings by implementation and tokens."""
+    """Return the settings by implementation and tokens; those of "prepared" come last."""
     common = {"linear": "nf4", "steps": STEPS}
+    pairs = [(impl, tokens) for tokens in TOKENS for impl in IMPLS]
     return {
-        (impl, tokens): Setting(MODEL, LAYERS, tokens=tokens, **common, **options)
-        for tokens in TOKENS
-        for impl, options in IMPLS.items()
+        (impl, tokens): Setting(MODEL, LAYERS, tokens=tokens, **common, **IMPLS[impl])
+        for impl, tokens in sorted(pairs, key=lambda pair: "prepared" in pair[0])
     }
 
 

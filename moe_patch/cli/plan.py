@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import math
 import re
-from collections.abc import Container
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from moe_patch.cli import models
 from moe_patch.cli.output import add_json, bytes_text, print_json, print_table, progress
+from moe_patch.cli.plan_fit import CHOICES, choices_of, fit
 from moe_patch.cli.plan_recipe import said, text_of, training_node, write
 from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.config import COMPUTES, PatchConfig
@@ -21,22 +19,10 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.quant.stored import stored
 from moe_patch.tools.plan_memory import CONTEXT
-from moe_patch.tools.plan_total import Plan, first_fitting, make_plan, most_tokens
+from moe_patch.tools.plan_total import Plan, make_plan, most_tokens
 from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
 
 STORAGES = ("bf16", *READABLE)
-# What --memory may choose where the user did not, least preferred last; the last key to give up
-# is the rank. Experts leave the card only if nothing else fits (see fit).
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "checkpointing": (False, True),
-    "liger": (False, True),
-    "storage": ("bf16", "fp8", "nf4"),
-    "optimizer": ("adamw", "adamw_8bit"),
-    "linear": ("bf16", "nf4"),
-    "adapters": ("fp32", "bf16"),
-    "embedding": ("bf16", "nf4"),
-    "rank": (16, 8, 4),
-}
 UNITS = {"": 10**9, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
 
 
@@ -70,6 +56,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--ddp", action="store_true", help="whole models on every card (DDP)")
     parser.add_argument("--accumulation", type=int, default=1, help="forwards per optimizer step")
     parser.add_argument("--adapters", choices=("fp32", "bf16"), help="adapter dtype; default: fp32")
+    parser.add_argument(
+        "--attention", metavar="NAME", help="attn_implementation; all but eager count as fused"
+    )
     parser.add_argument("--memory", help="memory of the card, such as 24GB or 22.5GiB")
     parser.add_argument("--recipe", metavar="FILE", help="write the file for `moe-patch train`")
     add_json(parser)
@@ -87,10 +76,10 @@ def command(args: argparse.Namespace) -> int:
         steps.step("building the model on the meta device")
         model = models.build(config, dtype, "meta")
         targets = {} if args.full else _targets(model)
-        sizes = read_sizes(model, targets)
+        sizes = read_sizes(model, targets, args.attention)
         storages = _storages(model, recipe)
     if memory is not None:
-        choices = _choices(fixed, storages, config.model_type, dtype)
+        choices = choices_of(fixed, storages, config.model_type, dtype)
         recipe = fit(args, sizes, recipe, choices, memory)
     plan = make_plan(sizes, recipe)
     node = training_node(args, recipe, targets, dtype) if memory or args.recipe else None
@@ -104,20 +93,6 @@ def command(args: argparse.Namespace) -> int:
     else:
         _print(result, plan, recipe, text)
     return 0
-
-
-def _choices(
-    fixed: dict[str, Any], storages: Container[str], model_type: str, dtype: torch.dtype
-) -> dict[str, tuple[Any, ...]]:
-    """Return the values to try for each option that is not fixed."""
-    choices = {name: values for name, values in CHOICES.items() if name not in fixed}
-    if dtype != torch.bfloat16:  # bf16 adapters on a wider base would be a cast each time
-        choices.pop("adapters", None)
-    if "storage" in choices:
-        choices["storage"] = tuple(s for s in CHOICES["storage"] if s in storages)
-    if "liger" in choices and not _may_run_on_liger(model_type):
-        choices["liger"] = (False,)
-    return choices
 
 
 def memory_bytes(text: str) -> int:
@@ -166,6 +141,11 @@ def recipe_of(
         ranks=args.ranks, ddp=args.ddp, accumulation=args.accumulation, hopper=hopper,
         compute=args.compute, **fixed,
     )  # fmt: skip
+    if recipe.offload and recipe.shards > 1:
+        raise UnsupportedOptionError(
+            f"--offload with --ranks {args.ranks}: FSDP2 would shard experts that are in host "
+            "memory; accepted: --ddp, or --ranks 1"
+        )
     return recipe, fixed
 
 
@@ -213,53 +193,6 @@ def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
     return ("bf16", *(name for name in READABLE if name in found))
 
 
-def _may_run_on_liger(model_type: str) -> bool:
-    """Return whether Liger has kernels for a model type, or True if it is not installed here."""
-    from moe_patch.train.liger import check_liger_knows
-
-    if importlib.util.find_spec("liger_kernel") is None:
-        return True
-    try:
-        check_liger_knows(model_type)
-    except UnsupportedOptionError:
-        return False
-    return True
-
-
-def fit(
-    args: argparse.Namespace,
-    sizes: Sizes,
-    recipe: Recipe,
-    choices: dict[str, tuple[Any, ...]],
-    memory: int,
-) -> Recipe:
-    """Return the first recipe of the choices that fits.
-
-    If none does and the user did not exclude it, experts go to host memory in their smallest
-    storage, because each step copies them. FSDP2 would shard them, so then they stay.
-
-    Raises:
-        UnsupportedOptionError: none fits; says what is missing, and the nearest that does.
-    """
-    found, least = first_fitting(sizes, recipe, choices, memory)
-    whole = recipe.ranks == 1 or recipe.ddp
-    if found is None and args.offload is None and whole and not recipe.full:
-        smallest = {name: choices[name][-1:] for name in choices.keys() & {"storage"}}
-        away = replace(recipe, offload=True)
-        found, least = first_fitting(sizes, away, choices | smallest, memory)
-    if found is not None:
-        return found
-    needed = make_plan(sizes, least).needed
-    tokens = most_tokens(sizes, least, memory)
-    nearest = f"{tokens:,} tokens" if tokens else f"a card of {math.ceil(needed / 1e8) / 10} GB"
-    missing = (needed - memory) / 2**30
-    raise UnsupportedOptionError(
-        f"--memory {args.memory}: no recipe for {args.model} fits at {recipe.tokens:,} tokens; "
-        f"the smallest ({said(least)}) needs {needed / 2**30:.1f} GiB, which is {missing:.1f} GiB "
-        f"too much; accepted: {nearest}"
-    )
-
-
 def _result(
     args: argparse.Namespace,
     sizes: Sizes,
@@ -291,7 +224,8 @@ def _notes(sizes: Sizes) -> list[str]:
         return []
     return [
         "transformers has no fused attention for this model: each layer keeps T x T "
-        "probabilities per head, and the plan counts them; another attn_implementation needs less"
+        "probabilities per head, and the plan counts them; --attention flex_attention keeps none, "
+        "where the model has it"
     ]
 
 

@@ -48,7 +48,7 @@ def training_node(
     name = str(dtype).removeprefix("torch.")
     rate = 1e-5 if recipe.full else 2e-4
     node: dict[str, Any] = {
-        "model": {"path": args.model, "dtype": name},
+        "model": _model(args, name),
         "data": {"source": "python-stdlib-docstrings", "block_size": recipe.tokens},
     }
     if not recipe.full:
@@ -73,6 +73,11 @@ def training_node(
     node["liger"] = recipe.liger
     node["output_dir"] = f"outputs/{Path(args.model).name or 'plan'}"
     return node
+
+
+def _model(args: argparse.Namespace, dtype: str) -> dict[str, str]:
+    own = {} if args.attention is None else {"attn_implementation": args.attention}
+    return {"path": args.model, "dtype": dtype, **own}
 
 
 def text_of(node: dict[str, Any], recipe: Recipe, model: str) -> str:

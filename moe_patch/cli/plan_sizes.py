@@ -17,12 +17,14 @@ from moe_patch.tools.plan_types import Input, Layer, Moe, Sizes, Weight
 OUT = ("o_proj", "out_proj", "dense", "wo")
 
 
-def read_sizes(model: Any, targets: dict[str, list[str]]) -> Sizes:
+def read_sizes(model: Any, targets: dict[str, list[str]], attention: str | None = None) -> Sizes:
     """Return the sizes of a model.
 
     Args:
         model: a transformers model without adapters; on the meta device it costs nothing.
         targets: as lora_targets returns them; empty for full fine-tuning.
+        attention: the run's ``attn_implementation``; None is the model's own. All but "eager"
+            count as fused.
 
     Raises:
         UnsupportedModelError: it has no MoE block, or a block whose activations are unknown.
@@ -37,6 +39,7 @@ def read_sizes(model: Any, targets: dict[str, list[str]]) -> Sizes:
     layers = dict(_layers(model, blocks))
     config = model.config.get_text_config()
     fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
+    fused = fused if attention is None else attention != "eager"
     return Sizes(
         weights=tuple(_weights(model, blocks, list(layers), targets)),
         layers=tuple(

@@ -18,6 +18,7 @@ from torch import nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.runtime.module_patch import patch_of
 from moe_patch.train.build import build_base
 from moe_patch.train.config import TrainConfig
 
@@ -68,6 +69,28 @@ def stored_base(
     if config.quantize_embedding is not None:
         quantize_embedding(base.to(home))
     return base
+
+
+def check_offloaded(model: Any) -> None:
+    """Refuse expert weights in host memory that the optimizer would train.
+
+    Args:
+        model: patched; experts in host memory have a seat.
+
+    Raises:
+        UnsupportedOptionError: ``modules_to_save`` makes some trainable (names the first).
+    """
+    for path, module in model.named_modules():
+        patch = patch_of(module)
+        if patch is None or patch.seat is None:
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() == 3 and weight.requires_grad:
+                raise UnsupportedOptionError(
+                    f"lora: {path}.{name} would be trained, but offload_experts freezes it in host "
+                    "memory; accepted: adapters on it (target_parameters) instead of "
+                    "modules_to_save, or offload_experts: false"
+                )
 
 
 def quantize_linears(model: Any) -> Any:

@@ -20,12 +20,11 @@ from moe_patch.quant.elsewhere import materialise_adapters
 from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.tools.base_identity import find_base, known_base, note_base
-from moe_patch.train import build, checks, report
+from moe_patch.train import build, checks, frozen, report
 from moe_patch.train.build import home_of
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
 from moe_patch.train.data import TokenBlocks, make_blocks, read_texts
-from moe_patch.train.frozen import check_bitsandbytes, stored_base, stores_frozen
 from moe_patch.train.liger import check_liger, check_liger_knows
 from moe_patch.train.loop import Trained, train_once
 from moe_patch.train.output import OutputFolder
@@ -135,7 +134,7 @@ def _prepare(config: TrainConfig, output: OutputFolder) -> _Inputs:
     check_whole(config)
     if config.liger:
         check_liger(args.device, config.training)
-    check_bitsandbytes(config)
+    frozen.check_bitsandbytes(config)
     if args.process_index == 0:
         output.check(reads=args.resume_from_checkpoint)
     texts = read_texts(config.data)
@@ -156,7 +155,9 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
     # accelerate sends one process's weights to all, a parameter at a time.
     sent = config.quantize_experts is not None and rank0_only()
     home = device if plain else home_of(config, device)
-    base = stored_base(config, inputs.tokenizer, device, torch.device("cpu") if sent else home)
+    base = frozen.stored_base(
+        config, inputs.tokenizer, device, torch.device("cpu") if sent else home
+    )
     if config.liger:
         check_liger_knows(base.config.model_type)
     if plain and config.quantize_experts is not None:
@@ -180,6 +181,7 @@ def _patch(model: Any, config: TrainConfig, device: torch.device) -> tuple[str, 
     if config.moe_patch is False:
         return "moe_patch: off, as the configuration says", 0
     patch_model(model, config.moe_patch)
+    frozen.check_offloaded(model)
     if home_of(config, device) != device:
         model.to(device)
     rows = patch_report(model)
@@ -259,10 +261,10 @@ def _reload(
 ) -> Check:
     gc.collect()
     config = inputs.config
-    if stores_frozen(config):
+    if frozen.stores_frozen(config):
         own = inputs.args.device
         home = home_of(config, own)
-        base = stored_base(config, inputs.tokenizer, own, home)
+        base = frozen.stored_base(config, inputs.tokenizer, own, home)
         wide = config.adapter_dtype == "float32"
         adapted = PeftModel.from_pretrained(base, folder / "adapter", autocast_adapter_dtype=wide)
         reloaded = patch_model(adapted.to(home), config.moe_patch).to(own)

@@ -14,6 +14,7 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from moe_patch.config import PatchConfig
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.patch import patch_model
 from moe_patch.quant.sharded_state import is_sharded, rank0_only
@@ -44,21 +45,23 @@ def check_packed() -> None:
 
 
 def check_whole(config: TrainConfig) -> None:
-    """Refuse to shard weights that bitsandbytes packs, which nothing here proves to be right.
+    """Refuse to shard weights that bitsandbytes packs, or experts that stay in host memory.
 
     Raises:
         UnsupportedOptionError: FSDP or DeepSpeed ZeRO-3 together with such weights.
     """
-    stored = {
-        "quantize_linear": config.quantize_linear,
-        "quantize_embedding": config.quantize_embedding,
+    options = PatchConfig.parse(config.moe_patch)
+    whole = {
+        "quantize_linear": config.quantize_linear is not None,
+        "quantize_embedding": config.quantize_embedding is not None,
+        "moe_patch.offload_experts": options is not None and options.offload_experts,
     }
-    key = next((key for key, storage in stored.items() if storage is not None), None)
+    key = next((key for key, used in whole.items() if used), None)
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if key is not None and (fsdp or is_deepspeed_zero3_enabled()):
         raise UnsupportedOptionError(
-            f"{key}: weights packed by bitsandbytes are not sharded; accepted: DDP "
-            "(configs/accelerate/ddp.yaml), or quantize_experts alone"
+            f"{key}: such weights are not sharded; accepted: DDP (configs/accelerate/ddp.yaml), or "
+            "quantize_experts alone"
         )
 
 

@@ -117,6 +117,7 @@ MISTAKES = [
     (("--ranks", "-1"), "--ranks -1: accepted: 1 or more"),
     (("--full", "--storage", "nf4"), "--full trains every weight"),
     (("--storage", "mxfp4"), "--storage mxfp4: only for checkpoints that"),
+    (("--offload", "--ranks", "2"), "--offload with --ranks 2: FSDP2 would shard experts"),
     (("--full", "--embedding", "nf4"), "--full trains every weight"),
     (("--adapters", "bf16", "--dtype", "float32", "--memory", "1GB"), "accepted: --dtype bfl"),
 ]
@@ -193,5 +194,20 @@ def test_attention_without_a_fused_kernel_is_counted_and_named(capsys, tmp_path)
     few, many = (answer(capsys, "plan", folder, "--tokens", str(n)) for n in (512, 1024))
     assert many["parts"]["one_layer"] > 3 * few["parts"]["one_layer"]
     assert "no fused attention" in few["notes"][0]
+    given = (
+        "plan",
+        folder,
+        "--tokens",
+        "1024",
+        "--memory",
+        "80GB",
+        "--checkpointing",
+        "--attention",
+    )
+    flex = answer(capsys, *given, "flex_attention")
+    assert flex["parts"]["one_layer"] < few["parts"]["one_layer"]
+    assert flex["notes"] == []
+    assert flex["recipe"]["model"]["attn_implementation"] == "flex_attention"
+    assert answer(capsys, *given, "eager")["parts"] == many["parts"]
     assert main(["plan", folder]) == 0
     assert "note: transformers has no fused attention" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +49,20 @@ def test_where_a_run_is_built() -> None:
 def test_full_fine_tuning_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(UnsupportedOptionError, match="offload_experts freezes the experts"):
         make_config(node(lora=None, **OFFLOAD))
+
+
+def test_trained_experts_are_refused_before_the_first_step(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr(run, "train_once", never)
+    lora = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["experts"]}
+    with pytest.raises(UnsupportedOptionError, match=r"experts.* would be trained") as raised:
+        run.run(small(tmp_path, text_file, lora=lora, **OFFLOAD))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
 
 
 def test_ddp_ignores_experts_in_host_memory() -> None:

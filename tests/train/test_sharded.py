@@ -56,12 +56,19 @@ def test_size_of_a_parameter_that_zero3_emptied():
     assert size(parameter) == 12
 
 
-@pytest.mark.parametrize("key", ["quantize_linear", "quantize_embedding"])
+WHOLE = {
+    "quantize_linear": {"quantize_linear": "nf4"},
+    "quantize_embedding": {"quantize_embedding": "nf4"},
+    "moe_patch.offload_experts": {"moe_patch": {"offload_experts": True}},
+}
+
+
+@pytest.mark.parametrize("key", WHOLE)
 @pytest.mark.parametrize("how", ["fsdp", "zero3"])
-def test_weights_packed_by_bitsandbytes_are_not_sharded(key, how, monkeypatch):
+def test_weights_that_have_to_stay_whole_are_not_sharded(key, how, monkeypatch):
     """Accept them alone and under DDP; accept sharding of everything else."""
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
-    packed = make_config(node(**{key: "nf4"}))
+    packed = make_config(node(**WHOLE[key]))
     check_whole(packed)
     if how == "fsdp":
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
