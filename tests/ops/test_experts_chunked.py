@@ -5,6 +5,8 @@ The reference of values is autograd in fp64, that of bits a call with all tokens
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
@@ -23,6 +25,7 @@ from moe_patch.kernels.common.chunks import (
     auto_chunk,
     chunk_count,
     chunks,
+    unequal_chunks,
 )
 from moe_patch.ops.experts import op
 from moe_patch.ops.experts.long_context import chunks_of
@@ -90,8 +93,26 @@ def check_kept(device: str) -> None:
         assert found == whole + 2 * 4 * (case.E + 1)
 
 
+@contextlib.contextmanager
+def small_auto(alone: int, kept: int, case: Case, itemsize: int) -> Iterator[None]:
+    """Let "auto" take chunks of these numbers of tokens."""
+    from moe_patch.kernels.common import chunks as sizes
+    from moe_patch.ops.experts import long_context
+
+    each = case.K * (case.F + min(case.D, sizes.COLUMNS)) * itemsize
+    with (
+        mock.patch.object(long_context, "AUTO_FROM", 0),
+        mock.patch.object(sizes, "_AUTO_TOKENS", 1),
+        mock.patch.dict(sizes._AUTO_BYTES, {ALONE: alone * each, KEPT: kept * each}),
+    ):
+        yield
+
+
 def check_checkpoints(device: str) -> None:
-    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits."""
+    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits.
+
+    Its chunks are smaller, so it drops a plan of another shape.
+    """
     from moe_patch.kernels.experts import chunked
 
     inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4), F32, device)
@@ -102,17 +123,20 @@ def check_checkpoints(device: str) -> None:
     def forward(x_TD: Tensor) -> Tensor:
         return op.experts_mlp(
             x_TD, inputs.ids_TK, tensors["weights"], w, inputs.case.glu,
-            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens=5,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens="auto",
         )  # fmt: skip
 
     for reentrant in (False, True):
         with (
             triton_anywhere(),
+            small_auto(2, 5, inputs.case, 4),
             mock.patch.object(chunked, "experts_forward", wraps=chunked.experts_forward) as spy,
         ):
             out_TD = checkpoint(forward, tensors["x"], use_reentrant=reentrant)
+            same(out_TD, expected["out"], "out")
             out_TD.backward(inputs.dout_TD)
-        assert [call.kwargs["save_h"] for call in spy.call_args_list] == [False, True]
+        kwargs = [call.kwargs for call in spy.call_args_list]
+        assert [(k["save_h"], k["chunk"]) for k in kwargs] == [(False, 2), (True, 5)]
         for name, tensor in tensors.items():
             assert_bits(tensor.grad, expected[name], f"{name} reentrant={reentrant}")
             tensor.grad = None
@@ -186,6 +210,13 @@ def test_bits_of_bf16_on_a_card(trained: str) -> None:
                 assert_bits(value, whole[name], name)
             else:
                 assert_close(value, whole[name], 4e-3, name)
+    w, lora13, lora2 = operands(tensors)
+    with torch.no_grad(), small_auto(48, 48, case, 2):
+        out_TD = op.experts_mlp(
+            tensors["x"], inputs.ids_TK, tensors["weights"], w, case.glu,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens="auto",
+        )  # fmt: skip
+    assert_bits(out_TD, whole["out"], "out without gradients")
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 17, 262144])
@@ -200,6 +231,24 @@ def test_chunks_cover_all_tokens(tokens: int, chunk: int) -> None:
         assert chunk < 8 or part.tokens.start % 8 == 0
         assert part.tokens.stop - part.tokens.start <= chunk
         assert (part.rows.start, part.rows.stop) == (3 * part.tokens.start, 3 * part.tokens.stop)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 40961, 262144])
+@pytest.mark.parametrize("chunk", [2, 33, 45875])
+def test_unequal_chunks_cover_all_tokens_in_the_memory_of_one(tokens: int, chunk: int) -> None:
+    """y takes memory only where outputs of later tokens have no room for it."""
+    if tokens > chunk * 1000:
+        pytest.skip("too many chunks to list")
+    K, D, F = 8, 2048, 768
+    found, y, a = unequal_chunks(tokens, K, chunk, D, F), K * 512, K * F
+    assert [t for part in found for t in range(tokens)[part.tokens]] == list(range(tokens))
+    for part in found:
+        size = part.tokens.stop - part.tokens.start
+        lent = size * y <= (tokens - part.tokens.stop) * D
+        assert size * (a if lent else a + y) <= chunk * (a + y)
+        assert chunk < 8 or part.tokens.start % 8 == 0
+        assert (part.rows.start, part.rows.stop) == (K * part.tokens.start, K * part.tokens.stop)
+    assert len(found) <= chunk_count(tokens, chunk)
 
 
 def test_tokens_of_a_chunk() -> None:
@@ -218,14 +267,15 @@ def test_tokens_of_a_chunk() -> None:
     assert found("auto", many) == found("auto", many, recompute=True) == (alone, alone)
     assert found("auto", many, graph=True) == ((1280 << 20) // (2 * (48 + 64) * 2), alone)
     again = {"graph": True, "recompute": True}
-    assert found("auto", many, **again) == ((1616 << 20) // (2 * (48 + 96) * 2), alone)
-    for tensor, most in zip(w[:2], (1616, 3104), strict=True):
+    assert found("auto", many, **again) == ((1856 << 20) // (2 * (48 + 96) * 2), alone)
+    for tensor, most in zip(w[:2], (1856, 3104), strict=True):
         tensor.requires_grad_()
         assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
     # Numbers of chunks of Qwen3-30B-A3B's experts.
     own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
     counts = [chunk_count(262144, own(use)) for use in (ALONE, KEPT, RECOMPUTED, TRAINED)]
-    assert counts == [6, 4, 6, 3]
+    assert counts == [6, 4, 5, 3]
+    assert len(unequal_chunks(262144, 8, own(ALONE), 2048, 768)) == 5
     assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == 32768
 
 

@@ -11,7 +11,7 @@ COLUMNS = 512
 # recomputes h. If that also trains the weights, their 16-bit gradients are not allocated yet.
 ALONE, KEPT, RECOMPUTED, TRAINED = "alone", "kept", "recomputed", "trained"
 _AUTO_BYTES = {
-    ALONE: 896 << 20, KEPT: 1280 << 20, RECOMPUTED: 1616 << 20, TRAINED: 3104 << 20,
+    ALONE: 896 << 20, KEPT: 1280 << 20, RECOMPUTED: 1856 << 20, TRAINED: 3104 << 20,
 }  # fmt: skip
 # The least number of tokens of a chunk.
 _AUTO_TOKENS = 32768
@@ -40,6 +40,27 @@ def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
     size = -(-tokens // chunk_count(tokens, chunk))
     size = min(_most(chunk), -(-size // _ALIGNED) * _ALIGNED)
     bounds = [(t, min(t + size, tokens)) for t in range(0, tokens, size)]
+    return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
+
+
+def unequal_chunks(tokens: int, top_k: int, chunk: int, hidden: int, width: int) -> list[Chunk]:
+    """Cut tokens into chunks in the memory of one with ``chunk`` tokens, the first ones larger.
+
+    Outputs of later tokens are not written yet. A chunk whose y fits there needs memory only for a.
+
+    Args:
+        tokens, top_k: T and K.
+        chunk: tokens whose a and y take the memory.
+        hidden, width: columns of x and a.
+    """
+    y, a = top_k * min(hidden, COLUMNS), top_k * width
+    bounds, start = [], 0
+    while start < tokens:
+        rest = tokens - start
+        lent = min(chunk * (a + y) // a, rest * hidden // (y + hidden))
+        end = start + min(_most(max(chunk, lent)), rest)
+        bounds.append((start, end))
+        start = end
     return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
 
 

@@ -206,11 +206,20 @@ class Call:
         return found
 
     def down_into(
-        self, a_NF: Tensor, u2_NR: Tensor | None, weights_TK: Tensor, out_TD: Tensor
+        self,
+        a_NF: Tensor,
+        u2_NR: Tensor | None,
+        weights_TK: Tensor,
+        out_TD: Tensor,
+        spare: Tensor | None = None,
     ) -> None:
-        """Write the sum over each token's experts, some columns of y at a time."""
+        """Write the sum over each token's experts, some columns of y at a time.
+
+        y is in ``spare``, contiguous memory, if it fits there.
+        """
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
-        for some, rows in self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank):
+        operands = a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank
+        for some, rows in self._by_columns("down", *operands, spare):
             # Without a name, rows are freed before the next ones.
             combine(rows(), self.plan, weights_TK, out_TD[:, some])
 
@@ -237,6 +246,7 @@ class Call:
         w_EOI: Tensor | PackedWeight,
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
+        spare: Tensor | None = None,
     ) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
         """Yield ranges of columns and functions that compute them; packed weights are one range."""
         if isinstance(w_EOI, PackedWeight):
@@ -246,7 +256,11 @@ class Call:
             some = slice(first, first + COLUMNS)
             bias = None if b_EO is None else b_EO[:, some]
             factor = None if low_rank is None else (low_rank[0], low_rank[1][:, some])
-            yield some, functools.partial(self._linear, op, inputs, w_EOI[:, some], bias, factor)
+            w, into = w_EOI[:, some], None
+            size = self.tiles.count * w.shape[1]
+            if spare is not None and spare.numel() >= size:
+                into = spare.view(-1)[:size].view(-1, w.shape[1])
+            yield some, functools.partial(self._linear, op, inputs, w, bias, factor, into)
 
     def _linear(
         self,
@@ -255,12 +269,13 @@ class Call:
         w_EOI: Tensor | PackedWeight,
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
+        into: Tensor | None = None,
     ) -> Tensor:
         if (decoding := self._decoding_tile(w_EOI)) is not None:
             w: Any = w_EOI
             rows = self.tiles.rows(decoding.m)
             return packed_linear(inputs, rows, w, b_EO, decoding, low_rank=low_rank)
-        tile, found = self.tile(op), None
+        tile, found = self.tile(op), into
         if low_rank is not None and tile.flatten:
             # A low-rank factor costs the portable kernel its flattened loop, and the
             # warp-specialised kernel nothing.

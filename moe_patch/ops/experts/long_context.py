@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.types import ExpertWeights
 
 # Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
@@ -53,12 +54,14 @@ def chunks_of(
     own = functools.partial(
         chunks.auto_chunk, top_k=ids_TK.shape[1], sizes=sizes, itemsize=x_TD.element_size()
     )
-    alone, use = own(chunks.ALONE), chunks.KEPT
-    if graph and recompute:
-        weights = w.w13_EHD, w.w2_EDF
-        trained = all(isinstance(t, Tensor) and t.requires_grad for t in weights)
-        use = chunks.TRAINED if trained else chunks.RECOMPUTED
-    return own(use) if graph else alone, alone
+    alone = own(chunks.ALONE)
+    # Packed experts hold all columns of y, so their chunks are the smallest.
+    if not graph or isinstance(w.w13_EHD, PackedWeight):
+        return alone, alone
+    if not recompute:
+        return own(chunks.KEPT), alone
+    trained = w.w13_EHD.requires_grad and w.w2_EDF.requires_grad
+    return own(chunks.TRAINED if trained else chunks.RECOMPUTED), alone
 
 
 @functools.cache
@@ -84,15 +87,22 @@ def saved_is_dropped() -> bool:
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
 
 
-def plan_stand_ins(plan: Sequence[Tensor], ran: int, chunk: int) -> Iterator[Tensor]:
-    """Yield tensors on one value, in the shapes of the plan for ``chunk`` instead of ``ran``."""
+def plan_stand_ins(offsets_S: Tensor, shape: Sequence[int], chunk: int) -> list[Tensor]:
+    """Return tensors on one value in the shapes of a plan in chunks.
+
+    Args:
+        offsets_S: offsets of one chunk.
+        shape: (T, K).
+        chunk: the most tokens of a chunk.
+    """
     from moe_patch.kernels.common.chunks import chunk_count
 
-    row_of_N, slot_of_TK, offsets_S = plan
-    tokens = slot_of_TK.shape[0]
-    size = offsets_S.shape[0] // chunk_count(tokens, ran) * chunk_count(tokens, chunk)
-    for tensor, shape in zip(plan, (row_of_N.shape, slot_of_TK.shape, (size,)), strict=True):
-        yield tensor.new_empty(1).expand(shape)
+    T, K = shape
+    one = offsets_S.new_empty(1)
+    return [
+        one.expand(T * K), one.expand(T, K),
+        one.expand(chunk_count(T, chunk) * offsets_S.shape[0]),
+    ]  # fmt: skip
 
 
 def rank_of(a_ERI: Tensor | None) -> int:

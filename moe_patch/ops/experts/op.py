@@ -31,7 +31,7 @@ from moe_patch.ops.experts.long_context import (
     rank_of,
     stand_ins,
 )
-from moe_patch.ops.experts.schema import encode_options, with_chunk
+from moe_patch.ops.experts.schema import encode_options, read_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 Lend = Callable[[], contextlib.AbstractContextManager[ExpertWeights]]
@@ -114,7 +114,9 @@ def experts_mlp(
     chunk, alone = chunks_of(
         chunk_tokens, backend, x_TD, ids_TK, w, graph=graph, recompute=recompute
     )
-    encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
+    options = glu, backend, batch_invariant, storage
+    unequal = chunk_tokens == "auto" and alone > 0
+    encoded = encode_options(*options, chunk, unequal and not grad and signals is None)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
@@ -129,7 +131,7 @@ def experts_mlp(
         scales,
         lend,
         chunk,
-        alone,
+        encode_options(*options, alone, True) if unequal else encoded,
         w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
@@ -154,7 +156,8 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
-        chunk, alone: tokens of a chunk, or 0; the same if nothing is kept.
+        chunk: tokens of a chunk, or 0.
+        alone: the options as a string of a call that keeps nothing.
         width: the width of h.
     """
 
@@ -164,7 +167,7 @@ class _Call(NamedTuple):
     scales: list[Tensor]
     lend: Lend | None
     chunk: int
-    alone: int
+    alone: str
     width: int
 
     def arguments(
@@ -176,14 +179,15 @@ class _Call(NamedTuple):
 
     def dropping(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, ...]:
         """Return what ``run`` does, with stand-ins for what autograd would save and drop."""
-        options = with_chunk(str(self.scalars[-1]), self.alone)
         without = self._replace(
-            keep=[False, False, False, self.keep[3]], scalars=(*self.scalars[:-1], options)
+            keep=[False, False, False, self.keep[3]], scalars=(*self.scalars[:-1], self.alone)
         )
         out, *plan, h, u13, u2, norms = run(*without.arguments(*inputs))
         widths = self.width, rank_of(inputs[3][4]), rank_of(inputs[3][6])
         rows = stand_ins((h, u13, u2), self.keep, inputs[1].numel(), widths)
-        return out, *plan_stand_ins(plan, self.alone, self.chunk), *rows, norms
+        if read_options(self.alone).alone:
+            plan = plan_stand_ins(plan[2], inputs[1].shape, self.chunk)
+        return out, *plan, *rows, norms
 
 
 def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
