@@ -89,15 +89,16 @@ def experts_forward(
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
     parts, plans = chunks(T, K, chunk), []
-    alone = alone and not isinstance(w.w2_EDF, PackedWeight)
-    if alone:
+    # Packed experts and norms hold all columns of y.
+    unequal = alone and not norms and not isinstance(w.w2_EDF, PackedWeight)
+    if unequal:
         parts = unequal_chunks(T, K, chunk, x_TD.shape[1], w.w2_EDF.shape[2])
     with on_device_of(x_TD):
         for part in parts:
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
-            spare = out_TD[part.tokens.stop :] if alone else None
+            spare = out_TD[part.tokens.stop :] if unequal else None
             weights = weights_TK[part.tokens].contiguous()
             _forward(call, part, weights, kept, out_TD, norm_TK, spare)
             plans = [tiles.plan] if alone else [*plans, tiles.plan]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
+from moe_patch.ops.experts.schema import read_options
 from moe_patch.types import ExpertWeights
 
 # Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
@@ -87,30 +88,42 @@ def saved_is_dropped() -> bool:
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
 
 
-def plan_stand_ins(offsets_S: Tensor, shape: Sequence[int], chunk: int) -> list[Tensor]:
-    """Return tensors on one value in the shapes of a plan in chunks.
+def without_saved(
+    run: Callable[..., Any], call: Any, x_TD: Tensor, ids_TK: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Return what ``run`` does, with stand-ins for the tensors that autograd would save.
 
     Args:
-        offsets_S: offsets of one chunk.
-        shape: (T, K).
-        chunk: the most tokens of a chunk.
+        run: the operator's function.
+        call: its other arguments (``_Call`` in op.py).
+        x_TD, ids_TK, others: the routing weights and the tensors of weights and factors.
     """
+    scalars = *call.scalars[:-1], call.alone
+    nothing = call._replace(keep=[False, False, False, call.keep[3]], scalars=scalars)
+    out, *plan, h, u13, u2, norms = run(*nothing.arguments(x_TD, ids_TK, *others))
+    factors = others[1]
+    widths = call.width, _rank_of(factors[4]), _rank_of(factors[6])
+    if read_options(call.alone).alone:
+        plan = _plan_stand_ins(plan[2], ids_TK.shape, call.chunk)
+    rows = _stand_ins((h, u13, u2), call.keep, ids_TK.numel(), widths)
+    return out, *plan, *rows, norms
+
+
+def _plan_stand_ins(offsets_S: Tensor, shape: Sequence[int], chunk: int) -> list[Tensor]:
+    """Return tensors on one value in the shapes of a plan in chunks, from one chunk's offsets."""
     from moe_patch.kernels.common.chunks import chunk_count
 
-    T, K = shape
-    one = offsets_S.new_empty(1)
-    return [
-        one.expand(T * K), one.expand(T, K),
-        one.expand(chunk_count(T, chunk) * offsets_S.shape[0]),
-    ]  # fmt: skip
+    (T, K), one = shape, offsets_S.new_empty(1)
+    plans = chunk_count(T, chunk) * offsets_S.shape[0]
+    return [one.expand(T * K), one.expand(T, K), one.expand(plans)]
 
 
-def rank_of(a_ERI: Tensor | None) -> int:
+def _rank_of(a_ERI: Tensor | None) -> int:
     """Return R; 0 without a factor."""
     return 0 if a_ERI is None else a_ERI.shape[1]
 
 
-def stand_ins(
+def _stand_ins(
     empty: Sequence[Tensor], kept: Sequence[bool], rows: int, widths: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yield tensors on one value in place of those that would be ``kept``, and the empty others."""

@@ -24,14 +24,8 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.long_context import (
-    chunks_of,
-    drops_rows,
-    plan_stand_ins,
-    rank_of,
-    stand_ins,
-)
-from moe_patch.ops.experts.schema import encode_options, read_options
+from moe_patch.ops.experts.long_context import chunks_of, drops_rows, without_saved
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 Lend = Callable[[], contextlib.AbstractContextManager[ExpertWeights]]
@@ -177,18 +171,6 @@ class _Call(NamedTuple):
         scalars, keep, signals, scales, *_ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
 
-    def dropping(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, ...]:
-        """Return what ``run`` does, with stand-ins for what autograd would save and drop."""
-        without = self._replace(
-            keep=[False, False, False, self.keep[3]], scalars=(*self.scalars[:-1], self.alone)
-        )
-        out, *plan, h, u13, u2, norms = run(*without.arguments(*inputs))
-        widths = self.width, rank_of(inputs[3][4]), rank_of(inputs[3][6])
-        rows = stand_ins((h, u13, u2), self.keep, inputs[1].numel(), widths)
-        if read_options(self.alone).alone:
-            plan = plan_stand_ins(plan[2], inputs[1].shape, self.chunk)
-        return out, *plan, *rows, norms
-
 
 def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
     for tensor in tensors:  # noqa: SIM110 (any() over a generator takes three times as long)
@@ -266,7 +248,7 @@ class _Experts(torch.autograd.Function):
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
         if direct and call.keep[0] and drops_rows(x.shape[0], call.chunk):
-            output = call.dropping(run, x, ids, weights, tensors)
+            output = without_saved(run, call, x, ids, weights, tensors)
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)
