@@ -21,8 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_patch.formats.packed import PackedWeight
-from moe_patch.kernels.common.chunks import Chunk, chunks, unequal_chunks
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.call import Call
 from moe_patch.kernels.experts.dw import outer_sum
@@ -69,8 +68,7 @@ def experts_forward(
 
     Args:
         chunk: tokens of a chunk.
-        alone: nothing but the output is used. The first chunks are then larger, and have their y
-            where the outputs of later ones will be.
+        alone: nothing but the output is used.
 
     Returns:
         ExpertsForward; the plan holds the chunks' plans one after another, whose rows, slots and
@@ -88,19 +86,15 @@ def experts_forward(
     )
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
-    parts, plans = chunks(T, K, chunk), []
-    # Packed experts and norms hold all columns of y.
-    unequal = alone and not norms and not isinstance(w.w2_EDF, PackedWeight)
-    if unequal:
-        parts = unequal_chunks(T, K, chunk, x_TD.shape[1], w.w2_EDF.shape[2])
+    # Backward of a call that keeps no h needs more memory than this forward.
+    least, plans = LEAST if save_h or alone else COLUMNS, []
     with on_device_of(x_TD):
-        for part in parts:
+        for part in chunks(T, K, chunk):
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
-            spare = out_TD[part.tokens.stop :] if unequal else None
             weights = weights_TK[part.tokens].contiguous()
-            _forward(call, part, weights, kept, out_TD, norm_TK, spare)
+            _forward(call, part, weights, kept, out_TD, norm_TK, least)
             plans = [tiles.plan] if alone else [*plans, tiles.plan]
     return ExpertsForward(out_TD, Plan(*map(torch.cat, zip(*plans, strict=True))), kept, norm_TK)
 
@@ -112,9 +106,12 @@ def _forward(
     kept: Kept,
     out_TD: Tensor,
     norm_TK: Tensor,
-    spare: Tensor | None,
+    least: int,
 ) -> None:
-    """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it."""
+    """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it.
+
+    Outputs of later tokens are not written yet, so y is there if ``least`` columns of it fit.
+    """
     N, F = call.tiles.count, call.w.w2_EDF.shape[2]
     u13_NR = call.inputs_of_B13()
     save_h = kept.h_NH.numel() > 0
@@ -136,7 +133,8 @@ def _forward(
             call.down(a_NF, u2_NR), call.plan, weights_TK
         )
     else:
-        call.down_into(a_NF, u2_NR, weights_TK, out_TD[part.tokens], spare)
+        spare = out_TD[part.tokens.stop :]
+        call.down_into(a_NF, u2_NR, weights_TK, out_TD[part.tokens], spare, least)
 
 
 def experts_backward(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
-from moe_patch.ops.experts.schema import read_options
 from moe_patch.types import ExpertWeights
 
 # Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
@@ -55,9 +54,9 @@ def chunks_of(
     own = functools.partial(
         chunks.auto_chunk, top_k=ids_TK.shape[1], sizes=sizes, itemsize=x_TD.element_size()
     )
-    alone = own(chunks.ALONE)
-    # Packed experts hold all columns of y, so their chunks are the smallest.
-    if not graph or isinstance(w.w13_EHD, PackedWeight):
+    packed = isinstance(w.w13_EHD, PackedWeight)
+    alone = own(chunks.PACKED if packed else chunks.ALONE)
+    if packed or not graph:
         return alone, alone
     if not recompute:
         return own(chunks.KEPT), alone
@@ -103,10 +102,8 @@ def without_saved(
     out, *plan, h, u13, u2, norms = run(*nothing.arguments(x_TD, ids_TK, *others))
     factors = others[1]
     widths = call.width, _rank_of(factors[4]), _rank_of(factors[6])
-    if read_options(call.alone).alone:
-        plan = _plan_stand_ins(plan[2], ids_TK.shape, call.chunk)
     rows = _stand_ins((h, u13, u2), call.keep, ids_TK.numel(), widths)
-    return out, *plan, *rows, norms
+    return out, *_plan_stand_ins(plan[2], ids_TK.shape, call.chunk), *rows, norms
 
 
 def _plan_stand_ins(offsets_S: Tensor, shape: Sequence[int], chunk: int) -> list[Tensor]:

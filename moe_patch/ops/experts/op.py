@@ -109,8 +109,7 @@ def experts_mlp(
         chunk_tokens, backend, x_TD, ids_TK, w, graph=graph, recompute=recompute
     )
     options = glu, backend, batch_invariant, storage
-    unequal = chunk_tokens == "auto" and alone > 0
-    encoded = encode_options(*options, chunk, unequal and not grad and signals is None)
+    encoded = encode_options(*options, chunk, chunk > 0 and not grad and signals is None)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
@@ -125,7 +124,7 @@ def experts_mlp(
         scales,
         lend,
         chunk,
-        encode_options(*options, alone, True) if unequal else encoded,
+        encode_options(*options, alone, True) if chunk > 0 else encoded,
         w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a

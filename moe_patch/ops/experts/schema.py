@@ -70,7 +70,7 @@ def encode_options(
     Args:
         storage: from :func:`moe_patch.formats.packed.plain_weights`.
         chunk: run more tokens than these in chunks, on the Triton backend; 0 for all at once.
-        alone: only the output is used, so that chunks may be of unequal size.
+        alone: only the output is used.
     """
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
     return f"{activation} {backend} {batch_invariant:d} {chunk} {alone:d} {storage}"
