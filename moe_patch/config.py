@@ -35,7 +35,8 @@ class PatchConfig:
         recompute: keep no expert activations between forward and backward.
         chunk_tokens: run the experts on more tokens than this one chunk after another, which limits
             the memory of a block. "auto" cuts more than 65,536 tokens, into chunks whose rows take
-            896 MiB; 0 runs all at once, as the torch backend always does.
+            1 to 3 GiB, depending on what is trained; 0 runs all at once, as the torch backend
+            always does.
         batch_invariant: make a token's output independent, bit for bit, of the number of tokens
             and of the other tokens. Needs the Triton backend. Covers only what this library
             computes, from router logits to the sum over experts. The router's linear and the rest

@@ -8,14 +8,15 @@ The experts alone have Qwen3-30B-A3B's sizes and random routing. Modes: "kept" t
 checkpoint that is not reentrant. A row's ``over_gib`` is torch.cuda.max_memory_allocated less what
 a call has to hold: inputs, outputs, their gradients, h in mode "kept", and ``sums_gib``. That is
 what chunks need for gradients of trained weights, w a of all rows or fp32 sums. ``times`` compares
-with the call that keeps h, all tokens at once; ``times_same`` with the same mode. Calls alternate;
-times are medians.
+with the call that keeps h, all tokens at once; ``times_same`` with the same mode. Calls run in
+turn, in a random order; times are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -137,10 +138,13 @@ def measure(
 
 
 def milliseconds(runs: dict[str, Callable[[], list[Tensor]]], repeats: int) -> dict[str, float]:
-    """Return medians of calls that alternate."""
+    """Return medians of calls in turn, in another order each time.
+
+    The card limits its power, so a call's time depends on what ran before it.
+    """
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
+    for repeat in range(repeats):
+        for name, run in random.Random(repeat).sample(list(runs.items()), len(runs)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             run()
@@ -193,7 +197,7 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", default=["lora", "full"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--chunk", default="auto", help="values of chunk_tokens, by commas")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=1e9, help="start nothing after these")
     parser.add_argument("--commit", default="", help="the commit that runs, for the rows")
     parser.add_argument("--out", type=Path, help="append rows to this file")

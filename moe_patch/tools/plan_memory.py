@@ -256,12 +256,20 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 
 def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
-    from moe_patch.kernels.common.chunks import KEPT, RECOMPUTED, TRAINED, auto_chunk, chunks
+    from moe_patch.kernels.common.chunks import (
+        KEPT,
+        PACKED,
+        RECOMPUTED,
+        TRAINED,
+        auto_chunk,
+        chunks,
+    )
 
     limit = recipe.chunk if isinstance(recipe.chunk, int) else 0
     if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
         again = TRAINED if recipe.full else RECOMPUTED
         use = again if recipe.recompute else KEPT
+        use = use if recipe.storage == "bf16" else PACKED
         limit = auto_chunk(use, moe.top_k, (moe.hidden, moe.up, moe.width), itemsize)
     if not 0 < limit < recipe.tokens:
         return recipe.tokens
@@ -274,13 +282,13 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
 
     Values a token: K F in a and w a; K D in y and the rows of dx; D in out, dout and dx. dh is
     written over h, which ``recompute`` makes in backward only. Forward holds a, y and out. Backward
-    holds dout and w a, later dout, dx and its rows. In chunks, a and y have a chunk's tokens, y 512
-    columns unless weights are packed, and out and dx are there from the start. A chunk's gradients
-    of factors are in fp32, beside their sums. A full fine-tune then holds w a of all tokens, or
-    with ``recompute`` fp32 sums of the weight gradients.
+    holds dout and w a, later dout, dx and its rows. In chunks, a and y have a chunk's tokens, y and
+    the rows of dx some columns unless weights are packed, and out and dx are there from the start.
+    A chunk's gradients of factors are in fp32, beside their sums. A full fine-tune then holds w a
+    of all tokens, or with ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
-    from moe_patch.kernels.common.chunks import COLUMNS
+    from moe_patch.kernels.common.chunks import COLUMNS, LEAST
 
     up, down = decode_bytes(moe, recipe, itemsize)
     tokens = chunk_of(moe, recipe, itemsize)
@@ -291,14 +299,16 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     forward: tuple[int, ...] = (a + up, a + y + down, a + y + out)
     backward: tuple[int, ...] = (out + a + down, out + y + up, 2 * out + y)
     if tokens < recipe.tokens:
+        dx = y
         if recipe.storage == "bf16":
-            y = row * min(moe.hidden, COLUMNS)
+            y = row * min(moe.hidden, COLUMNS if recipe.recompute else LEAST)
+            dx = row * min(moe.hidden, max(COLUMNS, moe.width // LEAST * LEAST))
         sums, held = 4 * factors, a
         if recipe.full and recipe.recompute:
             sums = 4 * moe.experts * (moe.up + moe.width) * moe.hidden
         elif recipe.full:
             held = recipe.tokens * moe.top_k * moe.width * itemsize
-        rows = held + y if held > a else y
+        rows = held + dx if held > a else dx
         forward = (out + a + up, out + a + y + down)
         backward = (2 * out + sums + held + down, 2 * out + sums + rows + up)
     casts = factors * itemsize if recipe.adapter_bytes != itemsize else 0

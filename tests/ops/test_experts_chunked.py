@@ -5,6 +5,8 @@ The reference of values is autograd in fp64, that of bits a call with all tokens
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
@@ -18,6 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from moe_patch.kernels.common.chunks import (
     ALONE,
     KEPT,
+    PACKED,
     RECOMPUTED,
     TRAINED,
     auto_chunk,
@@ -90,8 +93,26 @@ def check_kept(device: str) -> None:
         assert found == whole + 2 * 4 * (case.E + 1)
 
 
+@contextlib.contextmanager
+def small_auto(alone: int, kept: int, case: Case, itemsize: int) -> Iterator[None]:
+    """Let "auto" take chunks of these numbers of tokens."""
+    from moe_patch.kernels.common import chunks as sizes
+    from moe_patch.ops.experts import long_context
+
+    each = case.K * (case.F + min(case.D, sizes.LEAST)) * itemsize
+    with (
+        mock.patch.object(long_context, "AUTO_FROM", 0),
+        mock.patch.object(sizes, "_AUTO_TOKENS", 1),
+        mock.patch.dict(sizes._AUTO_BYTES, {ALONE: alone * each, KEPT: kept * each}),
+    ):
+        yield
+
+
 def check_checkpoints(device: str) -> None:
-    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits."""
+    """Keep no h in the first forward of either kind of checkpoint, and compute the same bits.
+
+    Its chunks are smaller, so it drops a plan of another shape.
+    """
     from moe_patch.kernels.experts import chunked
 
     inputs = make_inputs(Case(9, 2, 3, 24, 16, rank=4), F32, device)
@@ -102,17 +123,20 @@ def check_checkpoints(device: str) -> None:
     def forward(x_TD: Tensor) -> Tensor:
         return op.experts_mlp(
             x_TD, inputs.ids_TK, tensors["weights"], w, inputs.case.glu,
-            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens=5,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens="auto",
         )  # fmt: skip
 
     for reentrant in (False, True):
         with (
             triton_anywhere(),
+            small_auto(2, 5, inputs.case, 4),
             mock.patch.object(chunked, "experts_forward", wraps=chunked.experts_forward) as spy,
         ):
             out_TD = checkpoint(forward, tensors["x"], use_reentrant=reentrant)
+            same(out_TD, expected["out"], "out")
             out_TD.backward(inputs.dout_TD)
-        assert [call.kwargs["save_h"] for call in spy.call_args_list] == [False, True]
+        kwargs = [call.kwargs for call in spy.call_args_list]
+        assert [(k["save_h"], k["chunk"]) for k in kwargs] == [(False, 2), (True, 5)]
         for name, tensor in tensors.items():
             assert_bits(tensor.grad, expected[name], f"{name} reentrant={reentrant}")
             tensor.grad = None
@@ -186,6 +210,13 @@ def test_bits_of_bf16_on_a_card(trained: str) -> None:
                 assert_bits(value, whole[name], name)
             else:
                 assert_close(value, whole[name], 4e-3, name)
+    w, lora13, lora2 = operands(tensors)
+    with torch.no_grad(), small_auto(48, 48, case, 2):
+        out_TD = op.experts_mlp(
+            tensors["x"], inputs.ids_TK, tensors["weights"], w, case.glu,
+            lora13=lora13, lora2=lora2, backend="triton", chunk_tokens="auto",
+        )  # fmt: skip
+    assert_bits(out_TD, whole["out"], "out without gradients")
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 17, 262144])
@@ -216,19 +247,23 @@ def test_tokens_of_a_chunk() -> None:
     assert found("auto") == found("auto", 65536) == found("auto", 65537, "torch") == (0, 0)
     alone, many = (896 << 20) // (2 * (48 + 64) * 2), 65537
     assert found("auto", many) == found("auto", many, recompute=True) == (alone, alone)
-    assert found("auto", many, graph=True) == ((1280 << 20) // (2 * (48 + 64) * 2), alone)
+    assert found("auto", many, graph=True) == ((1376 << 20) // (2 * (48 + 64) * 2), alone)
     again = {"graph": True, "recompute": True}
-    assert found("auto", many, **again) == ((1616 << 20) // (2 * (48 + 96) * 2), alone)
-    for tensor, most in zip(w[:2], (1616, 3104), strict=True):
+    assert found("auto", many, **again) == ((1856 << 20) // (2 * (48 + 96) * 2), alone)
+    for tensor, most in zip(w[:2], (1856, 3104), strict=True):
         tensor.requires_grad_()
         assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
     # Numbers of chunks of Qwen3-30B-A3B's experts.
     own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
-    counts = [chunk_count(262144, own(use)) for use in (ALONE, KEPT, RECOMPUTED, TRAINED)]
-    assert counts == [6, 4, 6, 3]
+    uses = ALONE, KEPT, PACKED, RECOMPUTED, TRAINED
+    assert [chunk_count(262144, own(use)) for use in uses] == [5, 3, 6, 5, 3]
     assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == 32768
 
 
 if __name__ == "__main__":
-    with mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32):
+    with (
+        mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32),
+        mock.patch("moe_patch.kernels.experts.call.LEAST", 16),
+        mock.patch("moe_patch.kernels.experts.chunked.LEAST", 16),
+    ):
         interpreted.report(CASES)

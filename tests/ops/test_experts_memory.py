@@ -266,6 +266,6 @@ def test_the_operator_without_gradients(T) -> None:
 def test_options_come_back_from_their_words() -> None:
     for glu in (Glu("silu"), Glu("relu", gated=False), Glu("swiglu_oai", True, True, 1.702, 7.0)):
         for storage in ("", "nf4 transposed"):
-            encoded = encode_options(glu, "triton", True, storage, 4096)
-            assert read_options(encoded)[3:] == ("triton", True, 4096, storage)
+            encoded = encode_options(glu, "triton", True, storage, 4096, alone=True)
+            assert read_options(encoded)[3:] == ("triton", True, 4096, True, storage)
             assert read_glu(encoded, glu.alpha, glu.limit) == glu

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Columns of y and of the rows of dx that exist at a time: two column tiles of the products.
-COLUMNS = 512
+# Columns of y that exist at a time: at least one column tile of the products where memory is
+# scarce, and two elsewhere. More if they fit where outputs of later chunks will be.
+LEAST, COLUMNS = 256, 512
 # What exists for one chunk at a time under ``chunk_tokens="auto"``, and the most bytes of it:
-# a and y of a call that keeps nothing, and of one that keeps h; h and w a of a backward that
-# recomputes h. If that also trains the weights, their 16-bit gradients are not allocated yet.
-ALONE, KEPT, RECOMPUTED, TRAINED = "alone", "kept", "recomputed", "trained"
+# a and y of a call that keeps nothing, of one that keeps h, and of packed experts; h and w a of a
+# backward that recomputes h. If that also trains the weights, their 16-bit gradients are not
+# allocated yet.
+ALONE, KEPT, PACKED, RECOMPUTED, TRAINED = "alone", "kept", "packed", "recomputed", "trained"
 _AUTO_BYTES = {
-    ALONE: 896 << 20, KEPT: 1280 << 20, RECOMPUTED: 1616 << 20, TRAINED: 3104 << 20,
+    ALONE: 896 << 20, KEPT: 1376 << 20, PACKED: 896 << 20, RECOMPUTED: 1856 << 20,
+    TRAINED: 3104 << 20,
 }  # fmt: skip
 # The least number of tokens of a chunk.
 _AUTO_TOKENS = 32768
@@ -47,11 +50,12 @@ def auto_chunk(use: str, top_k: int, sizes: tuple[int, int, int], itemsize: int)
     """Return the tokens of a chunk under ``chunk_tokens="auto"``, at least 32,768.
 
     Args:
-        use: :data:`ALONE`, :data:`KEPT`, :data:`RECOMPUTED` or :data:`TRAINED`.
+        use: :data:`ALONE`, :data:`KEPT`, :data:`PACKED`, :data:`RECOMPUTED` or :data:`TRAINED`.
         top_k: K.
         sizes: columns of x, h and a.
         itemsize: bytes of a value.
     """
     hidden, up, width = sizes
-    columns = width + (min(hidden, COLUMNS) if use in (ALONE, KEPT) else up)
+    y = min(hidden, COLUMNS if use == PACKED else LEAST)
+    columns = width + (up if use in (RECOMPUTED, TRAINED) else y)
     return max(_AUTO_TOKENS, _AUTO_BYTES[use] // (top_k * columns * itemsize))

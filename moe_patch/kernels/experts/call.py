@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.activation import activation
-from moe_patch.kernels.common.chunks import COLUMNS
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST
 from moe_patch.kernels.common.device import device_of
 from moe_patch.kernels.common.tiles import Tile, pick_tile, resized, rows_bucket
 from moe_patch.kernels.experts.dh import HiddenGradients, hidden_gradients
@@ -206,11 +206,21 @@ class Call:
         return found
 
     def down_into(
-        self, a_NF: Tensor, u2_NR: Tensor | None, weights_TK: Tensor, out_TD: Tensor
+        self,
+        a_NF: Tensor,
+        u2_NR: Tensor | None,
+        weights_TK: Tensor,
+        out_TD: Tensor,
+        spare: Tensor,
+        least: int,
     ) -> None:
-        """Write the sum over each token's experts, some columns of y at a time."""
+        """Write the sum over each token's experts, some columns of y at a time.
+
+        These are in ``spare``, contiguous memory, if ``least`` columns fit there.
+        """
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
-        for some, rows in self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank):
+        operands = a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank
+        for some, rows in self._by_columns("down", *operands, least, spare):
             # Without a name, rows are freed before the next ones.
             combine(rows(), self.plan, weights_TK, out_TD[:, some])
 
@@ -226,7 +236,9 @@ class Call:
         w_EDH = self.w.w13_EHD.transpose(1, 2)
         if into_TD is None:
             return combine(self._linear("dx", dh_NH, w_EDH, None, low_rank), self.plan, None)
-        for some, rows in self._by_columns("dx", dh_NH, w_EDH, None, low_rank):
+        # w a is freed by now. As many columns as it had take its memory.
+        least = max(COLUMNS, self.w.w2_EDF.shape[2] // LEAST * LEAST)
+        for some, rows in self._by_columns("dx", dh_NH, w_EDH, None, low_rank, least):
             combine(rows(), self.plan, None, into_TD[:, some])
         return into_TD
 
@@ -237,16 +249,23 @@ class Call:
         w_EOI: Tensor | PackedWeight,
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
+        least: int,
+        spare: Tensor | None = None,
     ) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
         """Yield ranges of columns and functions that compute them; packed weights are one range."""
         if isinstance(w_EOI, PackedWeight):
             yield slice(None), functools.partial(self._linear, op, inputs, w_EOI, b_EO, low_rank)
             return
-        for first in range(0, w_EOI.shape[1], COLUMNS):
-            some = slice(first, first + COLUMNS)
+        N = self.tiles.count
+        fit = 0 if spare is None else spare.numel() // N // LEAST * LEAST
+        for first in range(0, w_EOI.shape[1], max(least, fit)):
+            some = slice(first, first + max(least, fit))
             bias = None if b_EO is None else b_EO[:, some]
             factor = None if low_rank is None else (low_rank[0], low_rank[1][:, some])
-            yield some, functools.partial(self._linear, op, inputs, w_EOI[:, some], bias, factor)
+            w, into = w_EOI[:, some], None
+            if spare is not None and fit >= least:
+                into = spare.view(-1)[: N * w.shape[1]].view(N, -1)
+            yield some, functools.partial(self._linear, op, inputs, w, bias, factor, into)
 
     def _linear(
         self,
@@ -255,12 +274,13 @@ class Call:
         w_EOI: Tensor | PackedWeight,
         b_EO: Tensor | None,
         low_rank: tuple[Tensor, Tensor] | None,
+        into: Tensor | None = None,
     ) -> Tensor:
         if (decoding := self._decoding_tile(w_EOI)) is not None:
             w: Any = w_EOI
             rows = self.tiles.rows(decoding.m)
             return packed_linear(inputs, rows, w, b_EO, decoding, low_rank=low_rank)
-        tile, found = self.tile(op), None
+        tile, found = self.tile(op), into
         if low_rank is not None and tile.flatten:
             # A low-rank factor costs the portable kernel its flattened loop, and the
             # warp-specialised kernel nothing.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.chunks import Chunk, chunks
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.call import Call
 from moe_patch.kernels.experts.dw import outer_sum
@@ -54,6 +54,7 @@ def experts_forward(
     lora2: Lora | None = None,
     *,
     chunk: int,
+    alone: bool = False,
     save_h: bool = True,
     save_u13: bool = False,
     save_u2: bool = False,
@@ -65,9 +66,13 @@ def experts_forward(
     Takes the other arguments of :func:`moe_patch.kernels.experts.experts.experts_forward`, with at
     least one row.
 
+    Args:
+        chunk: tokens of a chunk.
+        alone: nothing but the output is used.
+
     Returns:
         ExpertsForward; the plan holds the chunks' plans one after another, whose rows, slots and
-        offsets count from the start of their chunk.
+        offsets count from the start of their chunk. With ``alone`` it is that of the last one.
     """
     (T, K), E = ids_TK.shape, w.w13_EHD.shape[0]
 
@@ -81,21 +86,32 @@ def experts_forward(
     )
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
-    plans = []
+    # Backward of a call that keeps no h needs more memory than this forward.
+    least, plans = LEAST if save_h or alone else COLUMNS, []
     with on_device_of(x_TD):
         for part in chunks(T, K, chunk):
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
-            _forward(call, part, weights_TK[part.tokens].contiguous(), kept, out_TD, norm_TK)
-            plans.append(tiles.plan)
+            weights = weights_TK[part.tokens].contiguous()
+            _forward(call, part, weights, kept, out_TD, norm_TK, least)
+            plans = [tiles.plan] if alone else [*plans, tiles.plan]
     return ExpertsForward(out_TD, Plan(*map(torch.cat, zip(*plans, strict=True))), kept, norm_TK)
 
 
 def _forward(
-    call: Call, part: Chunk, weights_TK: Tensor, kept: Kept, out_TD: Tensor, norm_TK: Tensor
+    call: Call,
+    part: Chunk,
+    weights_TK: Tensor,
+    kept: Kept,
+    out_TD: Tensor,
+    norm_TK: Tensor,
+    least: int,
 ) -> None:
-    """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it."""
+    """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it.
+
+    Outputs of later tokens are not written yet, so y is there if ``least`` columns of it fit.
+    """
     N, F = call.tiles.count, call.w.w2_EDF.shape[2]
     u13_NR = call.inputs_of_B13()
     save_h = kept.h_NH.numel() > 0
@@ -111,12 +127,14 @@ def _forward(
         if saved.numel() > 0:
             assert u_NR is not None
             saved[part.rows] = u_NR
+    del u13_NR, u_NR
     if norm_TK.numel() > 0:
         out_TD[part.tokens], norm_TK[part.tokens] = combine_with_norms(
             call.down(a_NF, u2_NR), call.plan, weights_TK
         )
     else:
-        call.down_into(a_NF, u2_NR, weights_TK, out_TD[part.tokens])
+        spare = out_TD[part.tokens.stop :]
+        call.down_into(a_NF, u2_NR, weights_TK, out_TD[part.tokens], spare, least)
 
 
 def experts_backward(

@@ -194,7 +194,7 @@ def intermediate(
     wu2_NR, q_NR, p_NR, grad13_EOR, grad2_EOR = (None,) * 5
     lora13, lora2 = call.lora13, call.lora2
     if lora2 is not None and steps.u2:
-        wu2_NR = weighted(u2_NR, call.plan, weights_TK)
+        wu2_NR, u2_NR = weighted(u2_NR, call.plan, weights_TK), None
     if lora2 is not None and (steps.q or needs.lora2_B):
         summed_NR = wu2_NR if needs.lora2_B else None
         q_NR, grad2_EOR = call.factor_B_backward(

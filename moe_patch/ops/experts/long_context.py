@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.types import ExpertWeights
 
 # Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
@@ -53,12 +54,14 @@ def chunks_of(
     own = functools.partial(
         chunks.auto_chunk, top_k=ids_TK.shape[1], sizes=sizes, itemsize=x_TD.element_size()
     )
-    alone, use = own(chunks.ALONE), chunks.KEPT
-    if graph and recompute:
-        weights = w.w13_EHD, w.w2_EDF
-        trained = all(isinstance(t, Tensor) and t.requires_grad for t in weights)
-        use = chunks.TRAINED if trained else chunks.RECOMPUTED
-    return own(use) if graph else alone, alone
+    packed = isinstance(w.w13_EHD, PackedWeight)
+    alone = own(chunks.PACKED if packed else chunks.ALONE)
+    if packed or not graph:
+        return alone, alone
+    if not recompute:
+        return own(chunks.KEPT), alone
+    trained = w.w13_EHD.requires_grad and w.w2_EDF.requires_grad
+    return own(chunks.TRAINED if trained else chunks.RECOMPUTED), alone
 
 
 @functools.cache
@@ -84,23 +87,40 @@ def saved_is_dropped() -> bool:
     return hooks is not None and (hooks[0].__module__, hooks[0].__qualname__) == _DROPS
 
 
-def plan_stand_ins(plan: Sequence[Tensor], ran: int, chunk: int) -> Iterator[Tensor]:
-    """Yield tensors on one value, in the shapes of the plan for ``chunk`` instead of ``ran``."""
+def without_saved(
+    run: Callable[..., Any], call: Any, x_TD: Tensor, ids_TK: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """Return what ``run`` does, with stand-ins for the tensors that autograd would save.
+
+    Args:
+        run: the operator's function.
+        call: its other arguments (``_Call`` in op.py).
+        x_TD, ids_TK, others: the routing weights and the tensors of weights and factors.
+    """
+    scalars = *call.scalars[:-1], call.alone
+    nothing = call._replace(keep=[False, False, False, call.keep[3]], scalars=scalars)
+    out, *plan, h, u13, u2, norms = run(*nothing.arguments(x_TD, ids_TK, *others))
+    factors = others[1]
+    widths = call.width, _rank_of(factors[4]), _rank_of(factors[6])
+    rows = _stand_ins((h, u13, u2), call.keep, ids_TK.numel(), widths)
+    return out, *_plan_stand_ins(plan[2], ids_TK.shape, call.chunk), *rows, norms
+
+
+def _plan_stand_ins(offsets_S: Tensor, shape: Sequence[int], chunk: int) -> list[Tensor]:
+    """Return tensors on one value in the shapes of a plan in chunks, from one chunk's offsets."""
     from moe_patch.kernels.common.chunks import chunk_count
 
-    row_of_N, slot_of_TK, offsets_S = plan
-    tokens = slot_of_TK.shape[0]
-    size = offsets_S.shape[0] // chunk_count(tokens, ran) * chunk_count(tokens, chunk)
-    for tensor, shape in zip(plan, (row_of_N.shape, slot_of_TK.shape, (size,)), strict=True):
-        yield tensor.new_empty(1).expand(shape)
+    (T, K), one = shape, offsets_S.new_empty(1)
+    plans = chunk_count(T, chunk) * offsets_S.shape[0]
+    return [one.expand(T * K), one.expand(T, K), one.expand(plans)]
 
 
-def rank_of(a_ERI: Tensor | None) -> int:
+def _rank_of(a_ERI: Tensor | None) -> int:
     """Return R; 0 without a factor."""
     return 0 if a_ERI is None else a_ERI.shape[1]
 
 
-def stand_ins(
+def _stand_ins(
     empty: Sequence[Tensor], kept: Sequence[bool], rows: int, widths: Sequence[int]
 ) -> Iterator[Tensor]:
     """Yield tensors on one value in place of those that would be ``kept``, and the empty others."""

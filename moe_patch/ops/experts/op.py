@@ -24,14 +24,8 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.direct import is_plain_eager
 from moe_patch.ops.experts import schema
-from moe_patch.ops.experts.long_context import (
-    chunks_of,
-    drops_rows,
-    plan_stand_ins,
-    rank_of,
-    stand_ins,
-)
-from moe_patch.ops.experts.schema import encode_options, with_chunk
+from moe_patch.ops.experts.long_context import chunks_of, drops_rows, without_saved
+from moe_patch.ops.experts.schema import encode_options
 from moe_patch.types import ExpertWeights, Glu, Lora
 
 Lend = Callable[[], contextlib.AbstractContextManager[ExpertWeights]]
@@ -114,7 +108,8 @@ def experts_mlp(
     chunk, alone = chunks_of(
         chunk_tokens, backend, x_TD, ids_TK, w, graph=graph, recompute=recompute
     )
-    encoded = encode_options(glu, backend, batch_invariant, storage, chunk)
+    options = glu, backend, batch_invariant, storage
+    encoded = encode_options(*options, chunk, chunk > 0 and not grad and signals is None)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
     if not grad and signals is None:
         run = (
@@ -129,7 +124,7 @@ def experts_mlp(
         scales,
         lend,
         chunk,
-        alone,
+        encode_options(*options, alone, True) if chunk > 0 else encoded,
         w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
@@ -154,7 +149,8 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
-        chunk, alone: tokens of a chunk, or 0; the same if nothing is kept.
+        chunk: tokens of a chunk, or 0.
+        alone: the options as a string of a call that keeps nothing.
         width: the width of h.
     """
 
@@ -164,7 +160,7 @@ class _Call(NamedTuple):
     scales: list[Tensor]
     lend: Lend | None
     chunk: int
-    alone: int
+    alone: str
     width: int
 
     def arguments(
@@ -173,17 +169,6 @@ class _Call(NamedTuple):
         """Return all arguments of the operator."""
         scalars, keep, signals, scales, *_ = self
         return x_TD, ids_TK, weights_TK, *tensors, *scalars, keep, signals, scales
-
-    def dropping(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, ...]:
-        """Return what ``run`` does, with stand-ins for what autograd would save and drop."""
-        options = with_chunk(str(self.scalars[-1]), self.alone)
-        without = self._replace(
-            keep=[False, False, False, self.keep[3]], scalars=(*self.scalars[:-1], options)
-        )
-        out, *plan, h, u13, u2, norms = run(*without.arguments(*inputs))
-        widths = self.width, rank_of(inputs[3][4]), rank_of(inputs[3][6])
-        rows = stand_ins((h, u13, u2), self.keep, inputs[1].numel(), widths)
-        return out, *plan_stand_ins(plan, self.alone, self.chunk), *rows, norms
 
 
 def _any_requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -262,7 +247,7 @@ class _Experts(torch.autograd.Function):
         direct = is_plain_eager((x, ids, weights, *tensors, call.signals, *call.scales))
         run = schema.experts if direct else _OPERATORS.experts.default
         if direct and call.keep[0] and drops_rows(x.shape[0], call.chunk):
-            output = call.dropping(run, x, ids, weights, tensors)
+            output = without_saved(run, call, x, ids, weights, tensors)
         else:
             output = run(*call.arguments(x, ids, weights, tensors))
         ctx.set_materialize_grads(False)

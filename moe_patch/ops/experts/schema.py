@@ -53,35 +53,37 @@ class Options(NamedTuple):
     backend: str
     batch_invariant: bool
     chunk: int
+    alone: bool
     storage: str
 
 
 def encode_options(
-    glu: Glu, backend: str, batch_invariant: bool, storage: str, chunk: int = 0
+    glu: Glu,
+    backend: str,
+    batch_invariant: bool,
+    storage: str,
+    chunk: int = 0,
+    alone: bool = False,
 ) -> str:
     """Encode the options.
 
     Args:
         storage: from :func:`moe_patch.formats.packed.plain_weights`.
         chunk: run more tokens than these in chunks, on the Triton backend; 0 for all at once.
+        alone: only the output is used.
     """
     activation = f"{glu.kind} {glu.gated:d} {glu.interleaved:d}"
-    return f"{activation} {backend} {batch_invariant:d} {chunk} {storage}"
+    return f"{activation} {backend} {batch_invariant:d} {chunk} {alone:d} {storage}"
 
 
 @functools.cache
 def read_options(encoded: str) -> Options:
     """Decode the string of :func:`encode_options`."""
-    kind, gated, interleaved, backend, invariant, chunk, storage = encoded.split(" ", 6)
+    kind, gated, interleaved, backend, invariant, chunk, alone, storage = encoded.split(" ", 7)
     return Options(
-        kind, gated == "1", interleaved == "1", backend, invariant == "1", int(chunk), storage
-    )
-
-
-def with_chunk(encoded: str, chunk: int) -> str:
-    """Return the options with another number of tokens of a chunk."""
-    *first, _, storage = encoded.split(" ", 6)
-    return " ".join([*first, str(chunk), storage])
+        kind, gated == "1", interleaved == "1", backend, invariant == "1", int(chunk), alone == "1",
+        storage,
+    )  # fmt: skip
 
 
 @functools.cache
@@ -152,6 +154,8 @@ def _operands(
     module = options.backend
     if 0 < options.chunk < x.shape[0]:
         module, own["chunk"] = "triton in chunks", options.chunk
+        if options.alone:
+            own["alone"] = True
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
         read_glu(encoded, alpha, limit),
