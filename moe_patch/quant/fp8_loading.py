@@ -84,8 +84,9 @@ def _register() -> None:
                 about = self.quantization_config.to_dict()
                 self.waiting = expect(model, about, self.modules_to_not_convert)
 
-        def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-            found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        def update_weight_conversions(self, *args: Any) -> list[Any]:
+            # The conversions; from transformers 5.21 or later also the model.
+            found: list[Any] = super().update_weight_conversions(*args)
             if self.waiting:
                 _copy_once(found)
             return found

@@ -26,9 +26,10 @@ def test_steps_equal_one_process():
     check_steps(run_ranks(steps, KINDS, 4, world=4), KINDS)
 
 
-def test_parts_of_two_axes_equal_one_process():
-    """Two copies of the model, each divided over two ranks."""
-    check_steps(run_ranks(steps, HYBRID, 4, (2, 2), world=4), HYBRID)
+@pytest.mark.parametrize("axes", [(2, 2), (4, 1)])
+def test_parts_of_two_axes_equal_one_process(axes):
+    """Copies of the model, each divided over two ranks or over one."""
+    check_steps(run_ranks(steps, HYBRID, 4, axes, world=4), HYBRID)
 
 
 def test_bytes_held_and_gathered_are_those_of_the_plan():

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from moe_patch import patch_model
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats.shard import QuantShard
 from moe_patch.train.sharded import check_equal
@@ -92,6 +93,11 @@ def test_steps_with_parts_in_host_memory_equal_one_process():
     check_steps(run_ranks(steps, KINDS[1:2], 2, None, True), KINDS[1:2])
 
 
+def test_steps_of_one_rank():
+    """FSDP2 gathers otherwise on a mesh of one."""
+    check_steps(run_ranks(steps, KINDS[1:], 1, world=1), KINDS[1:])
+
+
 def states(rank, folder):
     """Load states into other models; return logits, a resumed run and the whole state, by kind."""
     batch = batch_of(rank)
@@ -143,6 +149,15 @@ def test_states_are_saved_resumed_and_load_in_one_process(tmp_path):
             assert_bits(logits(one, batch_of(rank, 0)).cpu(), expected, f"{kind} in one process")
 
 
+def run_part(rank):
+    """Run a model with a part of its experts, as expert parallelism of transformers leaves it."""
+    model = patch_model(base("nf4").to(device(2, rank)))
+    experts = model.model.layers[0].mlp.experts
+    part = experts.gate_up_proj.split(4)[rank]
+    experts.register_parameter("gate_up_proj", torch.nn.Parameter(part, requires_grad=False))
+    return logits(model, batch_of(rank))
+
+
 def refused(rank):
     """Return the messages of what a sharded model refuses."""
     model = shard(adapted("nf4", 8, rank))
@@ -157,6 +172,7 @@ def refused(rank):
         ),
         "16 bits": lambda: model.load_state_dict(plain, strict=False),
         "decoding": lambda: weight.to_local()[0],
+        "a part": lambda: run_part(rank),
         "saving": lambda: model.base_model.model.save_pretrained("nowhere"),
     }
     found = {}
@@ -173,6 +189,7 @@ def test_what_a_sharded_model_refuses_by_name():
         assert "fsdp2_load_full_state_dict" in found["broadcast state"]
         assert "gate_up_proj is sharded and stored in nf4" in found["16 bits"]
         assert "one rank's part of experts" in found["decoding"]
+        assert "nothing has gathered them; accepted: FSDP2" in found["a part"]
         assert "gate_up_proj is packed and sharded" in found["saving"]
 
 
