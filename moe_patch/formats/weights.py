@@ -44,7 +44,7 @@ def require_float(weight: Tensor, where: str) -> None:
 
     Raises:
         UnsupportedModelError: the weight is a tensor subclass of another library, is not a float of
-            16 bits or more, or is quantised and requires a gradient or is one rank's part.
+            16 bits or more, or is quantised and requires a gradient. Also one rank's part.
     """
     if type(weight) is nn.Parameter and weight.dtype in _NUMBERS:
         return
