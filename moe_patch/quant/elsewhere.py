@@ -67,9 +67,9 @@ def build_elsewhere(model_class: Any, config: Any, storage: str, options: dict[s
 
 
 def _forget_zeros(model: nn.Module) -> None:
-    """Move parameters to the meta device that older transformers fill with zeros on the CPU.
+    """Move parameters to the meta device; transformers before 5.23 fills them with zeros.
 
-    Nothing has written to the zeros, so that the system has given them no memory.
+    Nothing has written to these zeros on the CPU, so that the system has given them no memory.
     """
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
