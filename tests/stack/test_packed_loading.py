@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from moe_patch import UnsupportedModelError, UnsupportedOptionError, load_quantized, patch_model
-from moe_patch.quant import fp8_loading
+from moe_patch.quant import elsewhere, fp8_loading
 from moe_patch.quant.elsewhere import materialise_adapters
 from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.train import sharded
@@ -114,6 +114,15 @@ def test_rank_0_loads_an_fp8_checkpoint(tmp_path, monkeypatch):
     results = run_ranks(sent_as_by_a_card, tmp_path, kinds)
     monkeypatch.setattr(fp8_loading, "rank0_only", lambda: True)
     check_sent(results, tmp_path, kinds)
+
+
+def test_zeros_of_older_transformers_are_forgotten():
+    """Before 5.23 it fills the parameters of other ranks; tied ones stay tied."""
+    model = build(tie_word_embeddings=True)
+    elsewhere._forget_zeros(model)
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 def unmaterialised(rank, folder):

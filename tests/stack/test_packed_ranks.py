@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from moe_patch import patch_model
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.formats.shard import QuantShard
+from moe_patch.quant.sharded_state import is_sharded
 from moe_patch.train.sharded import check_equal
 from tests.stack.test_ranks import optimizer_of, train
 from tests.support.adapters import adapt, lora_config
@@ -106,7 +106,7 @@ def states(rank, folder):
 
 def experts_of(model):
     """Return the parts of this rank."""
-    return [p.to_local() for p in model.parameters() if isinstance(p.to_local(), QuantShard)]
+    return [p.to_local() for p in model.parameters() if is_sharded(p)]
 
 
 def same_bytes(one, other):
