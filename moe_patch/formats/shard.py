@@ -71,10 +71,13 @@ class QuantShard(Tensor):
         """Return what FSDP2 gathers, bytes [held, ..] and scales [held, ..], and other scales.
 
         FSDP2 calls a method of one argument without comparing sizes with those of the parameter,
-        which bytes do not have.
+        which bytes do not have. On a mesh of one rank it takes over the first tensor alone, so all
+        scales are handed over beside it.
         """
-        packed, (scale, *shared) = self.held_weight.packed, self.held_weight.scales
-        return (packed.view(torch.uint8), scale.view(packed.shape[0], -1)), tuple(shared)
+        packed, scales = self.held_weight.packed, self.held_weight.scales
+        if mesh.size() == 1:
+            return (packed.view(torch.uint8),), scales
+        return (packed.view(torch.uint8), scales[0].view(packed.shape[0], -1)), scales[1:]
 
     def fsdp_post_all_gather(
         self,
@@ -89,11 +92,12 @@ class QuantShard(Tensor):
             out.share(metadata)
             return None
         held = self.held_weight
-        packed, scale = (one[: self.total] for one in outputs)
-        own = (
-            scale.flatten() if held.storage == "nf4" else scale.view(-1, *held.scales[0].shape[1:])
-        )
-        scales = (own, *metadata)
+        packed, scales = outputs[0][: self.total], metadata
+        if len(outputs) > 1:
+            own = outputs[1][: self.total]
+            flat = held.storage == "nf4"
+            own = own.flatten() if flat else own.view(-1, *held.scales[0].shape[1:])
+            scales = (own, *metadata)
         weight = replace(
             held, packed=packed.view(held.packed.dtype), scales=scales, dtype=dtype, gathered=True
         )
@@ -113,8 +117,7 @@ def _refused(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{what} was called on one rank's part of experts stored in 4 or 8 bits; accepted: FSDP2 "
         "(fully_shard), moving, copying, sharded state dicts, or those of the whole model through "
-        "accelerate's fsdp2_load_full_state_dict. FSDP2 gathers the experts for a forward; expert "
-        "parallelism, which does not, takes experts in 16 bits"
+        "accelerate's fsdp2_load_full_state_dict. A forward gathers the experts"
     )
 
 

@@ -55,8 +55,12 @@ class QuantTensor(Tensor):
         return packed_weight(self)
 
     def share(self, scales: tuple[Tensor, ...]) -> None:
-        """Take over scales of all experts from a rank's part that was loaded anew."""
-        for name, scale in zip(SCALES[1:], scales, strict=False):
+        """Take over scales that are not gathered, the last ones, from a rank's part.
+
+        The part may have been loaded anew since.
+        """
+        names = _scale_names(self.stored_in)
+        for name, scale in zip(names[len(names) - len(scales) :], scales, strict=True):
             setattr(self, name, scale)
 
     def __repr__(self) -> str:  # type: ignore[override]

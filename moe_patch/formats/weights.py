@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError
+from moe_patch.formats.shard import QuantShard
 from moe_patch.formats.tensor import QuantTensor
 
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -43,10 +44,16 @@ def require_float(weight: Tensor, where: str) -> None:
 
     Raises:
         UnsupportedModelError: the weight is a tensor subclass of another library, is not a float of
-            16 bits or more, or is quantised and requires a gradient.
+            16 bits or more, or is quantised and requires a gradient. Also one rank's part.
     """
     if type(weight) is nn.Parameter and weight.dtype in _NUMBERS:
         return
+    if isinstance(weight, QuantShard):
+        raise UnsupportedModelError(
+            f"{where}: experts stored in {weight.held_weight.storage} are divided over ranks, and "
+            "nothing has gathered them; accepted: FSDP2 (fully_shard), which gathers them for a "
+            "forward; expert and tensor parallelism take experts in 16 bits"
+        )
     if (foreign := foreign_class(weight)) is not None:
         raise UnsupportedModelError(
             f"{where}: expert weights are stored in {foreign}, a tensor subclass that does not "

@@ -56,6 +56,7 @@ def build_elsewhere(model_class: Any, config: Any, storage: str, options: dict[s
             model_class = type(model_class.from_config(config))
     with _no_report():
         model = model_class.from_pretrained(None, state_dict={}, **options)
+    _forget_zeros(model)
     for one in list(expert_projections(model)):
         weight = on_meta(one.stored, storage, one.transposed)
         one.module.register_parameter(one.name, parameter(QuantTensor(weight)))
@@ -63,6 +64,20 @@ def build_elsewhere(model_class: Any, config: Any, storage: str, options: dict[s
     saving.guard_saving(model)
     model.register_state_dict_pre_hook(_refuse_meta_adapters)
     return model
+
+
+def _forget_zeros(model: nn.Module) -> None:
+    """Move parameters to the meta device; transformers before 5.23 fills them with zeros.
+
+    Nothing has written to these zeros on the CPU, so that the system has given them no memory.
+    """
+    moved: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None and not value.is_meta:
+                if id(value) not in moved:
+                    moved[id(value)] = nn.Parameter(value.to("meta"), value.requires_grad)
+                module._parameters[name] = moved[id(value)]
 
 
 def materialise_adapters(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ transformers fills both, and afterwards they are combined into one packed parame
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -55,6 +56,16 @@ def with_quantizer(config: Any) -> Any:
     return made
 
 
+def can_keep_experts() -> bool:
+    """Return whether transformers may dequantise a part of a checkpoint (5.21 or later).
+
+    Older releases dequantise every FP8 weight in front of other conversions.
+    """
+    from transformers.quantizers.base import HfQuantizer
+
+    return "model" in inspect.signature(HfQuantizer.update_weight_conversions).parameters
+
+
 def _register() -> None:
     """Register config and quantizer under our name; nothing else in transformers changes."""
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -80,12 +91,13 @@ def _register() -> None:
 
         def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
             super()._process_model_before_weight_loading(model, **kwargs)
-            if self.quantization_config.dequantize:
+            if self.quantization_config.dequantize and can_keep_experts():
                 about = self.quantization_config.to_dict()
                 self.waiting = expect(model, about, self.modules_to_not_convert)
 
-        def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-            found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        def update_weight_conversions(self, *args: Any) -> list[Any]:
+            # The conversions; from transformers 5.21 on also the model.
+            found: list[Any] = super().update_weight_conversions(*args)
             if self.waiting:
                 _copy_once(found)
             return found

@@ -174,8 +174,8 @@ def _warn_of_plain_experts(path: str, model: Any) -> None:
         logger.warning(
             "moe_patch: %s: transformers has dequantised this FP8 checkpoint, because there is no "
             "device of compute capability 8.9 or more, and moe_patch does not read its experts as "
-            "they are stored (blocks other than %d x %d, or shared by gate and up); they are "
-            "quantised again, with a second rounding",
+            "they are stored (blocks other than %d x %d, or shared by gate and up, or transformers "
+            "before 5.21); they are quantised again, with a second rounding",
             path,
             fp8.BLOCK,
             fp8.BLOCK,

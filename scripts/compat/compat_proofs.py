@@ -100,6 +100,8 @@ PROOFS = (
     Proof("fsdp2", "experts in NF4, FP8 and MXFP4 with LoRA and checkpointing: steps equal one "
           "process, also with parts in host memory; states, refusals; even and uneven shards",
           "stack/test_packed_ranks.py", "test", world=2, on="ranks"),
+    Proof("fsdp2", "packed experts on one card: bytes at each moment, equal bits, also with parts "
+          "in host memory", "stack/test_packed_gpu.py", "card", on="card"),
     Proof("fsdp2", "packed experts: bytes held, gathered and sent are those of moe-patch plan",
           "stack/test_packed_bytes.py", "plan", world=2, on="ranks"),
     Proof("fsdp2", "packed experts on four ranks: steps, bytes, copies of divided models, resumed "

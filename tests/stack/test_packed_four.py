@@ -6,8 +6,15 @@ Also checkpoints that another number of ranks has written.
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 
 from tests.stack.test_packed_bytes import bytes_held, check_bytes
 from tests.stack.test_packed_ranks import check_steps, logits, steps
@@ -19,6 +26,7 @@ from tests.support.packed_ranks import adapted, batch_of, shard
 pytestmark = pytest.mark.slow
 # Experts by rank: 2 2 2 2, 2 2 1 0 (the last rank holds padding alone), and 2 2 2 1.
 KINDS = [("nf4", 8), ("nf4", 5), ("fp8", 5), ("mxfp4", 5), ("nf4", 7)]
+WHOLE = StateDictOptions(full_state_dict=True)
 HYBRID = [("nf4", 5), ("mxfp4", 5)]
 
 
@@ -26,9 +34,10 @@ def test_steps_equal_one_process():
     check_steps(run_ranks(steps, KINDS, 4, world=4), KINDS)
 
 
-def test_parts_of_two_axes_equal_one_process():
-    """Two copies of the model, each divided over two ranks."""
-    check_steps(run_ranks(steps, HYBRID, 4, (2, 2), world=4), HYBRID)
+@pytest.mark.parametrize("axes", [(2, 2), (4, 1)])
+def test_parts_of_two_axes_equal_one_process(axes):
+    """Copies of the model, each divided over two ranks or over one."""
+    check_steps(run_ranks(steps, HYBRID, 4, axes, world=4), HYBRID)
 
 
 def test_bytes_held_and_gathered_are_those_of_the_plan():
@@ -47,6 +56,9 @@ def saved(rank, folder, world):
         optimizer = optimizer_of(model, 0.9)
         train(model, batch, 1, optimizer)
         dcp.save(parts_of(model, optimizer), checkpoint_id=f"{folder}/{kind[0]}{kind[1]}")
+        whole = get_model_state_dict(model, options=WHOLE)
+        if rank == 0:
+            torch.save(whole, f"{folder}/{kind[0]}{kind[1]}.pt")
         found[kind] = logits(model, batch), train(model, batch, 1, optimizer)[1]
     return found
 
@@ -63,7 +75,12 @@ def resumed(rank, folder, world):
         set_state_dict(
             model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
-        found[kind] = logits(model, batch), train(model, batch, 1, optimizer)[1]
+        before = logits(model, batch)
+        again = shard(adapted(*kind, rank, seed=9, world=world))
+        whole = torch.load(f"{folder}/{kind[0]}{kind[1]}.pt", weights_only=True)
+        set_model_state_dict(again, whole, options=WHOLE)
+        assert_bits(logits(again, batch), before, f"{kind} whole state")
+        found[kind] = before, train(model, batch, 1, optimizer)[1]
     return found
 
 

@@ -33,7 +33,8 @@ def check(folder, launch_file, **launched):
     assert "quantize_experts: nf4" in (folder / "two/c.yaml").read_text()
     assert len(record["checks"]) == 1
     data = {"source": str(folder / "two/text.txt"), "block_size": 16}
-    training = {**node()["training"], **options, "per_device_train_batch_size": 4}
+    # One process may see one card alone, and the losses of a CPU are as good.
+    training = {**node()["training"], **options, "per_device_train_batch_size": 4, "use_cpu": True}
     one = node(data=data, training=training, output_dir=str(folder / "one/out"), **more)
     expected = run(make_config(one | {"compare_unpatched": False})).trained["patched"].losses
     assert losses == pytest.approx(expected, rel=1e-5)

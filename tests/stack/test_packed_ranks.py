@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from moe_patch import patch_model
 from moe_patch.errors import UnsupportedModelError
-from moe_patch.formats.shard import QuantShard
+from moe_patch.quant.sharded_state import is_sharded
 from moe_patch.train.sharded import check_equal
 from tests.stack.test_ranks import optimizer_of, train
 from tests.support.adapters import adapt, lora_config
@@ -92,10 +93,24 @@ def test_steps_with_parts_in_host_memory_equal_one_process():
     check_steps(run_ranks(steps, KINDS[1:2], 2, None, True), KINDS[1:2])
 
 
+def test_steps_of_one_rank():
+    """FSDP2 gathers otherwise on a mesh of one."""
+    check_steps(run_ranks(steps, KINDS[1:], 1, world=1), KINDS[1:])
+
+
 def states(rank, folder):
     """Load states into other models; return logits, a resumed run and the whole state, by kind."""
     batch = batch_of(rank)
     return {kind: states_of(kind, rank, batch, f"{folder}/{kind[0]}{kind[1]}") for kind in KINDS}
+
+
+def experts_of(model):
+    """Return the parts of this rank."""
+    return [p.to_local() for p in model.parameters() if is_sharded(p)]
+
+
+def same_bytes(one, other):
+    return torch.equal(one.weight.packed.view(torch.uint8), other.weight.packed.view(torch.uint8))
 
 
 def states_of(kind, rank, batch, folder):
@@ -103,10 +118,11 @@ def states_of(kind, rank, batch, folder):
     optimizer = optimizer_of(model, 0.9)
     train(model, batch, 1, optimizer)
     expected = logits(model, batch)
-    other = shard(adapted(*kind, rank, seed=9))
-    assert not torch.equal(logits(other, batch), expected)
     # Assigned after a forward, as well as copied: scales of all experts change too.
     for assign in (True, False):
+        other = shard(adapted(*kind, rank, seed=9))
+        assert not torch.equal(logits(other, batch), expected)
+        assert not any(map(same_bytes, experts_of(other), experts_of(model)))
         other.load_state_dict(model.state_dict(), assign=assign)
         assert_bits(logits(other, batch), expected, f"{kind} assign={assign}")
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
@@ -143,12 +159,21 @@ def test_states_are_saved_resumed_and_load_in_one_process(tmp_path):
             assert_bits(logits(one, batch_of(rank, 0)).cpu(), expected, f"{kind} in one process")
 
 
+def run_part(rank):
+    """Run a model with a part of its experts, as expert parallelism of transformers leaves it."""
+    model = patch_model(base("nf4").to(device(2, rank)))
+    experts = model.model.layers[0].mlp.experts
+    part = experts.gate_up_proj.split(4)[rank]
+    experts.register_parameter("gate_up_proj", torch.nn.Parameter(part, requires_grad=False))
+    return logits(model, batch_of(rank))
+
+
 def refused(rank):
     """Return the messages of what a sharded model refuses."""
     model = shard(adapted("nf4", 8, rank))
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     plain = {name: torch.zeros(t.shape) for name, t in model.named_parameters()}
-    weight = next(p for p in model.parameters() if isinstance(p.to_local(), QuantShard))
+    weight = experts_of(model)[0]
     calls = {
         "broadcast state": lambda: set_model_state_dict(
             model,
@@ -156,7 +181,8 @@ def refused(rank):
             options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
         ),
         "16 bits": lambda: model.load_state_dict(plain, strict=False),
-        "decoding": lambda: weight.to_local()[0],
+        "decoding": lambda: weight[0],
+        "a part": lambda: run_part(rank),
         "saving": lambda: model.base_model.model.save_pretrained("nowhere"),
     }
     found = {}
@@ -173,6 +199,7 @@ def test_what_a_sharded_model_refuses_by_name():
         assert "fsdp2_load_full_state_dict" in found["broadcast state"]
         assert "gate_up_proj is sharded and stored in nf4" in found["16 bits"]
         assert "one rank's part of experts" in found["decoding"]
+        assert "nothing has gathered them; accepted: FSDP2" in found["a part"]
         assert "gate_up_proj is packed and sharded" in found["saving"]
 
 

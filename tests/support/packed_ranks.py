@@ -33,11 +33,10 @@ LENGTH = 7
 
 def base(storage: str, experts: int = 8, seed: int = 0, **overrides: Any) -> Any:
     """Return a model of two layers; gpt-oss in mxfp4, Qwen3-MoE otherwise."""
-    torch.manual_seed(seed)
+    overrides |= {"output_router_logits": False, "seed": seed}
     if storage != "mxfp4":
-        model = build(num_experts=experts, output_router_logits=False, **overrides)
-        return quantize_experts(model, storage)
-    model = build("gpt_oss", num_local_experts=experts, output_router_logits=False, **overrides)
+        return quantize_experts(build(num_experts=experts, **overrides), storage)
+    model = build("gpt_oss", num_local_experts=experts, **overrides)
     for one in list(expert_projections(model)):
         packed, scales = mxfp4.quantize(one.stored.detach().mT.contiguous())
         weight = PackedWeight("mxfp4", packed, (scales,), one.stored.dtype, one.transposed)
