@@ -132,9 +132,7 @@ def _half_product(left, right, half: gl.constexpr):
 
 
 @gluon.jit
-def sum_scaled(
-    first, second, steps, step, half, ring, rows_at, first_at, second_at, GATHERED: gl.constexpr
-):  # fmt: skip
+def sum_scaled(first, second, steps, step, half, ring, rows_at, first_at, second_at):
     """Consumer: add the next ``steps`` stages to the totals of both halves.
 
     Args:
@@ -151,9 +149,6 @@ def sum_scaled(
         one = gl.load(first_at + i)
         two = gl.load(second_at + i)
         mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
-        if GATHERED:
-            # cp.async writes through the generic proxy, but wgmma reads through the async proxy.
-            fence_async_shared()
         left = ring.left.index(2 * stage + half)
         right = ring.right.index(stage)
         part = _half_product(left, right, 0)
@@ -219,3 +214,20 @@ def store_values(
     box.store(quantised)
     fence_async_shared()
     tma_store(descriptor, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))
+
+
+@gluon.jit
+def store_quantised(
+    low, high, largest, scales_at, inside, buffer, out, at, dtype: gl.constexpr
+):  # fmt: skip
+    """Consumer: quantise two chunks, from shared memory because registers cannot hold them."""
+    E4M3: gl.constexpr = gl.float8e4nv
+    scale, inverse = row_scale(largest.to(dtype).to(gl.float32))
+    gl.store(scales_at, scale, mask=inside)
+    first = (low.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    second = (high.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    both = gl.join(first, second).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
+    box = cast_as(buffer, E4M3, [HALF_C, BK8_C], RANK2_8C)
+    box.store(both)
+    fence_async_shared()
+    tma_store(out, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))
