@@ -132,7 +132,9 @@ def _half_product(left, right, half: gl.constexpr):
 
 
 @gluon.jit
-def sum_scaled(first, second, steps, step, half, ring, rows_at, first_at, second_at):
+def sum_scaled(
+    first, second, steps, step, half, ring, rows_at, first_at, second_at, GATHERED: gl.constexpr
+):  # fmt: skip
     """Consumer: add the next ``steps`` stages to the totals of both halves.
 
     Args:
@@ -149,6 +151,9 @@ def sum_scaled(first, second, steps, step, half, ring, rows_at, first_at, second
         one = gl.load(first_at + i)
         two = gl.load(second_at + i)
         mbarrier.wait(ring.ready.index(stage), (step // STAGES_C) & 1)
+        if GATHERED:
+            # cp.async writes through the generic proxy, but wgmma reads through the async proxy.
+            fence_async_shared()
         left = ring.left.index(2 * stage + half)
         right = ring.right.index(stage)
         part = _half_product(left, right, 0)

@@ -220,7 +220,7 @@ def _consume(
         second = gl.zeros((HALF_C, BK8_C), dtype=gl.float32, layout=HALF_ACC)
         first, second, step = sum_scaled(
             first, second, steps, step, half, ring, xs_ptr + token.to(gl.int64) * steps,
-            block + column_tile * 2 * steps, block + other * steps,
+            block + column_tile * 2 * steps, block + other * steps, True,
         )  # fmt: skip
         if LOW_RANK > 0:
             first, second, step = sum_low_rank(

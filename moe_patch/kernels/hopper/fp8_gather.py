@@ -1,38 +1,17 @@
-"""Gather 8-bit rows in the producers of the FP8 kernels, by cp.async; see hopper/gather.py.
-
-cp.async writes through the generic proxy, but wgmma reads through the async proxy. The producer
-itself waits for its copies and orders the two. A fence in the consumers, as in the kernels for 16
-bits, would also wait for their loads of scales at every step.
-"""
+"""Gather 8-bit rows in the producers of the FP8 kernels, by cp.async; see hopper/gather.py."""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
-from moe_patch.kernels.hopper.common import HALF_C, STAGES, STAGES_C, claim
+from moe_patch.kernels.hopper.common import HALF_C, claim
 from moe_patch.kernels.hopper.fp8 import BK8_C, RIGHT_BYTES_C
-from moe_patch.kernels.hopper.gluon_names import load_rows, seen_as, thread_barrier, tma_load
+from moe_patch.kernels.hopper.gluon_names import load_rows, seen_as, tma_load
 
 # Layout of a producer's threads over 64 rows of a stage, with 16 bytes per copy.
 COPY8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
-# Stages whose copies may be in flight while an earlier one is handed over. With one less than the
-# ring has, consumers would wait for the producer to claim the next stage.
-_IN_FLIGHT = gl.constexpr(STAGES - 2)
-
-
-@gluon.jit
-def _hand_over(ring, step, PENDING: gl.constexpr):
-    """Producer: mark a stage as ready once at most PENDING later ones are being copied."""
-    async_copy.wait_group(PENDING)
-    fence_async_shared()
-    thread_barrier()
-    mbarrier.arrive(ring.ready.index(step % STAGES_C), count=128)
 
 
 @gluon.jit
@@ -56,12 +35,7 @@ def gather_steps8(
         else:
             load_rows(ring.left.index(2 * stage), low_at + k0, mask=low_in)
             load_rows(ring.left.index(2 * stage + 1), high_at + k0, mask=high_in)
-        async_copy.commit_group()
-        if i >= _IN_FLIGHT:
-            _hand_over(ring, step + i - _IN_FLIGHT, _IN_FLIGHT)
-    for left in gl.static_range(_IN_FLIGHT, 0, -1):
-        if steps >= left:
-            _hand_over(ring, step + steps - left, left - 1)
+        async_copy.mbarrier_arrive(bar, increment_count=False)
 
 
 @gluon.jit

@@ -140,7 +140,7 @@ def _consume(
         second = gl.zeros((HALF_C, BK8_C), dtype=gl.float32, layout=HALF_ACC)
         first, second, step = sum_scaled(
             first, second, steps, step, half, ring, rows_at, ws_ptr + block * steps,
-            ws_ptr + (block + other) * steps,
+            ws_ptr + (block + other) * steps, False,
         )  # fmt: skip
         if LOW_RANK > 0:
             first, second, step = sum_low_rank(

@@ -175,7 +175,7 @@ def _consume(
         up = gl.zeros((HALF_C, BK8_C), dtype=gl.float32, layout=HALF_ACC)
         gate, up, step = sum_scaled(
             gate, up, steps, step, half, ring, xs_ptr + token.to(gl.int64) * steps, block,
-            block + columns * steps,
+            block + columns * steps, True,
         )  # fmt: skip
         if LOW_RANK > 0:
             gate, up, step = sum_low_rank(

@@ -13,7 +13,6 @@ if hasattr(tma, "async_load"):
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
     load_rows = async_copy.async_copy_global_to_shared
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 
 @gluon.jit
