@@ -219,3 +219,20 @@ def store_values(
     box.store(quantised)
     fence_async_shared()
     tma_store(descriptor, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))
+
+
+@gluon.jit
+def store_quantised(
+    low, high, largest, scales_at, inside, buffer, out, at, dtype: gl.constexpr
+):  # fmt: skip
+    """Consumer: quantise two chunks, from shared memory because registers cannot hold them."""
+    E4M3: gl.constexpr = gl.float8e4nv
+    scale, inverse = row_scale(largest.to(dtype).to(gl.float32))
+    gl.store(scales_at, scale, mask=inside)
+    first = (low.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    second = (high.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
+    both = gl.join(first, second).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
+    box = cast_as(buffer, E4M3, [HALF_C, BK8_C], RANK2_8C)
+    box.store(both)
+    fence_async_shared()
+    tma_store(out, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))

@@ -2,7 +2,8 @@
 
 W2 is transposed beforehand, so that both sides are contiguous in depth. The epilogue works on one
 half of a tile at a time: its 128 columns of gate and of up are one group of dh each. It writes them
-in 16 bits and then quantises them.
+in 16 bits and then quantises them. It is a loop over chunks of 64 columns: unrolled, the code of
+both consumers (187 KB) would not fit the instruction cache.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from moe_patch.kernels.common.device import approximate, cdiv
-from moe_patch.kernels.common.e4m3_scale import GROUP, row_scale
+from moe_patch.kernels.common.e4m3_scale import GROUP
 from moe_patch.kernels.common.gemm_device import rows_of_tile
 from moe_patch.kernels.common.glu import glu_backward, glu_forward, rounded
 from moe_patch.kernels.common.launcher import Launcher
@@ -44,15 +45,14 @@ from moe_patch.kernels.hopper.fp8 import (
     BK8,
     BK8_C,
     HALF_ACC,
-    RANK2_8C,
     RANK3_8,
     RANK3_8C,
-    RANK4_8C,
     chunk_of,
     factor_box,
     load_low_rank,
     low_rank_boxes,
     make_ring8,
+    store_quantised,
     sum_low_rank,
     sum_scaled,
     value_box,
@@ -121,9 +121,15 @@ def _h_boxes(ring, stage, half, dtype: gl.constexpr):
 
 
 @gluon.jit
+def _chunks(column_tile, blocks):
+    """Return the number of chunks of a tile; the last tile of an odd number of blocks has two."""
+    return gl.minimum(blocks - column_tile * 2, 2) * 2
+
+
+@gluon.jit
 def _produce(
     dout_ptr, q, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, ring, M, columns,
-    steps, low_steps, K,
+    blocks, steps, low_steps, K,
     LOW_RANK: gl.constexpr, DEPTH_LAST: gl.constexpr, GROUP: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
     row_tiles = gl.load(table_ptr)
@@ -141,7 +147,7 @@ def _produce(
             step = load_low_rank(
                 q, factor, e, start, column, low_steps, ring, step, dtype, DEPTH_LAST, True
             )  # fmt: skip
-        for chunk in gl.static_range(BN_C // CHUNK_C):
+        for chunk in range(0, _chunks(column_tile, blocks)):
             stage = claim(ring, step, BM_C * CHUNK_C * 4)
             bar = ring.ready.index(stage)
             for half in gl.static_range(2):
@@ -182,23 +188,6 @@ def _chunk_gradients(
     if WA:
         tma_store(wa, at, seen_as(wa_buf, SHAPE, RANK4_C))
     return sums, gl.max(gl.abs(dgate), axis=1), gl.max(gl.abs(dup), axis=1)
-
-
-@gluon.jit
-def _store_quantised(
-    low, high, largest, scales_at, inside, buffer, out, at, dtype: gl.constexpr
-):  # fmt: skip
-    """Consumer: quantise two chunks, from shared memory because registers cannot hold them."""
-    E4M3: gl.constexpr = gl.float8e4nv
-    scale, inverse = row_scale(largest.to(dtype).to(gl.float32))
-    gl.store(scales_at, scale, mask=inside)
-    first = (low.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
-    second = (high.load(PART).to(gl.float32) * inverse[:, None]).to(E4M3)
-    both = gl.join(first, second).permute((0, 2, 1)).reshape((HALF_C, BK8_C))
-    box = cast_as(buffer, E4M3, [HALF_C, BK8_C], RANK2_8C)
-    box.store(both)
-    fence_async_shared()
-    tma_store(out, at, cast_as(box, E4M3, [1, 1, HALF_C, BK8_C], RANK4_8C))
 
 
 @gluon.jit
@@ -243,36 +232,36 @@ def _consume(
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         partial = gl.zeros((HALF_C,), dtype=gl.float32, layout=gl.SliceLayout(1, PART))
         clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
-        for b in gl.static_range(2):
-            total = first if b == 0 else second
-            column = column_tile * BN_C + b * BK8_C
-            sums, gate_0, up_0 = _chunk_gradients(
-                chunk_of(total, 0), weight, half, ring, step, [RAGGED_ROWS_C, end, clip, column],
-                dh_gate, dh_up, wa, wa_bufs.index(2 * half), glu, dtype, FAST, WA,
+        gate_max, up_max = partial, partial
+        for c in range(0, _chunks(column_tile, blocks)):
+            da = gl.where(
+                c < 2, gl.where(c == 0, chunk_of(first, 0), chunk_of(first, 1)),
+                gl.where(c == 2, chunk_of(second, 0), chunk_of(second, 1)),
+            )  # fmt: skip
+            column = column_tile * BN_C + c * CHUNK_C
+            sums, gate_c, up_c = _chunk_gradients(
+                da, weight, half, ring, step, [RAGGED_ROWS_C, end, clip, column],
+                dh_gate, dh_up, wa, wa_bufs.index(2 * half + c % 2), glu, dtype, FAST, WA,
             )  # fmt: skip
             partial += sums
-            if b > 0:
+            gate_max, up_max = gl.maximum(gate_max, gate_c), gl.maximum(up_max, up_c)
+            if c == 2:
                 _release(ring, step - 2, 2 + WA)
-            sums, gate_1, up_1 = _chunk_gradients(
-                chunk_of(total, 1), weight, half, ring, step + 1,
-                [RAGGED_ROWS_C, end, clip, column + CHUNK_C],
-                dh_gate, dh_up, wa, wa_bufs.index(2 * half + 1), glu, dtype, FAST, WA,
-            )  # fmt: skip
-            partial += sums
-            # The left sides of stages that hold h are free.
-            at = [RAGGED_ROWS_C, end, clip, column]
-            here = inside & (column_tile * 2 + b < blocks)
-            gate_low, up_low = _h_boxes(ring, step % STAGES_C, half, dtype)
-            gate_high, up_high = _h_boxes(ring, (step + 1) % STAGES_C, half, dtype)
-            _store_quantised(
-                gate_low, gate_high, gl.maximum(gate_0, gate_1), scales_at + b, here,
-                ring.left.index(2 * (step % STAGES_C) + half), q_gate, at, dtype,
-            )  # fmt: skip
-            _store_quantised(
-                up_low, up_high, gl.maximum(up_0, up_1), scales_at + blocks + b, here,
-                ring.left.index(2 * ((step + 1) % STAGES_C) + half), q_up, at, dtype,
-            )  # fmt: skip
-            step += 2
+            if c % 2 == 1:
+                # The left sides of stages that hold h are free.
+                at = [RAGGED_ROWS_C, end, clip, column - CHUNK_C]
+                gate_low, up_low = _h_boxes(ring, (step - 1) % STAGES_C, half, dtype)
+                gate_high, up_high = _h_boxes(ring, step % STAGES_C, half, dtype)
+                store_quantised(
+                    gate_low, gate_high, gate_max, scales_at + c // 2, inside,
+                    ring.left.index(2 * ((step - 1) % STAGES_C) + half), q_gate, at, dtype,
+                )  # fmt: skip
+                store_quantised(
+                    up_low, up_high, up_max, scales_at + blocks + c // 2, inside,
+                    ring.left.index(2 * (step % STAGES_C) + half), q_up, at, dtype,
+                )  # fmt: skip
+                gate_max, up_max = gl.zeros_like(partial), gl.zeros_like(partial)
+            step += 1
         _release(ring, step - 2, 0)
         gl.store(partial_ptr + n.to(gl.int64) * columns + column_tile, partial, mask=inside)
 
@@ -298,7 +287,7 @@ def _hopper_fp8_dh_kernel(
          (KIND, GATED, ALPHA, LIMIT, CLAMPED), FAST, WA, LOW_RANK, DEPTH_LAST, GROUP),
         _produce,
         (dout_ptr, q, weight, factor, h_gate, h_up, row_ptr, offsets_ptr, table_ptr, ring, M,
-         columns, steps, low_steps, K, LOW_RANK, DEPTH_LAST, GROUP, dtype),
+         columns, blocks, steps, low_steps, K, LOW_RANK, DEPTH_LAST, GROUP, dtype),
         4, [224, 56],
     )  # fmt: skip
 
