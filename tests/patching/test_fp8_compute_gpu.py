@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_patch import patch_model, patch_report, quantize_experts, unpatch_model
+from moe_patch import patch_model, patch_report, quantize_experts, record, unpatch_model
 from moe_patch.cli import main
 from moe_patch.runtime.module_patch import patch_of
-from tests.support import packed_ranks, tiny_models
+from tests.support import tiny_models
 from tests.support.adapters import (
     EXPERTS,
     adapt,
@@ -92,8 +91,12 @@ def test_what_runs_is_fp8_and_reported_so(quantised: Any) -> None:
         found = results(model, batch)
         assert len(copies(model)) == made
         assert_same(results(model, batch), found)
+        # Routers of the second layer may choose otherwise, so look at what follows them.
         for name, value in decoded.items():
-            assert 0.005 < rel_err(found[name], value) < 0.3, (compute, name)
+            if name == "logits" or "layers.1.mlp.experts" in name:
+                error = rel_err(found[name], value)
+                print(f"{compute}, {name}: {error}")
+                assert 0.005 < error < 0.3, f"{compute}, {name}: {error}"
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
@@ -107,29 +110,29 @@ def test_checkpointing_and_recomputation_give_the_same_bits(quantised: Any, comp
         assert_same(results(model, batch), wanted)
 
 
-def test_data_parallel_and_fsdp2_in_one_process(quantised: Any) -> None:
-    """DDP gives the bits of one process. FSDP2 keeps no copy, so its backward is that of fp8."""
+def test_recorded_norms_are_those_of_what_ran(quantised: Any) -> None:
+    """The first block's rows, which both ways route alike."""
+    found = {}
+    for compute in ("decoded", "fp8", "fp8_copy"):
+        model, batch = patched(quantised, compute)
+        with record(model) as recorder:
+            step(model, batch)
+        found[compute] = next(iter(recorder.layers.values()))
+    for compute in ("fp8", "fp8_copy"):
+        assert_bits(found[compute].ids, found["decoded"].ids)
+        for name in ("act_norm", "grad_norm_output", "grad_norm_params"):
+            error = rel_err(getattr(found[compute], name), getattr(found["decoded"], name))
+            assert 1e-4 < error < 0.1, f"{compute}, {name}: {error}"
+
+
+def test_data_parallel_gives_the_bits_of_one_process(quantised: Any) -> None:
     address = f"tcp://127.0.0.1:{free_port()}"
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("nccl", init_method=address, rank=0, world_size=1)
     try:
         for compute in ("fp8", "fp8_copy"):
             model, batch = patched(quantised, compute)
             wanted = results(model, batch)
             assert_same(results(DistributedDataParallel(model), batch), wanted)
-        model, batch = patched(quantised, "fp8_copy")
-        wanted = results(*patched(quantised, "fp8"))
-        for layer in packed_ranks.layers(model):
-            fully_shard(layer)
-        fully_shard(model)
-        for row in patch_report(model):
-            assert row.reason.startswith("backward is decoded: FSDP2")
-        logits = step(model, batch)
-        assert_bits(logits, wanted.pop("logits"))
-        assert copies(model) == []
-        gradients = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
-        assert_same(dict(zip(wanted, gradients, strict=True)), wanted)
     finally:
         torch.distributed.destroy_process_group()
 
