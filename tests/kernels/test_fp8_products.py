@@ -79,11 +79,12 @@ def test_reasons(known: None, changes: dict[str, Any], why: str) -> None:
     ],
 )
 def test_a_triton_that_fails_the_scan_decodes_and_is_named(
-    gates: Gates, why: str, monkeypatch: pytest.MonkeyPatch
+    gates: Gates, why: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "gates", lambda: gates)
     assert why in fp8.why_not_fp8((9, 0), BF16, (256, 256), SILU, biased=False, transposed=False)
     w = marked(weights(), "fp8")
+    assert w.w13_EHD.in_fp8
     ids_TK = torch.arange(E).repeat(64)[:, None]
     tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
     x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
@@ -94,7 +95,9 @@ def marked(w: Any, compute: str, copies: Copies | None = None) -> Any:
     return in_fp8(w, compute, copies, torch.empty(1, D, dtype=BF16), SILU)
 
 
-def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(known: None) -> None:
+def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(
+    known: None, on_hopper: None
+) -> None:
     def chosen(rows: int, w: Any, every_size: bool = False, device: Device = HOPPER) -> bool:
         ids_TK = torch.arange(E).repeat(rows)[:, None]
         tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
@@ -150,8 +153,8 @@ def test_a_copy_is_made_once_and_again_after_a_change(on_hopper: None) -> None:
 
 def test_no_copy_is_made_where_experts_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """On other devices, and on a Hopper card for experts that FP8 products do not support."""
-    copies = Copies()
-    assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
+    w, copies = weights(), Copies()
+    assert marked(w, "fp8_copy", copies) is w
     monkeypatch.setattr(runtime, "_is_hopper", lambda *_: True)
     monkeypatch.setattr(runtime, "_runs", lambda *_: False)
     assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
