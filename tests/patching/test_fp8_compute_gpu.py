@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import patch_model, patch_report, quantize_experts, record, unpatch_model
 from moe_patch.cli import main
+from moe_patch.quant.memory import experts_memory
 from moe_patch.runtime.module_patch import patch_of
 from tests.support import tiny_models
 from tests.support.adapters import (
@@ -90,6 +91,8 @@ def test_what_runs_is_fp8_and_reported_so(quantised: Any) -> None:
         assert copies(model) == [], "no copy without gradients"
         found = results(model, batch)
         assert len(copies(model)) == made
+        held = sum(tensor.nbytes for copy in copies(model) for tensor in copy)
+        assert held == (experts_memory(model).stored if made else 0), "what plan and inspect say"
         assert_same(results(model, batch), found)
         # Routers of the second layer may choose otherwise, so look at what follows them.
         for name, value in decoded.items():
