@@ -85,10 +85,17 @@ class QuantShard(Tensor):
         out: Any = None,
     ) -> Any:
         """Make the whole parameter over the gathered memory; ``out`` lies over it already."""
+        held = self.held_weight
+        # In a group of one process torch (2.11 to 2.13) copies only the first input, the bytes.
+        alone = len(outputs) == 1
         if out is not None:
             out.share(metadata)
+            if alone:
+                out.scale_0.data.copy_(held.scales[0].view_as(out.scale_0))
             return None
-        held = self.held_weight
+        if alone:
+            scale = held.scales[0].to(outputs[0].device)
+            outputs = *outputs, scale.view(held.packed.shape[0], -1)
         packed, scale = (one[: self.total] for one in outputs)
         own = (
             scale.flatten() if held.storage == "nf4" else scale.view(-1, *held.scales[0].shape[1:])
