@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import patch_model, patch_report, quantize_experts, record, unpatch_model
@@ -30,6 +32,7 @@ from tests.support.adapters import (
 )
 from tests.support.dist_helpers import free_port
 from tests.support.numerics import assert_bits, rel_err
+from tests.support.packed_ranks import layers
 
 pytestmark = pytest.mark.gpu
 
@@ -128,16 +131,38 @@ def test_recorded_norms_are_those_of_what_ran(quantised: Any) -> None:
             assert 1e-4 < error < 0.1, f"{compute}, {name}: {error}"
 
 
-def test_data_parallel_gives_the_bits_of_one_process(quantised: Any) -> None:
+@pytest.fixture
+def group() -> Iterator[None]:
+    """One process in a group of its own."""
     address = f"tcp://127.0.0.1:{free_port()}"
-    torch.distributed.init_process_group("nccl", init_method=address, rank=0, world_size=1)
-    try:
-        for compute in ("fp8", "fp8_copy"):
-            model, batch = patched(quantised, compute)
-            wanted = results(model, batch)
-            assert_same(results(DistributedDataParallel(model), batch), wanted)
-    finally:
-        torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
+def test_data_parallel_gives_the_bits_of_one_process(
+    group: None, quantised: Any, compute: str
+) -> None:
+    model, batch = patched(quantised, compute)
+    wanted = results(model, batch)
+    assert_same(results(DistributedDataParallel(model), batch), wanted)
+
+
+def test_fsdp2_keeps_no_copy(group: None, quantised: Any) -> None:
+    """Its backward is that of fp8."""
+    wanted = results(*patched(quantised, "fp8"))
+    model, batch = patched(quantised, "fp8_copy")
+    for layer in layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(row.reason.startswith("backward is decoded") for row in patch_report(model))
+    assert_bits(step(model, batch), wanted.pop("logits"))
+    assert copies(model) == []
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+    assert_same(gradients, wanted)
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
