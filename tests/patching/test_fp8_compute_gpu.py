@@ -152,7 +152,7 @@ def test_data_parallel_gives_the_bits_of_one_process(
 
 
 def test_fsdp2_keeps_no_copy(group: None, quantised: Any) -> None:
-    """Its backward is that of fp8."""
+    """Backward is then that of fp8."""
     wanted = results(*patched(quantised, "fp8"))
     model, batch = patched(quantised, "fp8_copy")
     for layer in layers(model):
