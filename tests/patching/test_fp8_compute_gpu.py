@@ -33,6 +33,7 @@ from tests.support.adapters import (
 from tests.support.dist_helpers import free_port
 from tests.support.numerics import assert_bits, rel_err
 from tests.support.packed_ranks import layers
+from tests.support.signals_cases import last_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -117,18 +118,24 @@ def test_checkpointing_and_recomputation_give_the_same_bits(quantised: Any, comp
 
 
 def test_recorded_norms_are_those_of_what_ran(quantised: Any) -> None:
-    """The first block's rows, which both ways route alike."""
+    """One block alone, so that no other router sees the difference."""
+    T, D = 192, SIZES["hidden_size"]
+    x_TD, direction_TD = (torch.randn(T, D, device="cuda").bfloat16() for _ in range(2))
+    ids_TK = torch.rand(T, 8, device="cuda").argsort(-1)[:, :2].contiguous()
+    weights_TK = torch.rand(T, 2, device="cuda").bfloat16()
     found = {}
     for compute in ("decoded", "fp8", "fp8_copy"):
-        model, batch = patched(quantised, compute)
+        model, _ = patched(quantised, compute)
         with record(model) as recorder:
-            step(model, batch)
-        found[compute] = next(iter(recorder.layers.values()))
+            out = last_layer(model).mlp.experts(x_TD.clone().requires_grad_(), ids_TK, weights_TK)
+            out.backward(direction_TD)
+        found[compute] = list(recorder.layers.values())[-1]
     for compute in ("fp8", "fp8_copy"):
-        assert_bits(found[compute].ids, found["decoded"].ids)
-        for name in ("act_norm", "grad_norm_output", "grad_norm_params"):
+        for name in ("act_norm", "grad_norm_params", "grad_norm_lora"):
             error = rel_err(getattr(found[compute], name), getattr(found["decoded"], name))
-            assert 1e-4 < error < 0.1, f"{compute}, {name}: {error}"
+            print(f"{compute}, {name}: {error}")
+            assert 1e-4 < error < 0.05, f"{compute}, {name}: {error}"
+        assert_bits(found[compute].grad_norm_output, found["decoded"].grad_norm_output)
 
 
 @pytest.fixture
