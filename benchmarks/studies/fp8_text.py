@@ -9,10 +9,10 @@ weights. Adapters of rank 16 on attention and experts then learn the second half
 bf16 ("bf16"), or the same experts are in FP8 and their products "decoded", "fp8" or "fp8_copy".
 Runs with one seed see the same batches and begin with the same adapters.
 
-At the first step and after the last, the gradients of the two FP8 ways are compared with those of
-"decoded", for the same adapters and batch. A row has the least cosine and the largest relative
+At the first step and after the last, gradients of the FP8 ways are compared with those of
+"decoded", with equal adapters and one batch. A row has the least cosine and the largest relative
 error over all adapter tensors. Factors A have no gradient at the first step, because B is zero.
-"decoded" is compared with fp32 arithmetic too. "fixed" means the experts that "decoded" chose.
+"decoded" is also compared with fp32 arithmetic. "fixed": routers choose what they did in "decoded".
 """
 
 from __future__ import annotations

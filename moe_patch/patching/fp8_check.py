@@ -20,6 +20,7 @@ from moe_patch.runtime.compare import FP8_LIMIT
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import read_tensors, stored_weight
 from moe_patch.runtime.fp8 import DECODED, Copies, in_fp8
+from moe_patch.types import Glu
 
 PASSED = "FP8 products passed"
 _NAMES = "output", "hidden-state gradient", "routing-weight gradient"
@@ -41,13 +42,15 @@ def check_fp8(found: FoundBlock, config: PatchConfig) -> str:
         why = decoded_reason(experts, found.spec, glu, backend, weight.device, config.compute)
         if glu is not None and not why:
             with sandbox(found):
-                _compare(path, experts, found, config)
+                _compare(path, experts, found, glu, config)
             compared = True
     return PASSED if compared else ""
 
 
-def _compare(path: str, experts: nn.Module, found: FoundBlock, config: PatchConfig) -> None:
-    layout, glu = layout_of(experts, found.spec), read_glu(experts, found.spec)
+def _compare(
+    path: str, experts: nn.Module, found: FoundBlock, glu: Glu, config: PatchConfig
+) -> None:
+    layout = layout_of(experts, found.spec)
     dtype = stored_weight(experts, found.spec).dtype
     w: Any = read_tensors(experts, layout, dtype, config.fuse_lora).weights
     few = min(EXPERTS, w.w13_EHD.shape[0])

@@ -204,20 +204,20 @@ def run_experts(
             lora2=tensors.lora2,
             backend=backend,
             recompute=recompute,
-            # FP8 products write whole tensors, not slices; PatchConfig refuses a number with them.
-            chunk_tokens=chunk_tokens if compute == DECODED else 0,
             batch_invariant=batch_invariant,
             signals=signals,
         )
         if seat is None:
             kept = copies if torch.is_grad_enabled() else None
-            out_TD = run(in_fp8(tensors.weights, compute, kept, x_TD, glu, backend))
+            w = in_fp8(tensors.weights, compute, kept, x_TD, glu, backend)
+            # FP8 products write whole tensors, not slices; PatchConfig refuses a number with them.
+            out_TD = run(w, chunk_tokens=chunk_tokens if w is tensors.weights else 0)
         else:
             for lora in filter(None, (tensors.lora13, tensors.lora2)):
                 seat.check_adapter(lora, x_TD.device)
             loan = seat.loan(tensors.weights, dtype, x_TD.device)
             with loan.forward(ids_TK) as weights:
-                out_TD = run(weights, lend=loan.backward)
+                out_TD = run(weights, lend=loan.backward, chunk_tokens=chunk_tokens)
     return _in_dtype(out_TD, hidden_TD.dtype)
 
 

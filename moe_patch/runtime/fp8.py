@@ -78,22 +78,23 @@ def in_fp8(
 ) -> ExpertWeights:
     """Return weights whose products compute in FP8 where the kernels support them.
 
+    The same object is returned if they do not: for another storage, card or backend.
+
     Args:
-        w: the weights; those not stored in FP8 are returned unchanged.
+        w: the weights.
         compute: option of :class:`moe_patch.PatchConfig`.
         copies: holds transposed copies for backward; None leaves backward as it is. So do weights
             that FSDP2 gathered, whose copies would keep every layer on every rank.
         x_TD, glu, backend: of the call.
     """
     weights: dict[str, Any] = {"w13_EHD": w.w13_EHD, "w2_EDF": w.w2_EDF}
-    if compute == DECODED:
+    if compute == DECODED or not _is_hopper(x_TD, backend):
         return w
-    copied = copies is not None and compute == FP8_COPY and _is_hopper(x_TD, backend)
     for name, weight in weights.items():
         if not isinstance(weight, PackedWeight) or weight.storage != "fp8":
             return w
         scales = weight.scales
-        if copied and copies is not None and not weight.gathered:
+        if copies is not None and compute == FP8_COPY and not weight.gathered:
             runs = functools.partial(_runs, w, glu, x_TD)
             scales = (*scales, *copies.of(name, weight, runs))
         weights[name] = replace(weight, in_fp8=True, scales=scales)

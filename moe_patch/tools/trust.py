@@ -19,8 +19,9 @@ import torch
 
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
+from moe_patch.tools.fp8_checks import IN_FP8
 from moe_patch.tools.selftest import Check, each_group, run_check
-from moe_patch.tools.trust_checks import IN_FP8, IN_FRONT, groups_of
+from moe_patch.tools.trust_checks import IN_FRONT, groups_of
 from moe_patch.tools.wgmma_operands import overwritten_operands
 
 # Kernels whose code the search must have seen; otherwise its result means nothing.

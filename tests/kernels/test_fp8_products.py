@@ -10,16 +10,24 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
+from torch.distributed.fsdp import fully_shard
+
+from moe_patch import quantize_experts
 from moe_patch.formats.packed import pack, packed_weights, plain_weights
-from moe_patch.kernels.common import versions
+from moe_patch.formats.shard import split
+from moe_patch.formats.tensor import QuantTensor, packed_weight
+from moe_patch.kernels.common import device, versions
 from moe_patch.kernels.common.device import Device
 from moe_patch.kernels.common.versions import Gates
 from moe_patch.kernels.experts import fp8
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.ops.experts.definition import build_plan
+from moe_patch.patching.discover import discover
+from moe_patch.patching.fp8_reason import decoded_reason
 from moe_patch.runtime import fp8 as runtime
 from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.types import ExpertWeights, Glu
+from tests.support import tiny_models
 from tests.support.numerics import assert_bits
 
 BF16, SILU = torch.bfloat16, Glu("silu")
@@ -71,11 +79,12 @@ def test_reasons(known: None, changes: dict[str, Any], why: str) -> None:
     ],
 )
 def test_a_triton_that_fails_the_scan_decodes_and_is_named(
-    gates: Gates, why: str, monkeypatch: pytest.MonkeyPatch
+    gates: Gates, why: str, on_hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(versions, "gates", lambda: gates)
     assert why in fp8.why_not_fp8((9, 0), BF16, (256, 256), SILU, biased=False, transposed=False)
     w = marked(weights(), "fp8")
+    assert w.w13_EHD.in_fp8
     ids_TK = torch.arange(E).repeat(64)[:, None]
     tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
     x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
@@ -86,7 +95,9 @@ def marked(w: Any, compute: str, copies: Copies | None = None) -> Any:
     return in_fp8(w, compute, copies, torch.empty(1, D, dtype=BF16), SILU)
 
 
-def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(known: None) -> None:
+def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(
+    known: None, on_hopper: None
+) -> None:
     def chosen(rows: int, w: Any, every_size: bool = False, device: Device = HOPPER) -> bool:
         ids_TK = torch.arange(E).repeat(rows)[:, None]
         tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
@@ -142,8 +153,8 @@ def test_a_copy_is_made_once_and_again_after_a_change(on_hopper: None) -> None:
 
 def test_no_copy_is_made_where_experts_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     """On other devices, and on a Hopper card for experts that FP8 products do not support."""
-    copies = Copies()
-    assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
+    w, copies = weights(), Copies()
+    assert marked(w, "fp8_copy", copies) is w
     monkeypatch.setattr(runtime, "_is_hopper", lambda *_: True)
     monkeypatch.setattr(runtime, "_runs", lambda *_: False)
     assert len(marked(weights(), "fp8_copy", copies).w13_EHD.scales) == 1
@@ -165,3 +176,35 @@ def test_compiled_code_uses_a_copy_of_this_very_weight_or_makes_one() -> None:
     assert values(w).data_ptr() == kept.data_ptr()
     again.packed.copy_(w.packed.flip(0))
     assert_bits(values(again), again.packed.mT.contiguous())
+
+
+def test_weights_that_fsdp2_gathers_have_no_copy(
+    known: None, on_hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """Each rank would keep the copies of every layer: backward decodes, and the report says so."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    model = quantize_experts(tiny_models.build("qwen3_moe", **sizes), "fp8")
+    experts: Any = tiny_models.blocks(model.bfloat16())[0][1].experts
+    (part,) = split(experts.gate_up_proj.weight, 8, QuantTensor)
+    outputs, metadata = part.fsdp_pre_all_gather(None)
+    gathered, _ = part.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
+    for weight, scales in ((experts.gate_up_proj, 3), (gathered, 1)):
+        w: Any = ExpertWeights(packed_weight(weight), packed_weight(weight))
+        assert len(marked(w, "fp8_copy", Copies()).w2_EDF.scales) == scales
+    monkeypatch.setattr(device, "_cuda_device", lambda index: HOPPER)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    (found, *_) = discover(model)
+
+    def reason(compute: str) -> str:
+        return decoded_reason(experts, found.spec, SILU, "triton", torch.device("cuda"), compute)
+
+    assert reason("fp8_copy") == ""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        fully_shard(model)
+        assert reason("fp8_copy").startswith("backward is decoded: FSDP2 gathers")
+        assert reason("fp8") == ""
+    finally:
+        torch.distributed.destroy_process_group()

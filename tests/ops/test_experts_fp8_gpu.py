@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 
 from moe_patch.formats.packed import pack
 from moe_patch.kernels.experts import fp8 as fp8_kernels
+from moe_patch.kernels.experts.experts import experts_backward, experts_forward
 from moe_patch.kernels.packed.rows import quantise_rows
 from moe_patch.kernels.plan.plan import build_plan
 from moe_patch.ops.experts import fp8_definition
 from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.runtime.fp8 import Copies, in_fp8
-from moe_patch.types import ExpertWeights, Glu, Lora, Plan
+from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Lora, Plan
+from tests.support.guards import Guards
 from tests.support.numerics import assert_bits, rel_err
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +73,26 @@ class Case:
             lora13=lora13, lora2=lora2, **options,
         )  # fmt: skip
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout_TD)]
+
+    def called(self, put: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Call the kernels without autograd, on operands that ``put`` places."""
+        packed = in_fp8(self.w, "fp8_copy", Copies(), self.x_TD, GLU)[:2]
+        w = ExpertWeights(
+            *(replace(p, packed=put(p.packed), scales=tuple(map(put, p.scales))) for p in packed)  # type: ignore[arg-type, type-var, union-attr]
+        )
+        x_TD, ids_TK, weights_TK, dout_TD = map(
+            put, (self.x_TD, self.ids_TK, self.weights_TK, self.dout_TD)
+        )
+        loras = self.loras([put(factor) for factor in self.factors])
+        forward = experts_forward(
+            x_TD, ids_TK, weights_TK, w, GLU, *loras, save_h=True, save_u13=True, save_u2=True
+        )
+        names = fp8_definition.Fp8Gradients._fields
+        backward = experts_backward(
+            dout_TD, x_TD, weights_TK, w, GLU, *loras, forward.plan, forward.kept,
+            ExpertsNeeds(**dict.fromkeys(names, True)), overwrite_h=False,
+        )  # fmt: skip
+        return [forward.out_TD, *(getattr(backward, name) for name in names)]
 
     def defined(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the definition's output and gradients with transposed copies, in a dtype."""
@@ -145,6 +169,18 @@ def test_few_rows_are_decoded() -> None:
     case = Case(tokens=tokens)
     for mine, decoded in zip(case.run("fp8"), case.run("decoded"), strict=True):
         assert_bits(mine, decoded)
+
+
+def test_operands_and_allocations_lie_between_guard_bands() -> None:
+    """Stray reads give NaN, stray writes change a band, and what is not written stays NaN."""
+    case = Case(tokens=333)
+    wanted = case.called(lambda tensor: tensor)
+    with Guards() as guards:
+        found = case.called(guards.put)
+    assert guards.check() > 16
+    for name, mine, other in zip(NAMES, found, wanted, strict=True):
+        assert other.isfinite().all(), name
+        assert_bits(mine, other, name)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])

@@ -20,7 +20,10 @@ from moe_patch import (
     shadow_results,
     unpatch_model,
 )
+from moe_patch.ops.experts.op import experts_mlp
 from moe_patch.patching import fp8_check
+from moe_patch.runtime import experts
+from moe_patch.runtime import fp8 as runtime
 from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.runtime.module_patch import patch_of
 from tests.support import quant_models, tiny_models
@@ -126,3 +129,21 @@ def test_shadow_checks_allow_for_fp8_products() -> None:
         found = [each for each in shadow_results(model) if each.role == "experts"]
         assert [each.limit for each in found] == [pytest.approx(limit)]
         unpatch_model(model)
+
+
+def test_long_contexts_run_in_chunks_unless_products_are_in_fp8(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+
+    def noted(*args: Any, chunk_tokens: Any, **options: Any) -> Any:
+        seen.append(chunk_tokens)
+        return experts_mlp(*args, **options)
+
+    monkeypatch.setattr(experts, "experts_mlp", noted)
+    for storage, hopper, chunk in (("", True, "auto"), ("fp8", False, "auto"), ("fp8", True, 0)):
+        model = quant_models.build(num_hidden_layers=1)
+        model = patch_model(quant_models.store(model, storage), compute="fp8", self_check=False)
+        monkeypatch.setattr(runtime, "_is_hopper", lambda *_, hopper=hopper: hopper)
+        quant_models.logits(model)
+        assert (storage, hopper, seen.pop()) == (storage, hopper, chunk)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_patch import patch_model, patch_report, quantize_experts, unpatch_model
+from moe_patch import patch_model, patch_report, quantize_experts, record, unpatch_model
 from moe_patch.cli import main
+from moe_patch.quant.memory import experts_memory
 from moe_patch.runtime.module_patch import patch_of
-from tests.support import packed_ranks, tiny_models
+from tests.support import tiny_models
 from tests.support.adapters import (
     EXPERTS,
     adapt,
@@ -30,6 +32,8 @@ from tests.support.adapters import (
 )
 from tests.support.dist_helpers import free_port
 from tests.support.numerics import assert_bits, rel_err
+from tests.support.packed_ranks import layers
+from tests.support.signals_cases import last_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -91,9 +95,15 @@ def test_what_runs_is_fp8_and_reported_so(quantised: Any) -> None:
         assert copies(model) == [], "no copy without gradients"
         found = results(model, batch)
         assert len(copies(model)) == made
+        held = sum(tensor.nbytes for copy in copies(model) for tensor in copy)
+        assert held == (experts_memory(model).stored if made else 0), "what plan and inspect say"
         assert_same(results(model, batch), found)
+        # Routers of the second layer may choose otherwise, so look at what follows them.
         for name, value in decoded.items():
-            assert 0.005 < rel_err(found[name], value) < 0.3, (compute, name)
+            if name == "logits" or "layers.1.mlp.experts" in name:
+                error = rel_err(found[name], value)
+                print(f"{compute}, {name}: {error}")
+                assert 0.005 < error < 0.3, f"{compute}, {name}: {error}"
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
@@ -107,31 +117,59 @@ def test_checkpointing_and_recomputation_give_the_same_bits(quantised: Any, comp
         assert_same(results(model, batch), wanted)
 
 
-def test_data_parallel_and_fsdp2_in_one_process(quantised: Any) -> None:
-    """DDP gives the bits of one process. FSDP2 keeps no copy, so its backward is that of fp8."""
+def test_recorded_norms_are_those_of_what_ran(quantised: Any) -> None:
+    """One block alone, so that no other router sees the difference."""
+    T, D = 192, SIZES["hidden_size"]
+    x_TD, direction_TD = (torch.randn(T, D, device="cuda").bfloat16() for _ in range(2))
+    ids_TK = torch.rand(T, 8, device="cuda").argsort(-1)[:, :2].contiguous()
+    weights_TK = torch.rand(T, 2, device="cuda").bfloat16()
+    found = {}
+    for compute in ("decoded", "fp8", "fp8_copy"):
+        model, _ = patched(quantised, compute)
+        with record(model) as recorder:
+            out = last_layer(model).mlp.experts(x_TD.clone().requires_grad_(), ids_TK, weights_TK)
+            out.backward(direction_TD)
+        found[compute] = list(recorder.layers.values())[-1]
+    for compute in ("fp8", "fp8_copy"):
+        for name in ("act_norm", "grad_norm_params", "grad_norm_lora"):
+            error = rel_err(getattr(found[compute], name), getattr(found["decoded"], name))
+            print(f"{compute}, {name}: {error}")
+            assert 1e-4 < error < 0.05, f"{compute}, {name}: {error}"
+        assert_bits(found[compute].grad_norm_output, found["decoded"].grad_norm_output)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """One process in a group of its own."""
     address = f"tcp://127.0.0.1:{free_port()}"
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=address, rank=0, world_size=1
     )
-    try:
-        for compute in ("fp8", "fp8_copy"):
-            model, batch = patched(quantised, compute)
-            wanted = results(model, batch)
-            assert_same(results(DistributedDataParallel(model), batch), wanted)
-        model, batch = patched(quantised, "fp8_copy")
-        wanted = results(*patched(quantised, "fp8"))
-        for layer in packed_ranks.layers(model):
-            fully_shard(layer)
-        fully_shard(model)
-        for row in patch_report(model):
-            assert row.reason.startswith("backward is decoded: FSDP2")
-        logits = step(model, batch)
-        assert_bits(logits, wanted.pop("logits"))
-        assert copies(model) == []
-        gradients = [p.grad.full_tensor() for p in model.parameters() if p.requires_grad]
-        assert_same(dict(zip(wanted, gradients, strict=True)), wanted)
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
+def test_data_parallel_gives_the_bits_of_one_process(
+    group: None, quantised: Any, compute: str
+) -> None:
+    model, batch = patched(quantised, compute)
+    wanted = results(model, batch)
+    assert_same(results(DistributedDataParallel(model), batch), wanted)
+
+
+def test_fsdp2_keeps_no_copy(group: None, quantised: Any) -> None:
+    """Backward is then that of fp8."""
+    wanted = results(*patched(quantised, "fp8"))
+    model, batch = patched(quantised, "fp8_copy")
+    for layer in layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    assert all(row.reason.startswith("backward is decoded") for row in patch_report(model))
+    assert_bits(step(model, batch), wanted.pop("logits"))
+    assert copies(model) == []
+    gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+    assert_same(gradients, wanted)
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])

@@ -320,6 +320,8 @@ def test_gpu_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     result = trust("cuda", progress=False, jobs=4)
     assert result.passed, [check for check in result.checks if not check.passed]
     assert decided_anew()[:2] == (True, not result.hazards)
+    assert gates().fp8 == result.fp8
+    assert result.fp8 == (not result.hazards)
     launched: list[str] = []
     original = versions.hopper_module
 
