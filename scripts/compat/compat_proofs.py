@@ -78,6 +78,8 @@ PROOFS = (
           "stack/test_launch.py", "resumed_on and ddp and full", world=2, on="card"),
     Proof("ddp", "accelerate launch with configs/accelerate/ddp.yaml, saved and resumed; LoRA",
           "stack/test_launch.py", "resumed_on and ddp and lora", world=2, on="card"),
+    Proof("ddp", "a killed rank: the other ends within the limit of its group, or by torchrun",
+          "stack/test_lost_rank_gpu.py", world=2, on="card"),
     Proof("fsdp2", "ranks that use different experts equal one process: units of layers, of "
           "experts, of accelerate's plugin; full and LoRA; whole saved state",
           "stack/test_ranks.py", "fsdp2 and not resume and not mixed", world=2, on="ranks"),
@@ -114,8 +116,6 @@ PROOFS = (
           "stack/test_packed_loading.py", "rank_0 or training", world=2, on="ranks"),
     Proof("fsdp2", "packed experts: a rank killed in forward, backward and save",
           "stack/test_packed_killed.py", "error", world=2, on="ranks"),
-    Proof("ddp", "a killed rank: the other ends within the limit of its group, or by torchrun",
-          "stack/test_lost_rank_gpu.py", world=2, on="card"),
     Proof("zero3", "partitioned weights are not read when patched", "stack/test_loading.py",
           "no_size"),
     Proof("zero3", "accelerate launch with configs/accelerate/zero3.yaml, but on the CPU; full and "
