@@ -16,6 +16,9 @@ from tests.support import interpreted, tiny_models
 # On tiny tensors the threads of an operator only wait for each other, more so beside a worker.
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
+    # Models are thousands of objects; by default, a tenth of the time goes to collecting garbage.
+    # Not on a GPU, where tests measure memory, and garbage from earlier ones would count.
+    gc.set_threshold(50_000, 20, 50)
     # torch formats the stack at every seed, for devices that may come into use: 1 ms in a test.
     for device_type in (torch.cuda, torch.xpu, torch.mtia):
         device_type.manual_seed_all = lambda seed: None

@@ -104,9 +104,19 @@ def stdlib_docstrings() -> Iterator[str]:
             warnings.simplefilter("ignore", SyntaxWarning)
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(path.read_bytes(), filename=str(path))
-        for node in ast.walk(tree):
+        for node in _statements(tree):
             if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
                 yield text
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield what ast.walk does, in its order, but no expression: these hold no docstring."""
+    found: list[ast.AST] = [tree]
+    for node in found:
+        yield node
+        for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+            inside = vars(node).get(name)
+            found += inside if isinstance(inside, list) else ()
 
 
 def _read_file(path: Path, text_field: str) -> list[str]:

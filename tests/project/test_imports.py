@@ -34,7 +34,7 @@ PUBLIC = {
 
 
 class Section(NamedTuple):
-    """What one of SECTIONS gave: its exit status, and what it printed."""
+    """Exit status and output of one of SECTIONS."""
 
     status: int
     stdout: str

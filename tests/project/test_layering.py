@@ -7,6 +7,7 @@ question, not a line to add here.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,8 +88,16 @@ def own_module(dotted: str) -> str | None:
     return ".".join(parts) or "__init__"
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parsed_once() -> Iterator[None]:
+    """Drop the syntax trees, which take a hundred megabytes, after the last test."""
+    yield
+    parse.cache_clear()
 
 
 def run_at_import(tree: ast.Module) -> list[ast.stmt]:

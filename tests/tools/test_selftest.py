@@ -12,11 +12,16 @@ import moe_patch.tools.selftest
 import moe_patch.tools.selftest_checks
 from moe_patch import UnsupportedOptionError
 from moe_patch.errors import MoePatchError
-from moe_patch.tools.selftest import selftest
+from moe_patch.tools.selftest import SelfTest, selftest
 
 
-def test_passes_on_a_cpu_and_says_what_that_does_not_cover() -> None:
-    result = selftest("cpu", progress=False)
+@pytest.fixture(scope="module")
+def result() -> SelfTest:
+    """Outcome of the self-test on a CPU, in one process."""
+    return selftest("cpu", progress=False)
+
+
+def test_passes_on_a_cpu_and_says_what_that_does_not_cover(result: SelfTest) -> None:
     assert result.passed, [check for check in result.checks if not check.passed]
     assert (result.device, result.backend) == ("cpu", "torch")
     assert "only the torch backend was tested" in result.note
@@ -26,9 +31,9 @@ def test_passes_on_a_cpu_and_says_what_that_does_not_cover() -> None:
     assert "plan" not in names
 
 
-def test_processes_share_the_checks() -> None:
-    alone, shared = (selftest("cpu", progress=False, jobs=jobs).checks for jobs in (1, 2))
-    assert [check[:3] for check in shared] == [check[:3] for check in alone]
+def test_processes_share_the_checks(result: SelfTest) -> None:
+    shared = selftest("cpu", progress=False, jobs=2).checks
+    assert [check[:3] for check in shared] == [check[:3] for check in result.checks]
 
 
 def _die(device: torch.device, index: int) -> None:
