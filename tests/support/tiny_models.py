@@ -150,11 +150,11 @@ def build(
     """
     key = (model_type, dtype, seed, repr(sorted(overrides.items())))
     if " at 0x" in key[-1]:  # another object may get this address
-        return _build(model_type, dtype, seed, overrides)
+        return build_anew(model_type, dtype, seed, **overrides)
     if key not in _built:
         if len(_built) == MOST_BUILT:
             del _built[next(iter(_built))]
-        _built[key] = _build(model_type, dtype, seed, overrides)
+        _built[key] = build_anew(model_type, dtype, seed, **overrides)
     return copy.deepcopy(_built[key])
 
 
@@ -162,7 +162,10 @@ MOST_BUILT = 200
 _built: dict[tuple, nn.Module] = {}
 
 
-def _build(model_type: str, dtype: torch.dtype, seed: int, overrides: dict[str, Any]) -> nn.Module:
+def build_anew(
+    model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
+) -> nn.Module:
+    """Return :func:`build`'s model, built by the classes as they are now."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model_class(model_type)(config(model_type, **overrides))
