@@ -90,29 +90,27 @@ def weights_at_kernel(
 
     max_B = tl.zeros((B,), dtype=tl.float32)
     inv_B = tl.zeros((B,), dtype=tl.float32)
-    if SUM:
+    if SUM or OVER_CHOSEN:
         x_BWL = load_tile(row_B, e_WL, exists_WL, stride_e)
         max_B = row_max(x_BWL)
         inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
-    if OVER_CHOSEN:
-        max_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
-        inv_B = tl.full((B,), 1.0, dtype=tl.float32)
     if TOPK_FIRST and SCORE == "softmax":
         v_BK = row_softmax(x_BK, used_BK, SCORE_DTYPE)
     else:
         v_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
     if OVER_CHOSEN:
-        # forward_kernel chooses such rows again, and scores them with the sum over all experts.
-        unsure_BK = (v_BK != v_BK) | may_share_score(
-            ids_BK, x_BK, v_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE, MANTISSA, W * L
-        )
-        bad_B = tl.max((used_BK & unsure_BK).to(tl.int32), axis=1) > 0
-        if tl.max(bad_B.to(tl.int32), axis=0) > 0:
-            x_BWL = load_tile(row_B, e_WL, exists_WL, stride_e)
-            max_B = row_max(x_BWL)
-            inv_B = 1.0 / row_sum(tl.exp(x_BWL - max_B[:, None, None]))
-            exact_BK = score_of(x_BK, max_B[:, None], inv_B[:, None], SCORE, SCORE_DTYPE)
-            v_BK = tl.where(bad_B[:, None], exact_BK, v_BK)
+        # forward_kernel leaves the sum over all experts to rows that it has to choose again.
+        top_B = tl.max(tl.where(used_BK, x_BK, float("-inf")), axis=1)
+        one_B = tl.full((B,), 1.0, dtype=tl.float32)
+        over_BK = score_of(x_BK, top_B[:, None], one_B[:, None], SCORE, SCORE_DTYPE)
+        unsure_BK = (over_BK != over_BK) | may_share_score(
+            ids_BK, x_BK, over_BK, top_B[:, None], one_B[:, None], SCORE, SCORE_DTYPE, MANTISSA,
+            W * L,
+        )  # fmt: skip
+        again_B = tl.max((used_BK & unsure_BK).to(tl.int32), axis=1) > 0
+        # A NaN that no id names is in the sum over all experts.
+        again_B = again_B | (inv_B != inv_B)
+        v_BK = tl.where(again_B[:, None], v_BK, over_BK)
     w_BK = weights_of(v_BK, used_BK, eps, scale, RENORMALIZE, CLAMP, SCORE_DTYPE)
     tl.store(
         weights_ptr + t_B.to(tl.int64)[:, None] * K + k_K[None, :], w_BK,
