@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import moe_patch
 from moe_patch import supported_model_types
 from moe_patch.cli import CHECK_FAILED, bench, main
-from moe_patch.ops.routing import route
+from moe_patch.ops.routing import route, weights_at
+from moe_patch.types import Routing
 from moe_patch.runtime import forward
 from tests.support import tiny_models
 from tests.support.cli_calls import answer, error_of, only_config
@@ -154,7 +155,9 @@ def test_verify_notices_wrong_experts_and_says_where(capsys, folder, monkeypatch
 
 
 def test_verify_notices_a_router_that_chooses_others(capsys, folder, monkeypatch):
-    def worst(logits, spec, bias=None):
+    def worst(logits, spec, bias=None, ids=None):
+        if ids is not None:  # a replay's
+            return Routing(ids, weights_at(logits, spec, ids), logits)
         return dataclasses.replace(route(-logits, spec, bias), logits_TE=logits)
 
     monkeypatch.setattr(forward, "route_impl", lambda *args: worst)

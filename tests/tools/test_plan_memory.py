@@ -376,7 +376,8 @@ def test_long_contexts_as_measured():
         kept = parts.experts_bytes(moe, recipe, 2) - row["T"] * moe.hidden * 2
         planned = (kept + parts.block_bytes(moe, recipe, 2)) / 2**30
         planned += GRADIENTS[full, recompute, row["chunk"]] * row["gradients_gib"]
-        assert planned == pytest.approx(row["peak_gib"], rel=0.1), row
+        limit = 0.02 if row["chunk"] == "0" else 0.1
+        assert planned == pytest.approx(row["peak_gib"], rel=limit), row
         seen.add((row["train"], row["mode"], row["chunk"]))
     assert len(seen) == 8
 
