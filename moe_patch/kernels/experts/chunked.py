@@ -87,7 +87,8 @@ def experts_forward(
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
     # Backward of a call that keeps no h needs more memory than this forward.
-    least, plans = LEAST if save_h or alone else COLUMNS, []
+    least = LEAST if save_h or alone else COLUMNS
+    plans: list[Plan] = []
     with on_device_of(x_TD):
         for part in chunks(T, K, chunk):
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
@@ -95,8 +96,11 @@ def experts_forward(
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
             weights = weights_TK[part.tokens].contiguous()
             _forward(call, part, weights, kept, out_TD, norm_TK, least)
-            plans = [tiles.plan] if alone else [*plans, tiles.plan]
-    return ExpertsForward(out_TD, Plan(*map(torch.cat, zip(*plans, strict=True))), kept, norm_TK)
+            plans.append(tiles.plan)
+            if alone:
+                plans = plans[-1:]
+    plan = plans[0] if alone else Plan(*map(torch.cat, zip(*plans, strict=True)))
+    return ExpertsForward(out_TD, plan, kept, norm_TK)
 
 
 def _forward(
