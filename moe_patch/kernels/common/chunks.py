@@ -7,6 +7,8 @@ from typing import NamedTuple
 # Columns of y that exist at a time: at least one column tile of the products where memory is
 # scarce, and two elsewhere. More if they fit where outputs of later chunks will be.
 LEAST, COLUMNS = 256, 512
+# Memory is not scarce up to these bytes of a chunk's a and y.
+WIDE_BYTES = 928 << 20
 # Most bytes of what exists for one chunk at a time under ``chunk_tokens="auto"``. That is a and y
 # of a call that keeps nothing, of one that keeps h, and of packed experts. In a backward that
 # recomputes h, it is h and w a. Gradients of weights are allocated later, which leaves more.
