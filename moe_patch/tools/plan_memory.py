@@ -282,10 +282,10 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
 
     Values a token: K F in a and w a; K D in y and the rows of dx; D in out, dout and dx. dh is
     written over h, which ``recompute`` makes in backward only. Forward holds a, y and out. Backward
-    holds dout and w a, later dout, dx and its rows. In chunks, a and y have a chunk's tokens, y and
-    the rows of dx some columns unless weights are packed, and out and dx are there from the start.
-    A chunk's gradients of factors are in fp32, beside their sums. A full fine-tune then holds w a
-    of all tokens, or with ``recompute`` fp32 sums of the weight gradients.
+    holds dout and w a, later dout, dx and its rows. In chunks, a and y have a chunk's tokens, and
+    out and dx are there from the start. Unless weights are packed, y and the rows of dx have some
+    columns. A chunk's gradients of factors are in fp32, beside their sums. A full fine-tune then
+    holds w a of all tokens, or with ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
     from moe_patch.kernels.common.chunks import COLUMNS, LEAST

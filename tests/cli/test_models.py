@@ -15,8 +15,8 @@ import moe_patch
 from moe_patch import supported_model_types
 from moe_patch.cli import CHECK_FAILED, bench, main
 from moe_patch.ops.routing import route, weights_at
-from moe_patch.types import Routing
 from moe_patch.runtime import forward
+from moe_patch.types import Routing
 from tests.support import tiny_models
 from tests.support.cli_calls import answer, error_of, only_config
 from tests.support.numerics import FP32

@@ -265,5 +265,6 @@ if __name__ == "__main__":
         mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32),
         mock.patch("moe_patch.kernels.experts.call.LEAST", 16),
         mock.patch("moe_patch.kernels.experts.chunked.LEAST", 16),
+        mock.patch("moe_patch.kernels.experts.chunked.WIDE_BYTES", 0),
     ):
         interpreted.report(CASES)

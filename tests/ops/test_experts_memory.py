@@ -13,7 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch.ops.experts import definition as reference
 from moe_patch.ops.experts.op import Signals
-from moe_patch.ops.experts.schema import encode_options, read_glu, read_options
+from moe_patch.ops.experts.schema import (
+    alone_options,
+    encode_options,
+    read_glu,
+    read_options,
+)
 from moe_patch.types import Glu
 from tests.support.experts_cases import (
     FULL,
@@ -268,4 +273,7 @@ def test_options_come_back_from_their_words() -> None:
         for storage in ("", "nf4 transposed"):
             encoded = encode_options(glu, "triton", True, storage, 4096, alone=True)
             assert read_options(encoded)[3:] == ("triton", True, 4096, True, storage)
+            other = encode_options(glu, "triton", True, storage, 4096)
+            assert alone_options(other, 32) == alone_options(encoded, 32)
+            assert read_options(alone_options(other, 32))[3:] == ("triton", True, 32, True, storage)
             assert read_glu(encoded, glu.alpha, glu.limit) == glu

@@ -7,10 +7,11 @@ from typing import NamedTuple
 # Columns of y that exist at a time: at least one column tile of the products where memory is
 # scarce, and two elsewhere. More if they fit where outputs of later chunks will be.
 LEAST, COLUMNS = 256, 512
-# What exists for one chunk at a time under ``chunk_tokens="auto"``, and the most bytes of it:
-# a and y of a call that keeps nothing, of one that keeps h, and of packed experts; h and w a of a
-# backward that recomputes h. If that also trains the weights, their 16-bit gradients are not
-# allocated yet.
+# Memory is not scarce up to these bytes of a chunk's a and y.
+WIDE_BYTES = 928 << 20
+# Most bytes of what exists for one chunk at a time under ``chunk_tokens="auto"``. That is a and y
+# of a call that keeps nothing, of one that keeps h, and of packed experts. In a backward that
+# recomputes h, it is h and w a. Gradients of weights are allocated later, which leaves more.
 ALONE, KEPT, PACKED, RECOMPUTED, TRAINED = "alone", "kept", "packed", "recomputed", "trained"
 _AUTO_BYTES = {
     ALONE: 896 << 20, KEPT: 1376 << 20, PACKED: 896 << 20, RECOMPUTED: 1856 << 20,

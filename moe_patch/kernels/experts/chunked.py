@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, WIDE_BYTES, Chunk, chunks
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.call import Call
 from moe_patch.kernels.experts.dw import outer_sum
@@ -86,17 +86,22 @@ def experts_forward(
     )
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
+    parts, plans = chunks(T, K, chunk), list[Plan]()
     # Backward of a call that keeps no h needs more memory than this forward.
-    least, plans = LEAST if save_h or alone else COLUMNS, []
+    scarce = parts[0].rows.stop * (w.w2_EDF.shape[2] + COLUMNS) * x_TD.element_size() > WIDE_BYTES
+    least = LEAST if scarce and (save_h or alone) else COLUMNS
     with on_device_of(x_TD):
-        for part in chunks(T, K, chunk):
+        for part in parts:
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
             weights = weights_TK[part.tokens].contiguous()
             _forward(call, part, weights, kept, out_TD, norm_TK, least)
-            plans = [tiles.plan] if alone else [*plans, tiles.plan]
-    return ExpertsForward(out_TD, Plan(*map(torch.cat, zip(*plans, strict=True))), kept, norm_TK)
+            plans.append(tiles.plan)
+            if alone:
+                plans = plans[-1:]
+    plan = plans[0] if alone else Plan(*map(torch.cat, zip(*plans, strict=True)))
+    return ExpertsForward(out_TD, plan, kept, norm_TK)
 
 
 def _forward(

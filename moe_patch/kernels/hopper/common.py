@@ -209,32 +209,15 @@ def sum_steps(
 
 
 @gluon.jit
-def _pass_steps(steps, step, ring):
-    """Consumer: release the next ``steps`` stages without reading them; return the next step."""
-    for _i in range(0, steps):
-        mbarrier.wait(ring.ready.index(step % STAGES_C), (step // STAGES_C) & 1)
-        mbarrier.arrive(ring.empty.index(step % STAGES_C), count=1)
-        step += 1
-    return step
-
-
-@gluon.jit
 def sum_both(
-    acc, rows, steps, low_steps, step, half, ring,
+    acc, steps, low_steps, step, half, ring,
     RIGHT_T: gl.constexpr, GATHERED: gl.constexpr, LOW_RANK: gl.constexpr,
 ):  # fmt: skip
-    """Consumer: add the product and the low-rank product, LOW_RANK deep per stage, to acc.
-
-    If the tile has no ``rows`` in this half, multiply nothing, so that the other half is faster.
-    """
-    # As numbers of steps, because a branch would copy the accumulator.
-    taken = gl.where(half * HALF_C < rows, steps, 0)
-    acc, step = sum_steps(acc, taken, step, half, ring, False, RIGHT_T, GATHERED)
+    """Consumer: add the product and the low-rank product, LOW_RANK deep per stage, to acc."""
+    acc, step = sum_steps(acc, steps, step, half, ring, False, RIGHT_T, GATHERED)
     if LOW_RANK > 0:
-        low_taken = gl.where(half * HALF_C < rows, low_steps, 0)
-        acc, step = sum_steps(acc, low_taken, step, half, ring, False, RIGHT_T, GATHERED, LOW_RANK)
-        steps, taken = steps + low_steps, taken + low_taken
-    return acc, _pass_steps(steps - taken, step, ring)
+        acc, step = sum_steps(acc, low_steps, step, half, ring, False, RIGHT_T, GATHERED, LOW_RANK)
+    return acc, step
 
 
 @gluon.jit

@@ -179,9 +179,7 @@ def _consume(
         row = gl.load(row_ptr + gl.minimum(n, end - 1))
         weight = gl.load(weights_ptr + row).to(gl.float32)[:, None]
         acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
-        acc, step = sum_both(
-            acc, end - start, steps, low_steps, step, half, ring, False, True, LOW_RANK
-        )
+        acc, step = sum_both(acc, steps, low_steps, step, half, ring, False, True, LOW_RANK)
         partial = gl.zeros((HALF_C,), dtype=gl.float32, layout=gl.SliceLayout(1, PART))
         clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
         for chunk in gl.static_range(BN_C // CHUNK_C):

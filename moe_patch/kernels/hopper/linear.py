@@ -152,9 +152,7 @@ def _consume(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
-        acc, step = sum_both(
-            acc, end - start, steps, low_steps, step, half, ring, DEPTH_LAST, False, LOW_RANK
-        )
+        acc, step = sum_both(acc, steps, low_steps, step, half, ring, DEPTH_LAST, False, LOW_RANK)
         clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
         for q in gl.static_range(BN_C // CHUNK_C):
             value = quarter(acc, q, PART)

@@ -162,9 +162,7 @@ def _consume(
             tile, row_tiles, columns, M, offsets_ptr, table_ptr, GROUP
         )
         acc = gl.zeros((HALF_C, BN_C), dtype=gl.float32, layout=ACC)
-        acc, step = sum_both(
-            acc, end - start, steps, low_steps, step, half, ring, True, True, LOW_RANK
-        )
+        acc, step = sum_both(acc, steps, low_steps, step, half, ring, True, True, LOW_RANK)
         clip = RAGGED_ROWS_C - (end - start) + half * HALF_C
         bias_at = b_ptr + e.to(gl.int64) * stride_be
         for c in gl.static_range(BN_C // 2 // CHUNK_C):

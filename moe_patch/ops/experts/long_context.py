@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
+from moe_patch.ops.experts.schema import alone_options
 from moe_patch.types import ExpertWeights
 
 # Up to this number of tokens, "auto" runs all at once in eager mode: chunks would cost 1 to 7%.
@@ -97,7 +98,7 @@ def without_saved(
         call: its other arguments (``_Call`` in op.py).
         x_TD, ids_TK, others: the routing weights and the tensors of weights and factors.
     """
-    scalars = *call.scalars[:-1], call.alone
+    scalars = *call.scalars[:-1], alone_options(call.scalars[-1], call.alone)
     nothing = call._replace(keep=[False, False, False, call.keep[3]], scalars=scalars)
     out, *plan, h, u13, u2, norms = run(*nothing.arguments(x_TD, ids_TK, *others))
     factors = others[1]

@@ -108,10 +108,10 @@ def experts_mlp(
     chunk, alone = chunks_of(
         chunk_tokens, backend, x_TD, ids_TK, w, graph=graph, recompute=recompute
     )
-    options = glu, backend, batch_invariant, storage
-    encoded = encode_options(*options, chunk, chunk > 0 and not grad and signals is None)
+    output_only = not grad and signals is None
+    encoded = encode_options(glu, backend, batch_invariant, storage, chunk, output_only)
     scalars = s13, s2, glu.alpha, glu.limit, encoded
-    if not grad and signals is None:
+    if output_only:
         run = (
             schema.inference if is_plain_eager((ids_TK, *inputs)) else _OPERATORS.experts.inference
         )
@@ -124,7 +124,7 @@ def experts_mlp(
         scales,
         lend,
         chunk,
-        encode_options(*options, alone, True) if chunk > 0 else encoded,
+        alone,
         w.w13_EHD.shape[1],
     )
     # Compilers use the operator's registered formula. In eager mode, autograd.Function takes a
@@ -149,8 +149,7 @@ class _Call(NamedTuple):
         signals: tensor into which backward writes norms, or None.
         scales: scales of packed weights.
         lend: lends the weights to backward, which are then not saved.
-        chunk: tokens of a chunk, or 0.
-        alone: the options as a string of a call that keeps nothing.
+        chunk, alone: tokens of a chunk, or 0; the same for a call that keeps nothing.
         width: the width of h.
     """
 
@@ -160,7 +159,7 @@ class _Call(NamedTuple):
     scales: list[Tensor]
     lend: Lend | None
     chunk: int
-    alone: str
+    alone: int
     width: int
 
     def arguments(

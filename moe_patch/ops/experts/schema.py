@@ -86,6 +86,12 @@ def read_options(encoded: str) -> Options:
     )  # fmt: skip
 
 
+def alone_options(encoded: str, chunk: int) -> str:
+    """Return the options of a call whose output alone is used, in chunks of ``chunk`` tokens."""
+    *first, _chunk, _alone, storage = encoded.split(" ", 7)
+    return " ".join([*first, str(chunk), "1", storage])
+
+
 @functools.cache
 def read_glu(encoded: str, alpha: float, limit: float) -> Glu:
     """Decode the activation from the options and its two numbers."""
