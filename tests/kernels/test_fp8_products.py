@@ -65,20 +65,19 @@ def test_a_triton_that_fails_the_gate_is_a_reason(monkeypatch: pytest.MonkeyPatc
     assert "need a Triton" in why
 
 
-def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(known: None) -> None:
-    def chosen(rows: int, w: Any, every_size: bool = False, device: Device = HOPPER) -> bool:
+def test_products_are_in_fp8_for_every_size_if_requested(known: None) -> None:
+    def chosen(rows: int, w: Any, device: Device = HOPPER) -> bool:
         ids_TK = torch.arange(E).repeat(rows)[:, None]
         tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
         x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
-        return fp8.fp8_products(tiles, x_TD, w, SILU, device, every_size) is not None
+        return fp8.fp8_products(tiles, x_TD, w, SILU, device) is not None
 
-    least, w = fp8.LEAST_ROWS, in_fp8(weights(), "fp8", None)
-    assert [chosen(rows, w) for rows in (least - 1, least)] == [False, True]
-    assert chosen(1, w, every_size=True)
-    assert not chosen(least, weights())
-    assert not chosen(least, in_fp8(weights(), "decoded", None))
-    assert not chosen(least, w._replace(b2_ED=torch.empty(E, D)))
-    assert not chosen(least, w, device=Device((8, 9), 99 << 10, 128))
+    w = in_fp8(weights(), "fp8", None)
+    assert [chosen(rows, w) for rows in (1, 64)] == [True, True]
+    assert not chosen(1, weights())
+    assert not chosen(1, in_fp8(weights(), "decoded", None))
+    assert not chosen(1, w._replace(b2_ED=torch.empty(E, D)))
+    assert not chosen(1, w, device=Device((8, 9), 99 << 10, 128))
 
 
 def test_weights_and_copies_pass_through_the_operator() -> None:
