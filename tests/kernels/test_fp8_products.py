@@ -88,29 +88,26 @@ def test_a_triton_that_fails_the_scan_decodes_and_is_named(
     ids_TK = torch.arange(E).repeat(64)[:, None]
     tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
     x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
-    assert fp8.fp8_products(tiles, x_TD, w, SILU, HOPPER, every_size=True) is None
+    assert fp8.fp8_products(tiles, x_TD, w, SILU, HOPPER) is None
 
 
 def marked(w: Any, compute: str, copies: Copies | None = None) -> Any:
     return in_fp8(w, compute, copies, torch.empty(1, D, dtype=BF16), SILU)
 
 
-def test_products_are_in_fp8_if_requested_and_experts_have_enough_rows(
-    known: None, on_hopper: None
-) -> None:
-    def chosen(rows: int, w: Any, every_size: bool = False, device: Device = HOPPER) -> bool:
+def test_products_are_in_fp8_for_every_size_if_requested(known: None, on_hopper: None) -> None:
+    def chosen(rows: int, w: Any, device: Device = HOPPER) -> bool:
         ids_TK = torch.arange(E).repeat(rows)[:, None]
         tiles = RowTiles(build_plan(ids_TK, E), {128: torch.empty(1)})
         x_TD = torch.empty(len(ids_TK), D, dtype=BF16)
-        return fp8.fp8_products(tiles, x_TD, w, SILU, device, every_size) is not None
+        return fp8.fp8_products(tiles, x_TD, w, SILU, device) is not None
 
-    least, w = fp8.LEAST_ROWS, marked(weights(), "fp8")
-    assert [chosen(rows, w) for rows in (least - 1, least)] == [False, True]
-    assert chosen(1, w, every_size=True)
-    assert not chosen(least, weights())
-    assert not chosen(least, marked(weights(), "decoded"))
-    assert not chosen(least, w._replace(b2_ED=torch.empty(E, D)))
-    assert not chosen(least, w, device=Device((8, 9), 99 << 10, 128))
+    w = marked(weights(), "fp8")
+    assert [chosen(rows, w) for rows in (1, 64)] == [True, True]
+    assert not chosen(1, weights())
+    assert not chosen(1, marked(weights(), "decoded"))
+    assert not chosen(1, w._replace(b2_ED=torch.empty(E, D)))
+    assert not chosen(1, w, device=Device((8, 9), 99 << 10, 128))
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
 
 from moe_patch.formats.packed import pack
-from moe_patch.kernels.experts import fp8 as fp8_kernels
 from moe_patch.kernels.experts.experts import experts_backward, experts_forward
 from moe_patch.kernels.packed.rows import quantise_rows
 from moe_patch.kernels.plan.plan import build_plan
@@ -164,11 +163,9 @@ def test_repeats_are_equal_and_rows_do_not_depend_on_other_tokens() -> None:
     assert_bits(case.run("fp8_copy", batch_invariant=True)[0], first[0][:few])
 
 
-def test_few_rows_are_decoded() -> None:
-    tokens = fp8_kernels.LEAST_ROWS * E // K - 1
-    case = Case(tokens=tokens)
-    for mine, decoded in zip(case.run("fp8"), case.run("decoded"), strict=True):
-        assert_bits(mine, decoded)
+def test_one_token_is_multiplied_in_fp8_too() -> None:
+    case = Case(tokens=1)
+    assert 0.005 < rel_err(case.run("fp8")[0], case.run("decoded")[0]) < 0.05
 
 
 def test_operands_and_allocations_lie_between_guard_bands() -> None:

@@ -23,7 +23,6 @@ from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import device_of, is_current
 from moe_patch.kernels.common.launcher import encode, hooked
 from moe_patch.kernels.common.recording import Recorded, Recording
-from moe_patch.kernels.common.tiles import LEAST_ROWS_IN_FP8
 from moe_patch.kernels.common.versions import decided
 from moe_patch.types import PLAIN_TENSORS, ExpertsNeeds, ExpertWeights, Glu
 
@@ -86,13 +85,12 @@ def repeated(function: Pass) -> Pass:
 def _most_tokens(args: tuple[Any, ...]) -> int:
     """Return the limit on tokens: 0 for packed experts that are decoded, which is not recorded.
 
-    The third and fourth argument of an experts pass are the routing weights and the experts.
+    The fourth argument of an experts pass are the experts.
     """
     w: Any = args[3].w13_EHD if len(args) > 3 and type(args[3]) is ExpertWeights else None
     if type(w) is not PackedWeight:
         return _MOST_TOKENS
-    enough = args[2].numel() >= LEAST_ROWS_IN_FP8 * w.packed.shape[0]
-    return _MOST_TOKENS_IN_FP8 if w.in_fp8 and enough else 0
+    return _MOST_TOKENS_IN_FP8 if w.in_fp8 else 0
 
 
 def _read(values: Iterable[Any], key: list[Any], tensors: list[Any], addresses: list[int]) -> bool:

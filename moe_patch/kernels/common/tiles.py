@@ -15,9 +15,6 @@ import torch
 
 OPS = ("up", "down", "dh", "dx", "dw2", "dw13", "thin", "thin_dw", "factor_bwd")
 BUCKETS = ("few", "some", "many")  # see rows_bucket
-# Mean rows per expert from which FP8 is at least as fast as decoding. On an H200 with 4 rows,
-# forward was as fast for Qwen3-30B-A3B and twice as fast for GLM-4.5-Air.
-LEAST_ROWS_IN_FP8 = 4
 
 
 @dataclass(frozen=True)

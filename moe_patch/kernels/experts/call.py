@@ -79,9 +79,7 @@ class Call:
 
     @functools.cached_property
     def _fp8(self) -> Fp8Products | None:
-        return fp8_products(
-            self.tiles, self.x_TD, self.w, self.glu, self.device, self.batch_invariant
-        )
+        return fp8_products(self.tiles, self.x_TD, self.w, self.glu, self.device)
 
     @functools.cached_property
     def _packed(self) -> PackedParts:

@@ -17,7 +17,6 @@ from torch import Tensor
 from moe_patch.formats import fp8
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import Device, cdiv
-from moe_patch.kernels.common.tiles import LEAST_ROWS_IN_FP8 as LEAST_ROWS
 from moe_patch.kernels.common.versions import hopper_module, whole_rank, why_no_fp8
 from moe_patch.kernels.experts.dh import HiddenGradients
 from moe_patch.kernels.packed.rows import quantise_rows
@@ -66,19 +65,15 @@ def why_not_fp8(
 
 
 def fp8_products(
-    tiles: RowTiles, x_TD: Tensor, w: ExpertWeights, glu: Glu, device: Device, every_size: bool
+    tiles: RowTiles, x_TD: Tensor, w: ExpertWeights, glu: Glu, device: Device
 ) -> Fp8Products | None:
     """Return the products of a call in FP8, or None if they were not requested or do not apply.
 
     Args:
         tiles, x_TD, w, glu, device: of the call.
-        every_size: use FP8 even if decoding is faster for this number of rows.
     """
     w13: Any = w.w13_EHD
     if not isinstance(w13, PackedWeight) or not w13.in_fp8:
-        return None
-    few = tiles.count < LEAST_ROWS * tiles.num_experts
-    if few and not every_size:
         return None
     biased = w.b13_EH is not None or w.b2_ED is not None
     shape = w13.shape[1], w13.shape[2]
