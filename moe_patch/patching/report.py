@@ -36,7 +36,7 @@ class BlockReport:
         router_backend, experts_backend: "torch" or "triton"; "transformers" if not ours.
         shared: the shared expert: "none", "added by the bound block" or "transformers".
         lora: adapters on the experts: "none", "fused (...)" or why PEFT's own path runs.
-        self_check: "passed", "off" or "skipped: why".
+        self_check: "passed", "off" or "skipped: why", also with what FP8 products did.
         reason: why the block is refused, why only its experts are patched, or why its backend or
             kernels are not the usual ones.
     """
