@@ -76,7 +76,7 @@ def run(model: nn.Module, what: str) -> Run:
 def test_the_experts_are_patched_alone(change, what, strict) -> None:
     places, reason = CHANGES[what]
     change(places)
-    model = tiny_models.build_anew("qwen2_moe")
+    model = tiny_models.build("qwen2_moe")
     expected, before = run(model, what), snapshot(model)
     (message,) = warned(model, strict=strict)
     assert message.startswith(
@@ -125,7 +125,7 @@ def test_experts_with_a_bound_forward_are_patched_alone(change) -> None:
 def test_what_a_class_lacks_needs_no_self_check(change, what) -> None:
     places, reason = CHANGES[what]
     change(places)
-    model = tiny_models.build_anew("qwen2_moe")
+    model = tiny_models.build("qwen2_moe")
     expected = run(model, what)
     (message,) = warned(model, self_check=False)
     assert re.search(reason, message), message
@@ -135,7 +135,7 @@ def test_what_a_class_lacks_needs_no_self_check(change, what) -> None:
 
 def test_a_patched_block_that_no_longer_fits_gives_its_router_back() -> None:
     """Unbind router and block, and bind only the experts, when an equal patch is applied later."""
-    model = tiny_models.build_anew("qwen2_moe")
+    model = tiny_models.build("qwen2_moe")
     patch_model(model)
     for layer in model.model.layers:
         layer.mlp.shared_mlp = layer.mlp._modules.pop("shared_expert")
@@ -176,7 +176,7 @@ def test_experts_that_differ_are_refused_with_both_reasons(change, monkeypatch, 
     places, reason = CHANGES[what]
     change(places)
     monkeypatch.setattr(Experts.forward, "__wrapped__", doubled_experts)
-    message = refused(tiny_models.build_anew("qwen2_moe"))
+    message = refused(tiny_models.build("qwen2_moe"))
     assert re.search(f"layers.0.mlp: self-check: .*{reason}", message), message
     assert "nor do the experts pass alone: model.layers.0.mlp.experts: self-check" in message
     assert "experts output differs from transformers by" in message
@@ -184,7 +184,7 @@ def test_experts_that_differ_are_refused_with_both_reasons(change, monkeypatch, 
 
 def test_experts_unlike_the_entry_are_refused_and_say_so_once(monkeypatch) -> None:
     monkeypatch.setattr(Experts.forward, "__wrapped__", experts_without_weights)
-    message = refused(tiny_models.build_anew("qwen2_moe"))
+    message = refused(tiny_models.build("qwen2_moe"))
     assert "Experts: its family entry does not fit this class" in message
     assert "its forward takes (self, hidden_states, top_k_index)" in message
     assert message.count("does not fit") == 1
@@ -200,13 +200,13 @@ def test_experts_unlike_the_entry_are_refused_and_say_so_once(monkeypatch) -> No
 )
 def test_other_numbers_are_refused(change, router, what) -> None:
     change({(Router, "forward"): router})
-    message = refused(tiny_models.build_anew("qwen2_moe"))
+    message = refused(tiny_models.build("qwen2_moe"))
     assert what in message
     assert "does not fit" not in message
 
 
 def test_a_config_that_cannot_run_keeps_its_own_message() -> None:
-    model = tiny_models.build_anew("qwen2_moe")
+    model = tiny_models.build("qwen2_moe")
     for layer in model.model.layers:
         layer.mlp.gate.top_k = 99
     message = refused(model)
@@ -223,7 +223,7 @@ def test_an_entry_of_the_users_own_is_refused(change, what) -> None:
     (own,) = (spec for spec in families() if "qwen2_moe" in spec.model_types)
     register_family(dataclasses.replace(own, router_reads_weight=not own.router_reads_weight))
     try:
-        message = refused(tiny_models.build_anew("qwen2_moe"))
+        message = refused(tiny_models.build("qwen2_moe"))
     finally:
         register_family(own)
     assert re.search(reason, message), message

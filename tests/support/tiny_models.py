@@ -12,7 +12,6 @@ correction biases non-zero and of both signs, nothing left at zero.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.util
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from moe_patch import supported_model_types
 from moe_patch.families import families, later_families
+from tests.support.built import Built
 from tests.support.numerics import probe
 from tests.support.tiny_recipes import FAMILIES, SIZES, Tiny
 
@@ -150,22 +150,19 @@ def build(
     """
     key = (model_type, dtype, seed, repr(sorted(overrides.items())))
     if " at 0x" in key[-1]:  # another object may get this address
-        return build_anew(model_type, dtype, seed, **overrides)
-    if key not in _built:
+        return _build(model_type, dtype, seed, overrides)
+    if key not in _built or _built[key].changed():
         if len(_built) == MOST_BUILT:
             del _built[next(iter(_built))]
-        _built[key] = build_anew(model_type, dtype, seed, **overrides)
-    return copy.deepcopy(_built[key])
+        _built[key] = Built(_build(model_type, dtype, seed, overrides))
+    return _built[key].copy()
 
 
 MOST_BUILT = 200
-_built: dict[tuple, nn.Module] = {}
+_built: dict[tuple, Built] = {}
 
 
-def build_anew(
-    model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any
-) -> nn.Module:
-    """Return :func:`build`'s model, built by the classes as they are now."""
+def _build(model_type: str, dtype: torch.dtype, seed: int, overrides: dict[str, Any]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _model_class(model_type)(config(model_type, **overrides))
