@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -60,7 +61,7 @@ def random_model(
 ) -> Any:
     """Make a model with equal weights on every rank, placed by ``options``; use no files.
 
-    With options, all layers start with the same experts, of which one copy is in memory.
+    With options, all experts of a layer start equal, because their whole tensors might not fit.
     """
     config = Qwen3MoeConfig(**sizes, num_hidden_layers=layers, output_router_logits=False)
     with torch.device("meta"):
@@ -76,19 +77,29 @@ def random_model(
         with torch.device(device):
             model.model.rotary_emb = type(model.model.rotary_emb)(config)
         return model.train()
-    experts: dict[torch.Size, torch.Tensor] = {}
     weights = {}
     for name, value in model.state_dict().items():
         if value.dim() != 3:
             weights[name] = _drawn(value, device, generator)
             continue
-        if value.shape not in experts:
-            experts[value.shape] = _drawn(value, device, generator)
-        weights[name] = experts[value.shape]
-    return Qwen3MoeForCausalLM.from_pretrained(
+        # One expert for all: nothing large is in memory, and transformers copies what it expands.
+        weights[name] = _drawn(value[0], device, generator).expand(value.shape)
+    model = Qwen3MoeForCausalLM.from_pretrained(
         None, config=config, state_dict=weights, dtype=torch.bfloat16,
         experts_implementation="grouped_mm", distributed_config=DistributedConfig(**options),
-    ).train()  # fmt: skip
+    )  # fmt: skip
+    _check_copied(model)
+    return model.train()
+
+
+def _check_copied(model: Any) -> None:
+    """Raise a RuntimeError if a parameter has less memory than its own elements take."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if not local.is_contiguous():
+            raise RuntimeError(
+                f"{name} was not copied: strides {local.stride()}; peaks of memory would be wrong"
+            )
 
 
 def _drawn(like: Any, device: torch.device, generator: torch.Generator) -> torch.Tensor:

@@ -43,16 +43,13 @@ PEFT_RUNS = ("one", "ddp", "fsdp2")
 
 def measure(rank: Rank, options: argparse.Namespace, rows: Rows) -> None:
     """Measure the layouts of one world; rank 0 writes the rows."""
-    if rank.world == 1:
-        return measure_layout(rank, "one", options, rows)
-    for layout in options.layouts:
+    for layout in options.layouts if rank.world > 1 else ["one"]:
         if rank.number == 0:
             rows.log(f"{layout} on {rank.world} begins")
         measure_layout(rank, layout, options, rows)
         gc.collect()  # A patched model has cycles, and would stay beside the next.
         if rank.device.type == "cuda":
             torch.cuda.empty_cache()
-    return None
 
 
 def measure_layout(rank: Rank, layout: str, options: argparse.Namespace, rows: Rows) -> None:

@@ -107,7 +107,7 @@ def newest_of(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[s
 
 def qlora_on_cards(rows: list[dict[str, Any]]) -> list[str]:
     """Return tokens per second and memory of QLoRA, from the newest row of each case."""
-    names = ("world", "layers", "tokens", "layout")
+    names = ("world", "layers", "tokens", "layout", "transformers")
     shown = newest_of([row for row in rows if "storage" in row], names)
     if not shown:
         return []
