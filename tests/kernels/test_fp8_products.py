@@ -183,7 +183,7 @@ def test_weights_that_fsdp2_gathers_have_no_copy(
     model = quantize_experts(tiny_models.build("qwen3_moe", **sizes), "fp8")
     experts: Any = tiny_models.blocks(model.bfloat16())[0][1].experts
     (part,) = split(experts.gate_up_proj.weight, 8, QuantTensor)
-    outputs, metadata = part.fsdp_pre_all_gather(None)
+    outputs, metadata = part.fsdp_pre_all_gather(SimpleNamespace(size=lambda: 8))
     gathered, _ = part.fsdp_post_all_gather(outputs, metadata, torch.bfloat16)
     for weight, scales in ((experts.gate_up_proj, 3), (gathered, 1)):
         w: Any = ExpertWeights(packed_weight(weight), packed_weight(weight))
