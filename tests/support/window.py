@@ -35,6 +35,7 @@ def _since(package: str, release: str, lacking: str) -> pytest.MarkDecorator:
 
 
 second_adapter = _since("peft", "0.20", "second adapter with target_parameters")
+swapped_factors = _since("peft", "0.19", "factors of [E, out, in], which the benchmarks set")
 single_expert = _since("peft", "0.19", "adapter on a single expert")
 old_names = _since("peft", "0.19", "rewriting of experts' old names as targets")
 factors_in_forward = _since("peft", "0.21", "parametrization that keeps the factors in a forward")
