@@ -3,9 +3,9 @@
     import moe_patch.integrations.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="moe_patch")
 
-The import registers the name and does nothing else; see :mod:`moe_patch.patching.by_name`. With a
-release of transformers that is too old, it raises UnsupportedModelError, which names both versions.
-axolotl would skip a plugin that raises ImportError, and train unpatched.
+The import registers the name and does nothing else; see :mod:`moe_patch.patching.by_name`.
+With a transformers that is too old it raises UnsupportedModelError. axolotl would skip a plugin
+that raises ImportError, and train unpatched.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tests.support.bench_cases import (
     TINY,
     dry_run,
 )
+from tests.support.window import swapped_factors
 
 pytestmark = bench_cases.NEEDS_GROUPED_MM
 
@@ -68,6 +69,7 @@ def dry_rows(tmp_path_factory):
     }
 
 
+@swapped_factors
 @pytest.mark.parametrize("op", REQUIRED)
 def test_dry_run_rows_hold_every_field(dry_rows, op):
     for row in dry_rows[op]:
@@ -81,6 +83,7 @@ def test_dry_run_rows_hold_every_field(dry_rows, op):
     assert len(keys) == len(set(keys))
 
 
+@swapped_factors
 @pytest.mark.parametrize("op", REQUIRED)
 def test_required_peers_have_a_row_even_when_they_cannot_run(dry_rows, op):
     assert REQUIRED[op] == set(OPS[op].required)
@@ -95,6 +98,7 @@ def test_required_peers_have_a_row_even_when_they_cannot_run(dry_rows, op):
             assert row["median_ms"] > 0
 
 
+@swapped_factors
 @pytest.mark.parametrize("op", sorted(REQUIRED.keys() - {"model", "block"}))
 def test_measured_rows_are_right_and_ours_repeat(dry_rows, op):
     for row in dry_rows[op]:
@@ -104,6 +108,7 @@ def test_measured_rows_are_right_and_ours_repeat(dry_rows, op):
             assert row["bitwise"] is True
 
 
+@swapped_factors
 def test_block_rows_are_held_to_transformers_block(dry_rows):
     found = {(row["impl"], row["R"]): row["rel_err"] for row in dry_rows["block"]}
     assert found.pop(("hf_grouped_mm", None)) is None
@@ -112,6 +117,7 @@ def test_block_rows_are_held_to_transformers_block(dry_rows):
     assert all(0 < found[each] < 1e-5 for each in measured)
 
 
+@swapped_factors
 @pytest.mark.parametrize("name", ["w13", "a2", "out"])
 def test_a_block_that_differs_has_no_row(name):
     point = dataclasses.replace(TINY, R=None if name == "w13" else 4)
@@ -130,6 +136,7 @@ def test_a_block_that_differs_has_no_row(name):
     assert block._error(program, (out, grads), peer=False) == pytest.approx(0.1, rel=1e-4)
 
 
+@swapped_factors
 def test_model_rows_are_of_one_model_and_share_its_loss(dry_rows):
     unpatched, patched = (row for row in dry_rows["model"] if "skipped" not in row)
     assert (unpatched["impl"], patched["impl"]) == ("peft", "moe_patch")
@@ -140,6 +147,7 @@ def test_model_rows_are_of_one_model_and_share_its_loss(dry_rows):
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["T"] / row["median_ms"])
 
 
+@swapped_factors
 def test_saved_bytes_of_our_experts_are_h_and_metadata(dry_rows):
     N, H = 16 * 2, 2 * 16
     found = {row["impl"]: row["saved_bytes"] for row in dry_rows["experts"]}

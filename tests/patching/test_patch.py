@@ -248,7 +248,7 @@ def test_another_experts_implementation_set_before_is_logged(model, caplog, name
     model.set_experts_implementation(name)
     with caplog.at_level(logging.INFO, logger="moe_patch"):
         patch_model(model)
-    (line,) = [line for line in caplog.records if "the patch wins" in line.message]
+    (line,) = [line for line in caplog.records if "in its place" in line.message]
     assert name in line.message
     assert line.levelno == level
     unpatch_model(model)

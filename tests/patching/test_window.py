@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import contextmanager
 
 import pytest
 from torch import nn
@@ -112,8 +113,24 @@ def test_factors_as_peft_018_has_them_are_fused(model_type):
     assert_same_step(pair)
 
 
+@contextmanager
+def counted(proxy):
+    """Yield a list that gets the shape of every merged weight that a proxy of PEFT forms."""
+    shapes, forward = [], proxy.forward
+
+    def count(self, weight):
+        shapes.append(weight.shape)
+        return forward(self, weight)
+
+    proxy.forward = count
+    try:
+        yield shapes
+    finally:
+        proxy.forward = forward
+
+
 def test_merged_weights_of_older_releases_are_read(monkeypatch):
-    """Read the merged weight without PEFT's factor proxy, and report it."""
+    """Read the merged weight without PEFT's factor proxy, once a call, and report it."""
     layer = pytest.importorskip("peft.tuners.lora.layer")
     if factor_proxies():
         # Release 0.20 parametrizes the merged weight, for a single adapter too.
@@ -125,7 +142,11 @@ def test_merged_weights_of_older_releases_are_read(monkeypatch):
     assert not factor_proxies()
     assert [cls.__name__ for cls in lora_proxies()] == ["_LoraParameterProxy"]
     pair = adapted_pair("qwen3_moe", EXPERTS, order="patch first")
-    expected, found = (model(**pair.batch) for model in pair[:2])
+    expected = pair.reference(**pair.batch)
+    with counted(layer._LoraParameterProxy) as merged_weights:
+        found = pair.ours(**pair.batch)
+    # In each of two layers PEFT checks each parametrization once, and the experts read it once.
+    assert len(merged_weights) == 2 * 2 * 2
     assert_close(found.logits, expected.logits, FP32)
     expected.loss.backward()
     found.loss.backward()
@@ -139,3 +160,7 @@ def test_merged_weights_of_older_releases_are_read(monkeypatch):
         "options to fuse); peft (gate_up_proj: PEFT's merged weight is read; call patch_model "
         "again with the same options to fuse)"
     }
+    patch_model(pair.ours)
+    with counted(layer._LoraParameterProxy) as merged_weights:
+        assert_close(pair.ours(**pair.batch).logits, expected.logits, FP32)
+    assert not merged_weights

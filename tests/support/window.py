@@ -35,9 +35,11 @@ def _since(package: str, release: str, lacking: str) -> pytest.MarkDecorator:
 
 
 second_adapter = _since("peft", "0.20", "second adapter with target_parameters")
+swapped_factors = _since("peft", "0.19", "factors of [E, out, in], which the benchmarks set")
 single_expert = _since("peft", "0.19", "adapter on a single expert")
 old_names = _since("peft", "0.19", "rewriting of experts' old names as targets")
 factors_in_forward = _since("peft", "0.21", "parametrization that keeps the factors in a forward")
 sharded_loading = _since("transformers", "5.13", "sizes of meshes in DistributedConfig")
 expert_adapters = _since("transformers", "5.17", "gradients of routing weights summed over ranks")
+sums_in_fp32 = _since("transformers", "5.16", "balance loss whose sums are in fp32")
 kimi = _since("transformers", "5.13", "Kimi-K2.5")
