@@ -256,20 +256,13 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 
 def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
-    from moe_patch.kernels.common.chunks import (
-        KEPT,
-        PACKED,
-        RECOMPUTED,
-        TRAINED,
-        auto_chunk,
-        chunks,
-    )
+    from moe_patch.kernels.common.chunks import ALONE, KEPT, RECOMPUTED, TRAINED, auto_chunk, chunks
 
     limit = recipe.chunk if isinstance(recipe.chunk, int) else 0
     if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
         again = TRAINED if recipe.full else RECOMPUTED
         use = again if recipe.recompute else KEPT
-        use = use if recipe.storage == "bf16" else PACKED
+        use = use if recipe.storage == "bf16" else ALONE
         limit = auto_chunk(use, moe.top_k, (moe.hidden, moe.up, moe.width), itemsize)
     if not 0 < limit < recipe.tokens:
         return recipe.tokens

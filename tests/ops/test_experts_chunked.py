@@ -20,7 +20,6 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from moe_patch.kernels.common.chunks import (
     ALONE,
     KEPT,
-    PACKED,
     RECOMPUTED,
     TRAINED,
     auto_chunk,
@@ -99,11 +98,12 @@ def small_auto(alone: int, kept: int, case: Case, itemsize: int) -> Iterator[Non
     from moe_patch.kernels.common import chunks as sizes
     from moe_patch.ops.experts import long_context
 
-    each = case.K * (case.F + min(case.D, sizes.LEAST)) * itemsize
+    alone *= case.K * (case.F + min(case.D, sizes.COLUMNS)) * itemsize
+    kept *= case.K * (case.F + min(case.D, sizes.LEAST)) * itemsize
     with (
         mock.patch.object(long_context, "AUTO_FROM", 0),
         mock.patch.object(sizes, "_AUTO_TOKENS", 1),
-        mock.patch.dict(sizes._AUTO_BYTES, {ALONE: alone * each, KEPT: kept * each}),
+        mock.patch.dict(sizes._AUTO_BYTES, {ALONE: alone, KEPT: kept}),
     ):
         yield
 
@@ -255,8 +255,8 @@ def test_tokens_of_a_chunk() -> None:
         assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
     # Numbers of chunks of Qwen3-30B-A3B's experts.
     own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
-    uses = ALONE, KEPT, PACKED, RECOMPUTED, TRAINED
-    assert [chunk_count(262144, own(use)) for use in uses] == [5, 3, 6, 5, 3]
+    counts = [chunk_count(262144, own(use)) for use in (ALONE, KEPT, RECOMPUTED, TRAINED)]
+    assert counts == [6, 3, 5, 3]
     assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == 32768
 
 
@@ -264,7 +264,8 @@ if __name__ == "__main__":
     with (
         mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32),
         mock.patch("moe_patch.kernels.experts.call.LEAST", 16),
+        # NumPy's products depend on the columns too, so all forwards take the same ones.
         mock.patch("moe_patch.kernels.experts.chunked.LEAST", 16),
-        mock.patch("moe_patch.kernels.experts.chunked.WIDE_BYTES", 0),
+        mock.patch("moe_patch.kernels.experts.chunked.COLUMNS", 16),
     ):
         interpreted.report(CASES)

@@ -7,15 +7,12 @@ from typing import NamedTuple
 # Columns of y that exist at a time: at least one column tile of the products where memory is
 # scarce, and two elsewhere. More if they fit where outputs of later chunks will be.
 LEAST, COLUMNS = 256, 512
-# Memory is not scarce up to these bytes of a chunk's a and y.
-WIDE_BYTES = 928 << 20
 # Most bytes of what exists for one chunk at a time under ``chunk_tokens="auto"``. That is a and y
-# of a call that keeps nothing, of one that keeps h, and of packed experts. In a backward that
+# of a call that keeps nothing or has packed experts, and of one that keeps h. In a backward that
 # recomputes h, it is h and w a. Gradients of weights are allocated later, which leaves more.
-ALONE, KEPT, PACKED, RECOMPUTED, TRAINED = "alone", "kept", "packed", "recomputed", "trained"
+ALONE, KEPT, RECOMPUTED, TRAINED = "alone", "kept", "recomputed", "trained"
 _AUTO_BYTES = {
-    ALONE: 896 << 20, KEPT: 1376 << 20, PACKED: 896 << 20, RECOMPUTED: 1856 << 20,
-    TRAINED: 3104 << 20,
+    ALONE: 896 << 20, KEPT: 1376 << 20, RECOMPUTED: 1856 << 20, TRAINED: 3104 << 20,
 }  # fmt: skip
 # The least number of tokens of a chunk.
 _AUTO_TOKENS = 32768
@@ -51,12 +48,12 @@ def auto_chunk(use: str, top_k: int, sizes: tuple[int, int, int], itemsize: int)
     """Return the tokens of a chunk under ``chunk_tokens="auto"``, at least 32,768.
 
     Args:
-        use: :data:`ALONE`, :data:`KEPT`, :data:`PACKED`, :data:`RECOMPUTED` or :data:`TRAINED`.
+        use: :data:`ALONE`, :data:`KEPT`, :data:`RECOMPUTED` or :data:`TRAINED`.
         top_k: K.
         sizes: columns of x, h and a.
         itemsize: bytes of a value.
     """
     hidden, up, width = sizes
-    y = min(hidden, COLUMNS if use == PACKED else LEAST)
+    y = min(hidden, LEAST if use == KEPT else COLUMNS)
     columns = width + (up if use in (RECOMPUTED, TRAINED) else y)
     return max(_AUTO_TOKENS, _AUTO_BYTES[use] // (top_k * columns * itemsize))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.chunks import COLUMNS, LEAST, WIDE_BYTES, Chunk, chunks
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.call import Call
 from moe_patch.kernels.experts.dw import outer_sum
@@ -86,12 +86,11 @@ def experts_forward(
     )
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
-    parts, plans = chunks(T, K, chunk), list[Plan]()
-    # Backward of a call that keeps no h needs more memory than this forward.
-    scarce = parts[0].rows.stop * (w.w2_EDF.shape[2] + COLUMNS) * x_TD.element_size() > WIDE_BYTES
-    least = LEAST if scarce and (save_h or alone) else COLUMNS
+    plans: list[Plan] = []
+    # Chunks of a call that keeps h are large; if it is recomputed, backward needs the memory.
+    least = LEAST if save_h else COLUMNS
     with on_device_of(x_TD):
-        for part in parts:
+        for part in chunks(T, K, chunk):
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
