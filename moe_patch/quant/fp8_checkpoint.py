@@ -15,6 +15,7 @@ from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.patching.discover import FoundBlock, discover, selected
 from moe_patch.quant import state
 from moe_patch.runtime.described import layout_of
+from moe_patch.runtime.modules import is_sharded
 
 
 def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()) -> None:
@@ -27,8 +28,8 @@ def adopt(model: nn.Module, include: tuple[str, ...] = (), exclude: tuple[str, .
         include, exclude: glob patterns on block paths.
 
     Raises:
-        UnsupportedModelError: an FP8Experts module has scales of blocks other than 128 x 128, or
-            its family uses another weight layout.
+        UnsupportedModelError: an FP8Experts module has scales of blocks other than 128 x 128, is
+            divided over ranks, or its family uses another weight layout.
     """
     from transformers.integrations.finegrained_fp8 import FP8Experts
 
@@ -58,6 +59,12 @@ def _own_experts(block: FoundBlock, holder: nn.Module, found: Any) -> nn.Module:
     dtype = found.config.dtype or torch.get_default_dtype()
     for name in (layout.up_name, "down_proj"):
         values, scales = getattr(found, name).data, getattr(found, f"{name}_scale_inv").data
+        if is_sharded(values) or is_sharded(scales):
+            raise UnsupportedModelError(
+                f"{where}: {name} is divided over ranks; accepted: whole experts, which FSDP2 may "
+                "shard after quantize_experts; expert and tensor parallelism take experts in 16 "
+                "bits: load with FineGrainedFP8Config(dequantize=True)"
+            )
         E, rows, columns = values.shape
         expected = (E, -(-rows // fp8.BLOCK), -(-columns // fp8.BLOCK))
         if values.dtype != fp8.DTYPE or scales.dtype != torch.float32 or scales.shape != expected:

@@ -8,9 +8,18 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from moe_patch import UnsupportedModelError, UnsupportedOptionError, load_quantized, patch_model
+from moe_patch import (
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    load_quantized,
+    patch_model,
+    quantize_experts,
+)
 from moe_patch.quant import elsewhere, fp8_loading
 from moe_patch.quant.elsewhere import materialise_adapters
 from moe_patch.quant.sharded_state import rank0_only
@@ -114,6 +123,26 @@ def test_rank_0_loads_an_fp8_checkpoint(tmp_path, monkeypatch):
     results = run_ranks(sent_as_by_a_card, tmp_path, kinds)
     monkeypatch.setattr(fp8_loading, "rank0_only", lambda: True)
     check_sent(results, tmp_path, kinds)
+
+
+def divided_fp8(rank, folder):
+    """Return the message for FP8 experts as a card has them under expert parallelism."""
+    with mock.patch.object(FineGrainedFP8HfQuantizer, "validate_environment"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPE)
+    experts = model.model.layers[0].mlp.experts
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    part = distribute_tensor(experts.gate_up_proj.data, mesh, [Shard(0)], src_data_rank=None)
+    experts.gate_up_proj = torch.nn.Parameter(part, requires_grad=False)
+    with pytest.raises(UnsupportedModelError) as refused:
+        quantize_experts(model, "fp8")
+    return str(refused.value)
+
+
+@loads_fp8
+def test_divided_fp8_experts_are_refused(tmp_path):
+    write_fp8(tmp_path, 128)
+    for said in run_ranks(divided_fp8, tmp_path):
+        assert "gate_up_proj is divided over ranks; accepted: whole experts" in said
 
 
 def test_zeros_of_older_transformers_are_forgotten():
