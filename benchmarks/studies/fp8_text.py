@@ -259,6 +259,7 @@ def run(options: argparse.Namespace) -> None:
             compares = seed == 0 and way in ("fp8", "fp8_copy")
             if compares:
                 row["gradients"] = {"0": study(adapted(base, way, seed), next(data), way == "fp8")}
+                show(row, begun)
                 data = batches(second, seed)
             losses = train(model, data, options.steps, RATE, options.device)
             row["losses"] = [round(loss, 4) for loss in losses]
@@ -266,12 +267,18 @@ def run(options: argparse.Namespace) -> None:
             row["held_out"] = round(held_out_loss(model, held_out), 5)
             if compares:
                 row["gradients"][str(options.steps)] = study(model, next(data), way == "fp8")
+                show(row, begun)
             write(row, options)
             short = {k: v for k, v in row.items() if k not in ("losses", "gradients")}
             print(f"{time.time() - begun:6.1f}", json.dumps(short), flush=True)
-            for step, ways in row.get("gradients", {}).items():
-                for name, numbers in ways.items():
-                    print(f"  step {step} {name}: {json.dumps(numbers)}", flush=True)
+
+
+def show(row: dict[str, Any], begun: float) -> None:
+    """Print the newest gradients of a row."""
+    step, ways = list(row["gradients"].items())[-1]
+    for name, found in ways.items():
+        numbers = {key: value for key, value in found.items() if key != "where"}
+        print(f"{time.time() - begun:6.1f} step {step} {name}: {json.dumps(numbers)}", flush=True)
 
 
 def write(row: dict[str, Any], options: argparse.Namespace) -> None:
@@ -294,6 +301,15 @@ def write(row: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of each number of layers."""
+    counts = sorted({row["layers"] for row in rows})
+    return "\n\n".join(
+        f"{count} layers\n" + _table([row for row in rows if row["layers"] == count])
+        for count in counts
+    )
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
     """Return the gradients by step and way, and the final losses by way and seed."""
     lines = ["step | gradients | least cosine | of experts | median | below 0.998 | largest error"]
     for row in rows:
