@@ -18,7 +18,7 @@ from moe_patch import (
     patch_model,
     unpatch_model,
 )
-from moe_patch.runtime.adapters import is_param_wrapper
+from moe_patch.runtime.adapters import adapted_twice, is_param_wrapper
 from tests.support import tiny_models
 from tests.support.adapters import (
     DOWN,
@@ -34,26 +34,32 @@ from tests.support.adapters import (
     step,
 )
 from tests.support.numerics import FP32, assert_close
-
-
-def adapt_again(model: Any) -> Any:
-    """Attach a second adapter to a parameter, which PEFT takes in 0.18 and refuses in 0.20."""
-    first = [module for module in model.modules() if is_param_wrapper(module)]
-    for wrapper in first:
-        wrapper.parameter_name = "hidden"
-    model = adapt(model, lora_config((UP,)), seed=6)
-    for wrapper in first:
-        wrapper.parameter_name = UP.rpartition(".")[2]
-    return model
+from tests.support.window import second_wrapper
 
 
 @pytest.mark.versions
+def test_two_wrappers_of_one_parameter_are_named() -> None:
+    """Several parameters of one experts module, or one of two modules, are no conflict."""
+    model = adapt(tiny_models.build("qwen3_moe"), lora_config(EXPERTS))
+    wrappers = [(path, m) for path, m in model.named_modules() if is_param_wrapper(m)]
+    assert adapted_twice(wrappers) is None
+    said = adapted_twice([*wrappers, ("another.path", wrappers[0][1])])
+    assert said is not None
+    assert said.startswith(
+        f"two adapters wrap {wrappers[0][1].parameter_name}, one attached to {wrappers[0][0]} and "
+        "one to another.path; accepted: one PeftModel "
+    )
+
+
+@pytest.mark.versions
+@second_wrapper
 def test_a_parameter_adapted_before_and_after_is_refused_by_name() -> None:
     """A call would lose one of the two; with fuse_lora="off", PEFT runs both."""
     plain = tiny_models.build("qwen3_moe")
     batch = tiny_models.inputs(plain)
-    ours = adapt_again(patch_model(adapt(copy.deepcopy(plain), lora_config((UP,)))))
-    reference = adapt_again(adapt(plain, lora_config((UP,))))
+    ours = patch_model(adapt(copy.deepcopy(plain), lora_config((UP,))))
+    ours = adapt(ours, lora_config((UP,)), seed=6)
+    reference = adapt(adapt(plain, lora_config((UP,))), lora_config((UP,)), seed=6)
     path = r"base_model\.model\.\S+\.experts"
     said = (
         rf"two adapters wrap gate_up_proj, one attached to {path} and one to {path}\.base_layer; "

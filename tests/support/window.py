@@ -34,6 +34,14 @@ def _since(package: str, release: str, lacking: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(older, reason=why)
 
 
+def _before(package: str, release: str, lacking: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test from the release on that refuses what it needs."""
+    installed = importlib.metadata.version(package)
+    later = Version(installed) >= Version(release)
+    return pytest.mark.skipif(later, reason=f"{package} {installed} refuses {lacking}")
+
+
+second_wrapper = _before("peft", "0.19", "a second adapter around a parameter's first")
 second_adapter = _since("peft", "0.20", "second adapter with target_parameters")
 swapped_factors = _since("peft", "0.19", "factors of [E, out, in], which the benchmarks set")
 single_expert = _since("peft", "0.19", "adapter on a single expert")
