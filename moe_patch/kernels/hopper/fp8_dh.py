@@ -2,8 +2,8 @@
 
 W2 is transposed beforehand, so that both sides are contiguous in depth. The epilogue works on one
 half of a tile at a time: its 128 columns of gate and of up are one group of dh each. It writes them
-in 16 bits and then quantises them. It is a loop over chunks of 64 columns: unrolled, the code of
-both consumers (187 KB) would not fit the instruction cache.
+in 16 bits and then quantises them. It is a loop over chunks of 64 columns. Unrolled, the kernel has
+187 KB of code instead of 95, more than the instruction cache, and takes 1.3 to 1.65 times as long.
 """
 
 from __future__ import annotations
