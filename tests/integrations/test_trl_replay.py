@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -91,8 +92,12 @@ def grpo(folder: Any, function: Any = rollout, lora: bool = False, **options: An
 
 
 @pytest.fixture
-def colocated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a trainer that generates with a stand-in for an engine in its own process."""
+def colocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Options of a trainer that generates with a stand-in for an engine in its own process.
+
+    TRL sets a rank's environment for vLLM, and with it the next trainer starts a group of one
+    process. Both end here.
+    """
     from trl.generation import vllm_generation
 
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -100,9 +105,12 @@ def colocated(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
     monkeypatch.setattr(vllm_generation.VLLMGeneration, "sync_weights", lambda _: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")  # TRL sets these for vLLM; the fixture removes them
+        monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
-    return {"use_vllm": True, "vllm_mode": "colocate"}
+    yield {"use_vllm": True, "vllm_mode": "colocate"}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
