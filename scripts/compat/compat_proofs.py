@@ -239,8 +239,9 @@ NOTES = """\
   65,536 tokens. DDP loses 2%. FSDP2 loses 34%: NCCL runs alone for 82 to 120 ms, and other kernels
   take 154 to 185 ms longer. Probable causes, not measured: copies of gathered weights, and NCCL's
   share of the memory for 185 to 357 ms. A layer's experts are gathered twice for each of a card's
-  four batches. Expert parallelism loses 53%. Nothing runs for 284 to 355 ms (half of one card's: 50), probably because the card
-  waits for the host: transformers' all-to-all reads the numbers of tokens there in every layer
+  four batches. Expert parallelism loses 53%. Nothing runs for 284 to 355 ms (half of one card's:
+  50), probably because the card waits for the host: transformers' all-to-all reads the numbers of
+  tokens there in every layer
   (`tolist` in `distributed/expert_parallel.py`). NCCL runs alone for 181 to 246 ms, and other
   kernels take 162 to 169 ms longer. The two cards' own work differs by 1%.
 - **QLoRA on 12 layers is bound by the host**: a step of 4096 tokens took 169 to 247 ms on different
