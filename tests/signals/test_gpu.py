@@ -16,13 +16,12 @@ from moe_patch import (
     patch_report,
     record,
     replay_file,
-    replay_routing,
     shadow_results,
 )
 from tests.support import tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.numerics import assert_bits, assert_close
-from tests.support.replay_cases import step, traced
+from tests.support.replay_cases import check_own_routing
 from tests.support.signals_cases import experts_below, last_layer, sum_loss
 
 pytestmark = pytest.mark.gpu
@@ -109,14 +108,7 @@ def test_a_replay_of_the_own_routing_changes_no_bit(model_type, dtype) -> None:
     model = patched(model_type, dtype)
     batch = batch_of(model)
     assert patch_report(model)[0].router_backend == "triton"
-    expected = step(model, batch)
-    for weights in (False, True):
-        trace = traced(model, batch, weights)
-        with replay_routing(model, trace):
-            found = step(model, batch)
-        assert len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert_bits(mine, theirs)
+    check_own_routing(model, batch)
 
 
 def cost(model: Any, batch: dict[str, Tensor]) -> tuple[list[str], dict[str, int]]:

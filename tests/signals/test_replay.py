@@ -26,7 +26,7 @@ from moe_patch import (
 from moe_patch.signals.trace import RoutingTrace
 from tests.support import tiny_models
 from tests.support.numerics import FP32, assert_bits, assert_close, rel_err
-from tests.support.replay_cases import other_experts, patched, step, traced
+from tests.support.replay_cases import check_own_routing, other_experts, patched, step, traced
 from tests.support.signals_cases import listening
 
 # One of each routing function and of each peculiarity: bias on gate or block, groups, fp32 or not.
@@ -47,14 +47,7 @@ def test_a_models_own_routing_gives_the_same_bits(model_type, dtype) -> None:
     """Loss and every gradient, the gate's among them."""
     model = patched(NAMES.get(model_type, model_type), dtype=dtype).eval()
     batch = tiny_models.inputs(model)
-    expected = step(model, batch)
-    for weights in (False, True):
-        trace = traced(model, batch, weights)
-        with replay_routing(model, trace):
-            found = step(model, batch)
-        assert len(found) == len(expected)
-        for mine, theirs in zip(found, expected, strict=True):
-            assert_bits(mine, theirs)
+    check_own_routing(model, batch)
 
 
 @pytest.mark.routers

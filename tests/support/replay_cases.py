@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_patch import patch_model, record_routing
+from moe_patch import patch_model, record_routing, replay_routing
 from moe_patch.signals.trace import RoutingTrace
 from tests.support import tiny_models
+from tests.support.numerics import assert_bits
 
 
 def patched(model_type: str = "qwen3_moe", **options: Any) -> Any:
@@ -28,6 +29,18 @@ def step(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     loss = tiny_models.loss(model(**batch))
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def check_own_routing(model: Any, batch: dict[str, Tensor]) -> None:
+    """Replay the model's own routing; check that loss and gradients keep their bits."""
+    expected = step(model, batch)
+    for weights in (False, True):
+        trace = traced(model, batch, weights)
+        with replay_routing(model, trace):
+            found = step(model, batch)
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_bits(mine, theirs)
 
 
 def other_experts(trace: RoutingTrace, by: int = 1) -> RoutingTrace:
