@@ -84,6 +84,10 @@ class PackedWeight:
         """Return the same storage with another dtype for dequantised experts."""
         return replace(self, dtype=dtype)
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> PackedWeight:
+        """Return a weight of ``function`` of the packed tensor and of each scale."""
+        return replace(self, packed=function(self.packed), scales=tuple(map(function, self.scales)))
+
     def transpose(self, first: int, second: int) -> PackedWeight:
         """Exchange in and out, without moving data."""
         assert {first % 3, second % 3} == {1, 2}, (first, second)

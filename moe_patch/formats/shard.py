@@ -153,9 +153,7 @@ def zeros(weight: PackedWeight, experts: int, total: int, whole: Whole) -> Quant
 
 
 def _each(shard: QuantShard, function: Callable[[Tensor], Tensor]) -> QuantShard:
-    held = shard.held_weight
-    scales = tuple(map(function, held.scales))
-    return shard.like(replace(held, packed=function(held.packed), scales=scales))
+    return shard.like(shard.held_weight.each(function))
 
 
 def _alias(shard: QuantShard, *_: Any) -> QuantShard:

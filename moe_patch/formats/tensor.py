@@ -71,7 +71,7 @@ class QuantTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantTensor:
         if id(self) not in memo:
-            copied = _each(self.weight, torch.clone)
+            copied = self.weight.each(torch.clone)
             memo[id(self)] = _rebuild(copied, isinstance(self, torch.nn.Parameter))
         return memo[id(self)]
 
@@ -137,18 +137,12 @@ def parameter(tensor: QuantTensor) -> Any:
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
-def _each(weight: PackedWeight, function: Callable[[Tensor], Tensor]) -> PackedWeight:
-    return replace(
-        weight, packed=function(weight.packed), scales=tuple(map(function, weight.scales))
-    )
-
-
 def _detach(tensor: QuantTensor) -> QuantTensor:
     return QuantTensor(tensor.weight)
 
 
 def _clone(tensor: QuantTensor, *, memory_format: Any = None) -> QuantTensor:
-    return QuantTensor(_each(tensor.weight, torch.clone))
+    return QuantTensor(tensor.weight.each(torch.clone))
 
 
 def _to_copy(
@@ -160,7 +154,7 @@ def _to_copy(
     **_: Any,
 ) -> QuantTensor:
     """Move the storage to ``device``; ``dtype`` only changes the dtype of dequantised experts."""
-    moved = _each(tensor.weight, lambda t: t.to(device, non_blocking=non_blocking, copy=True))
+    moved = tensor.weight.each(lambda t: t.to(device, non_blocking=non_blocking, copy=True))
     return QuantTensor(replace(moved, dtype=dtype or tensor.dtype))
 
 
@@ -181,7 +175,7 @@ def _copy(tensor: QuantTensor, source: Tensor, non_blocking: bool = False) -> Qu
 
 
 def _empty_like(tensor: QuantTensor, *, device: Any = None, **_: Any) -> QuantTensor:
-    return QuantTensor(_each(tensor.weight, lambda t: torch.empty_like(t, device=device)))
+    return QuantTensor(tensor.weight.each(lambda t: torch.empty_like(t, device=device)))
 
 
 def _select(tensor: QuantTensor, dim: int, index: int) -> Tensor:
