@@ -7,6 +7,7 @@ operator with default options, once their class has passed the self-check.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def register_experts() -> None:
     type(ALL_FP8_EXPERTS_FUNCTIONS).register(EXPERTS_NAME, refuse_fp8)
     register_flop_formulas()
     # Not at import time, because torch.compiler.assume_constant_result loads the compiler.
-    torch.compiler.assume_constant_result(_first_call)
+    torch.compiler.assume_constant_result(_first_traced_call)
 
 
 def experts_by_name(
@@ -69,7 +70,9 @@ def experts_by_name(
     if patch is not None and patch.role == "experts":
         return experts_forward(experts, hidden_states, top_k_index, top_k_weights)
     spec = experts.__dict__.get(SPEC)
-    if spec is None:
+    if spec is None and torch.compiler.is_compiling():
+        spec = _first_traced_call(id(experts))
+    elif spec is None:
         spec = _first_call(experts)
     return run_experts(
         experts,
@@ -83,6 +86,15 @@ def experts_by_name(
         batch_invariant=_DEFAULTS.batch_invariant,
         fuse_lora=_DEFAULTS.fuse_lora,
     )
+
+
+def _first_traced_call(identity: int) -> FamilySpec:
+    """Run :func:`_first_call` while torch.compile traces; the module is given by its id().
+
+    Before 2.13 torch passes plain constants alone to a function whose result it takes as constant.
+    The caller holds the module, so the id is that of a living object.
+    """
+    return _first_call(ctypes.cast(identity, ctypes.py_object).value)
 
 
 def _first_call(experts: Any) -> FamilySpec:

@@ -276,7 +276,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str =
     except (TypeError, ValueError) as error:
         raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
     if dtype == "bfloat16":
-        _cast_adapters(model, torch.bfloat16)
+        cast_adapters(model, torch.bfloat16)
     # Use PEFT's final lists, where old names of experts' modules have become parameters.
     config, tuner = model.peft_config["default"], model.base_model
     _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
@@ -288,7 +288,7 @@ def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str =
     return model
 
 
-def _cast_adapters(model: Any, dtype: torch.dtype) -> None:
+def cast_adapters(model: Any, dtype: torch.dtype) -> None:
     """Cast the trained adapters of a PeftModel, one tensor at a time.
 
     Older releases of PEFT make fp32 factors where the base layer's weight is in 4 bits.

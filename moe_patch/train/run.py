@@ -266,7 +266,11 @@ def _reload(
         home = home_of(config, own)
         base = frozen.stored_base(config, inputs.tokenizer, own, home)
         wide = config.adapter_dtype == "float32"
-        adapted = PeftModel.from_pretrained(base, folder / "adapter", autocast_adapter_dtype=wide)
+        adapted = PeftModel.from_pretrained(
+            base, folder / "adapter", is_trainable=True, autocast_adapter_dtype=wide
+        )
+        if not wide:
+            build.cast_adapters(adapted, torch.bfloat16)
         reloaded = patch_model(adapted.to(home), config.moe_patch).to(own)
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"

@@ -16,6 +16,7 @@ from accelerate.commands import launch as launcher
 from tests.support.dist_helpers import needs_cards
 from tests.support.limits import HANG_S
 from tests.support.train_nodes import TEXT, node
+from tests.support.window import resumed_ddp_cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "configs" / "accelerate"
@@ -122,7 +123,10 @@ def test_zero3_on_two_processes_of_a_cpu(tmp_path, lora):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "what"), [("ddp", "lora"), ("zero3", "full"), ("zero3", "lora")])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [pytest.param("ddp", "lora", marks=resumed_ddp_cpu), ("zero3", "full"), ("zero3", "lora")],
+)
 def test_resumed_by_processes_of_a_cpu(tmp_path, name, what):
     launcher = zero3_of_a_cpu(tmp_path) if name == "zero3" else LAUNCH / "ddp_cpu.yaml"
     resume(tmp_path, launcher, what == "lora")

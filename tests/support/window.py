@@ -50,4 +50,5 @@ factors_in_forward = _since("peft", "0.21", "parametrization that keeps the fact
 sharded_loading = _since("transformers", "5.13", "sizes of meshes in DistributedConfig")
 expert_adapters = _since("transformers", "5.17", "gradients of routing weights summed over ranks")
 sums_in_fp32 = _since("transformers", "5.16", "balance loss whose sums are in fp32")
+resumed_ddp_cpu = _since("transformers", "5.18", "optimizer loaded by DDP on a CPU")
 kimi = _since("transformers", "5.13", "Kimi-K2.5")
