@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import MoePatchError, UnsupportedModelError
+from moe_patch.errors import MoePatchError, UnsupportedModelError, first_line
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.formats.weights import foreign_class
 from moe_patch.ops.routing_op import route_impl
@@ -283,10 +283,10 @@ def sandbox(found: FoundBlock, training: bool = False) -> Iterator[None]:
         except (MoePatchError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UnsupportedModelError(
-                f"{found.path}: self-check: the block does not run on random data: {said}; check "
-                "the config's values (for example, more experts per token than experts)"
+                f"{found.path}: self-check: the block does not run on random data: "
+                f"{first_line(error)}; check the config's values (for example, more experts per "
+                "token than experts)"
             ) from error
 
 
