@@ -41,7 +41,7 @@ def experts_backend_of(
 
 def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     from moe_patch.kernels.common.device import device_at
-    from moe_patch.kernels.experts.portable import (
+    from moe_patch.kernels.experts.reasons import (
         decoding_reason,
         portable_reason,
         smaller_tiles_reason,
