@@ -7,6 +7,7 @@ model = patch_model(model)
 import importlib
 from typing import Any
 
+from moe_patch._version import __version__
 from moe_patch.config import PatchConfig
 from moe_patch.debug.shadow import shadow_results
 from moe_patch.debug.unpatched import reference
@@ -38,6 +39,7 @@ __all__ = [
     "PatchStateError",
     "UnsupportedModelError",
     "UnsupportedOptionError",
+    "__version__",
     "convert_adapter",
     "delta_sc",
     "dequantize_experts",

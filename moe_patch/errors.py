@@ -38,6 +38,11 @@ class PatchStateError(MoePatchError):
     """
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class name if the text is empty."""
+    return str(error).strip().partition("\n")[0].strip() or type(error).__name__
+
+
 def no_second_derivative(ctx: Any, *_: Any) -> Any:
     """Backward of a backward operator: raises, because no second derivative exists."""
     raise UnsupportedOptionError(

@@ -124,7 +124,7 @@ def adapted(base: Any, way: str, rate: float, seed: int) -> tuple[Any, Any]:
     import torch
 
     from moe_patch import lora_targets, patch_model
-    from moe_patch.train.build import add_adapters
+    from moe_patch.train.adapters import add_adapters
 
     model = copy.deepcopy(base)
     lora = {"r": 8, "lora_alpha": 16, **lora_targets(model, router=False)}

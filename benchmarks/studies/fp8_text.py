@@ -37,7 +37,7 @@ from torch import Tensor, nn  # noqa: E402
 from moe_patch import lora_targets, patch_model, patch_report, unpatch_model  # noqa: E402
 from moe_patch.patching.discover import discover  # noqa: E402
 from moe_patch.quant.surgery import quantize_experts  # noqa: E402
-from moe_patch.train.build import add_adapters  # noqa: E402
+from moe_patch.train.adapters import add_adapters  # noqa: E402
 from moe_patch.train.config import DataConfig  # noqa: E402
 from moe_patch.train.data import make_blocks, read_texts, train_tokenizer  # noqa: E402
 

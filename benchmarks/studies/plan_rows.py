@@ -202,6 +202,7 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
     from moe_patch.cli.plan_recipe import said
     from moe_patch.tools.plan_total import make_plan
     from moe_patch.train import build
+    from moe_patch.train.adapters import add_adapters
     from moe_patch.train.config import make_config
     from moe_patch.train.data import TokenBlocks
     from moe_patch.train.liger import check_liger
@@ -227,7 +228,7 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
 
         model = prepare_model_for_kbit_training(model)
     with torch.device(device):  # else PEFT draws the adapters on the CPU
-        model = build.add_adapters(model, config.lora, 0, config.adapter_dtype)
+        model = add_adapters(model, config.lora, 0, config.adapter_dtype)
     if one.patched:
         patch_model(model, offload_experts=one.offload)
     model.to(device)  # PEFT puts adapters beside their weights, which may be on the host

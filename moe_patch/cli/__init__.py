@@ -38,7 +38,7 @@ from moe_patch.cli import (
 from moe_patch.cli.limits import cpu_memory_named
 from moe_patch.cli.output import Parser, complain
 from moe_patch.cli.status import CHECK_FAILED, INTERRUPTED, PROGRAM, UNUSABLE
-from moe_patch.errors import MoePatchError
+from moe_patch.errors import MoePatchError, first_line
 
 __all__ = ["CHECK_FAILED", "INTERRUPTED", "SUBCOMMANDS", "UNUSABLE", "main", "make_parser"]
 
@@ -93,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return UNUSABLE
     except torch.OutOfMemoryError as error:
-        said = str(error).splitlines()[0]
-        complain(f"{said} Use fewer tokens or layers, or another --dtype")
+        complain(f"{first_line(error)} Use fewer tokens or layers, or another --dtype")
         return UNUSABLE
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

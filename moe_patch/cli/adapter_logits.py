@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_patch.cli import models
 from moe_patch.cli.output import quiet_libraries
+from moe_patch.runtime.compare import relative_error
 
 
 def of_merged(
@@ -44,9 +45,9 @@ def of_merged(
         again = models.load_config(args.merged)
         found = _run(_load(Path(args.merged), again, device), ids)
     return {
-        "merged": _relative(found, expected),
-        "rounding": _relative(found, unmerged),
-        "adapter": _relative(plain, unmerged),
+        "merged": relative_error(found, expected),
+        "rounding": relative_error(found, unmerged),
+        "adapter": relative_error(plain, unmerged),
     }
 
 
@@ -74,7 +75,7 @@ def of_exported(
         for name, delta in deltas(adapter, base, args.exported):
             model.get_parameter(name).data += delta.to(device)
         found = _run(model, ids)
-    return {"exported": _relative(found, unmerged), "adapter": _relative(plain, unmerged)}
+    return {"exported": relative_error(found, unmerged), "adapter": relative_error(plain, unmerged)}
 
 
 def _load(folder: Path, config: Any, device: torch.device) -> Any:
@@ -134,7 +135,3 @@ def _run(model: Any, ids: Tensor) -> Tensor:
     ):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.double().cpu()
-
-
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())

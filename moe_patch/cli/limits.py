@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from moe_patch.cli.output import bytes_text
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import UnsupportedOptionError, first_line
 
 # torch.manual_seed accepts any 64-bit integer, signed or unsigned.
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1
@@ -65,7 +65,7 @@ def cpu_memory_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().partition("\n")[0]
+        said = first_line(error)
         if _ALLOCATOR not in said:
             raise
         raise torch.OutOfMemoryError(f"{said.partition(_ALLOCATOR)[2]}.") from error

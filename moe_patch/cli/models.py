@@ -15,7 +15,12 @@ from torch import nn
 
 from moe_patch.cli.limits import check_fits, cpu_memory_named
 from moe_patch.cli.output import quiet_libraries
-from moe_patch.errors import MoePatchError, UnsupportedModelError, UnsupportedOptionError
+from moe_patch.errors import (
+    MoePatchError,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    first_line,
+)
 from moe_patch.patching.discover import discover
 from moe_patch.runtime.spec import read
 from moe_patch.tools.model_files import refuse_other_kind
@@ -283,6 +288,6 @@ def perturb(model: nn.Module, seed: int) -> None:
 
 
 def _one_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [""])[0]
+    line, kind = first_line(error), type(error).__name__
     # A single word, such as a KeyError's, means nothing without its type.
-    return line if " " in line else f"{type(error).__name__} {line}".strip()
+    return line if " " in line or line == kind else f"{kind} {line}"

@@ -42,10 +42,12 @@ def add(subparsers: Any) -> None:
 
 def run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
     """Run ``run ...``; errors of COMMAND pass through, apart from SystemExit."""
+    from moe_patch.train.text_file import parse_settings
+
     own, command = _split(argv)
     args = parser.parse_args(own)
     try:
-        config = PatchConfig.parse(_options(args.set))
+        config = PatchConfig.parse(parse_settings(args.set))
         if not command:
             raise UnsupportedOptionError(f"{NAME}: expected -- COMMAND ...; see --help")
         import moe_patch.integrations.transformers  # noqa: F401
@@ -78,18 +80,6 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     argv = list(argv)
     place = argv.index("--") if "--" in argv else len(argv)
     return argv[:place], argv[place + 1 :]
-
-
-def _options(items: Sequence[str]) -> dict[str, Any]:
-    from moe_patch.train.config import parse_yaml
-
-    options = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not (key and equals):
-            raise UnsupportedOptionError(f"--set {item}: expected KEY=VALUE")
-        options[key] = parse_yaml(value, f"--set {key}")
-    return options
 
 
 def _say(lines: dict[int, str], handed_over: bool) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from moe_patch.cli.output import add_json, print_json
 from moe_patch.cli.status import CHECK_FAILED, PROGRAM
-from moe_patch.errors import UnsupportedOptionError
 
 
 def add(subparsers: Any) -> None:
@@ -66,14 +65,9 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    from moe_patch.train.config import parse_yaml
+    from moe_patch.train.text_file import parse_settings
 
-    overrides = {}
-    for item in args.set:
-        key, equals, value = item.partition("=")
-        if not (key and equals):
-            raise UnsupportedOptionError(f"--set {item}: expected KEY=VALUE")
-        overrides[key] = parse_yaml(value, f"--set {key}")
+    overrides = parse_settings(args.set)
     if args.output_dir is not None:
         overrides["output_dir"] = args.output_dir
     return overrides

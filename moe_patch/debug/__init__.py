@@ -4,7 +4,6 @@
     probe.py      READ FIRST for shadow_check and debug_nan: what happens in a probed call
     shadow.py     run one block's live call again on both paths, without changing the step
     nan_file.py   save the call of the first block with a non-finite output in a safetensors file
-    replay.py     replay_file(path): run such a file on both paths; `moe-patch replay FILE`
 
-Nothing is imported here: patching needs probe.py, and replay.py needs patching.
+``tools/replay.py`` runs such a file on both paths (`moe-patch replay FILE`).
 """

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moe_patch.debug.unpatched import paused, unobserved
 from moe_patch.formats.tensor import QuantTensor, plain
 from moe_patch.runtime.adapters import Factors
-from moe_patch.runtime.compare import FP8_LIMIT, LIMITS, Direct
+from moe_patch.runtime.compare import FP8_LIMIT, LIMITS, Direct, relative_error
 from moe_patch.runtime.fp8 import DECODED
 from moe_patch.runtime.module_patch import PATCH_KEY, current_factors, is_ours, patch_of
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded, undecorated_forward
@@ -241,13 +241,6 @@ def _outputs(
             pairs["output" if i == 0 else f"output {i}"] = (mine, reference)
     pairs |= {name: (ours[1][name], theirs[1][name]) for name in ours[1].keys() & theirs[1].keys()}
     return {name: relative_error(*pair) for name, pair in sorted(pairs.items(), reverse=True)}
-
-
-def relative_error(mine: Tensor, reference: Tensor) -> float:
-    """Return norm(a - b) / norm(b) in fp64; 0 for equal zeros."""
-    mine, reference = mine.detach().double(), reference.detach().double()
-    distance, size = (mine - reference).norm().item(), reference.norm().item()
-    return distance / size if size else (0.0 if distance == 0.0 else float("inf"))
 
 
 def _routers(ours: tuple, theirs: tuple) -> tuple[dict[str, float], int]:

@@ -1,4 +1,4 @@
-"""Write the README's table of families from the registry and the installed transformers."""
+"""Write the table of docs/families.md from the registry and the installed transformers."""
 
 from __future__ import annotations
 

@@ -146,9 +146,9 @@ def _console_command(name: str) -> metadata.EntryPoint:
         entry.value: entry for entry in metadata.entry_points(group="console_scripts", name=name)
     }
     if len(found) != 1:
-        several = f": {', '.join(sorted(found))}" if found else ""
+        several = f"several Python console commands {name!r}: {', '.join(sorted(found))}"
         raise UnsupportedOptionError(
-            f"run: {name!r} names {len(found)} Python console commands of {sys.prefix}{several}; "
+            f"run: {sys.prefix} has {several if found else f'no Python console command {name!r}'}; "
             "accepted: a console command of this environment, -m MODULE, or a script.py that exists"
         )
     return next(iter(found.values()))

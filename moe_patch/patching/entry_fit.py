@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_patch.errors import EntryMismatchError, MoePatchError
+from moe_patch.errors import EntryMismatchError, MoePatchError, first_line
 
 # Exceptions that code raises when attributes, values or shapes are not what it was written for.
 _UNLIKE = (
@@ -46,10 +46,8 @@ def fitting(module: nn.Module) -> Iterator[None]:
     except (MoePatchError, torch.AcceleratorError, torch.OutOfMemoryError):
         raise
     except _UNLIKE as error:
-        said = str(error).strip().partition("\n")[0]
-        raise mismatch(
-            module, f"the entry's code fails on it ({type(error).__name__}: {said})"
-        ) from error
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise mismatch(module, f"the entry's code fails on it ({said})") from error
 
 
 def require_call(module: nn.Module, args: tuple) -> None:

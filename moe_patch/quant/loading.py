@@ -9,21 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8
-from moe_patch.formats.packed import READABLE, check_packable
-from moe_patch.formats.tensor import QuantTensor, parameter
-from moe_patch.quant import fp8_loading, memory, mxfp4_checkpoint, packed_checkpoint, saving, state
+from moe_patch.formats.packed import READABLE
+from moe_patch.formats.tensor import QuantTensor
+from moe_patch.quant import fp8_loading, packed_checkpoint, saving
 from moe_patch.quant.elsewhere import build_elsewhere, is_elsewhere
+from moe_patch.quant.quantizer import quantization_config
 from moe_patch.quant.stored import refuse_unknown, stored_method
-from moe_patch.quant.surgery import expert_projections, pack_at, quantize_experts
+from moe_patch.quant.surgery import quantize_experts
 from moe_patch.schema import check_choice
 
 logger = logging.getLogger("moe_patch")
 
-_METHOD = "moe_patch_experts"
 # Arguments of from_pretrained that load_quantized sets itself -> what to do instead.
 _OWN = {
     "device_map": "accepted: device, one for the whole model",
@@ -120,9 +119,7 @@ def _load(
         # transformers' own quantizer would dequantise, or pack for kernels that have no backward.
         options["config"] = copy.deepcopy(config)
         del options["config"].quantization_config
-    method = _config(storage)
-    method.pack_on = pack_on
-    model = load(quantization_config=method, **options)
+    model = load(quantization_config=quantization_config(storage, pack_on=pack_on), **options)
     saving.guard_saving(model)
     return model
 
@@ -143,8 +140,8 @@ def _load_packed(
     own = model_class
     if own is None or not issubclass(own, transformers.PreTrainedModel):
         own = getattr(transformers, about["architectures"][0])
-    method = _config(about["storage"])
-    method.packed = packed_checkpoint.shapes(about["experts"], tensors)
+    shapes = packed_checkpoint.shapes(about["experts"], tensors)
+    method = quantization_config(about["storage"], packed=shapes)
     model, info = own.from_pretrained(
         None, config=config, state_dict=tensors, quantization_config=method,
         device_map=device, output_loading_info=True, **options,
@@ -189,130 +186,3 @@ def _check_stored(path: str, stored: str | None, storage: str) -> None:
             f", requested storage: {storage}; accepted: 'fp8' for an FP8 checkpoint, 'mxfp4' for "
             "an MXFP4 one, 'nf4' or 'fp8' for one in 16 bits"
         )
-
-
-def _check_loaded(name: str, found: Tensor, shape: tuple[int, ...]) -> None:
-    """Check a loaded weight; transformers checks shapes only for its own conversions.
-
-    Raises:
-        UnsupportedModelError: the checkpoint lacks the weight or a part of it, or its size differs.
-    """
-    if not isinstance(found, QuantTensor):
-        raise UnsupportedModelError(
-            f"{name}: the checkpoint has no such weight; accepted: a complete checkpoint of the "
-            "model that its config describes"
-        )
-    if tuple(found.shape) != shape:
-        raise UnsupportedModelError(
-            f"{name}: the checkpoint has shape {tuple(found.shape)}, the config requires {shape}; "
-            "accepted: a complete checkpoint of the model that its config describes (are experts "
-            "missing?)"
-        )
-
-
-def _config(storage: str) -> Any:
-    """Return a quantization_config for from_pretrained; register its quantizer (idempotent)."""
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    if _METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        _register()
-    return AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD](storage)
-
-
-def _register() -> None:
-    """Register config and quantizer under our name; nothing else in transformers changes."""
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-
-    register_quantization_config(_METHOD)(_config_class())
-    register_quantizer(_METHOD)(_quantizer_class(_operation_class()))
-
-
-def _config_class() -> type:
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    class ExpertsQuantConfig(QuantizationConfigMixin):
-        """Storage of the experts."""
-
-        def __init__(self, storage: str, quant_method: str = _METHOD) -> None:
-            self.storage, self.quant_method = storage, quant_method
-            # Packed parameters of a checkpoint that holds them: shapes and dtypes of their parts.
-            self.packed: Any = None
-            # Device that packs 16-bit weights; None is their own.
-            self.pack_on: Any = None
-
-    return ExpertsQuantConfig
-
-
-def _operation_class() -> type:
-    from transformers.core_model_loading import ConversionOps
-
-    class QuantizeExperts(ConversionOps):
-        """Conversion of a merged projection to its packed parameter."""
-
-        def __init__(self, storage: str, pack_on: Any) -> None:
-            self.storage, self.pack_on = storage, pack_on
-
-        def convert(self, input_dict: dict[str, Any], *, model: Any, **_: Any) -> dict[str, Tensor]:
-            packed = {}
-            for name, value in input_dict.items():
-                weight = value[0] if isinstance(value, list) else value
-                own = pack_at(weight, self.storage, self.pack_on, weight.device, name)
-                packed[name] = parameter(QuantTensor(own))
-                state.watch(model.get_submodule(name.rpartition(".")[0]))
-            return packed
-
-    return QuantizeExperts
-
-
-def _quantizer_class(operation: type) -> type:
-    from transformers.quantizers.base import HfQuantizer
-
-    class ExpertsQuantizer(HfQuantizer):
-        """Quantizer that tells transformers' loader which parameters to pack as they are read."""
-
-        shapes: dict[str, tuple[int, ...]] = {}
-        expected: Any = ()
-        waiting: Any = ()
-
-        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
-            if self.quantization_config.packed is not None:
-                self.waiting = packed_checkpoint.expect(model, self.quantization_config.packed)
-                return model
-            if self.quantization_config.storage == "mxfp4":
-                self.expected = mxfp4_checkpoint.expect(model)
-                return model
-            projections = list(expert_projections(model))
-            for one in projections:
-                check_packable(one.stored, self.quantization_config.storage, one.where)
-            self.shapes = {one.where: tuple(one.stored.shape) for one in projections}
-            return model
-
-        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-            # To other libraries, the model is a normal one with frozen experts.
-            self.remove_quantization_config(model)
-            mxfp4_checkpoint.collect(self.expected)
-            packed_checkpoint.collect(self.waiting)
-            for name, shape in self.shapes.items():
-                _check_loaded(name, model.get_parameter(name), shape)
-            return model
-
-        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-            return param_name in self.shapes
-
-        def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
-            if param_name not in self.shapes:
-                return param.element_size()
-            return memory.bits_per_value(self.quantization_config.storage) / 8
-
-        def get_quantize_ops(self) -> Any:
-            own = self.quantization_config
-            return operation(own.storage, own.pack_on)
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return True
-
-    return ExpertsQuantizer

@@ -20,7 +20,7 @@ from moe_patch.formats import nf4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.quant import state
-from moe_patch.quant.shards import Shards
+from moe_patch.quant.shard_files import Shards
 
 MODEL_TYPE = "moe_patch_nf4"
 STEM = "moe_patch"

@@ -21,8 +21,8 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats import fp8
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.quant import packed_checkpoint, state
+from moe_patch.quant.shard_files import INDEX, Shards, new_folder
 from moe_patch.quant.sharded_state import is_sharded
-from moe_patch.quant.shards import INDEX, Shards, new_folder
 
 _SAVING = "save_pretrained"
 _FP8 = {

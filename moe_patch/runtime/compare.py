@@ -35,6 +35,13 @@ class Direct(nn.Module):
         return self.function(self.module, *args)
 
 
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Return norm(a - b) / norm(b) in fp64; 0 for equal zeros, inf for another a over a zero b."""
+    ours, reference = ours.detach().double(), reference.detach().double()
+    distance, size = (ours - reference).norm().item(), reference.norm().item()
+    return distance / size if size else (0.0 if distance == 0.0 else float("inf"))
+
+
 def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) -> None:
     """Raise if the relative difference exceeds ``limit``; the error names the block and ``what``.
 
@@ -46,10 +53,7 @@ def compare(path: str, what: str, ours: Tensor, theirs: Tensor, limit: float) ->
             f"{path}: self-check: {what} has shape {tuple(ours.shape)}, transformers' "
             f"{tuple(theirs.shape)}; the family entry was written for another release"
         )
-    norm = theirs.double().norm()
-    error = (
-        (ours.double() - theirs.double()).norm() / norm.clamp(min=torch.finfo(torch.float64).tiny)
-    ).item()
+    error = relative_error(ours, theirs)
     if not error <= limit:
         raise UnsupportedModelError(
             f"{path}: self-check: {what} differs from transformers by {error:.2e} (relative), "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.quant.shards import by_size, file_names, written_aside
+from moe_patch.quant.shard_files import by_size, file_names, written_aside
 from moe_patch.serving.checkpoint import DTYPES, Entry, Part
 from moe_patch.tools.base_identity import SINGLE
 

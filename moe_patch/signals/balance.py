@@ -121,7 +121,7 @@ def update_expert_bias(
     if not biases:
         raise UnsupportedOptionError(
             f"update_expert_bias: no recorded layer of {type(model).__name__} has a correction "
-            "bias; accepted: families whose router has one (README: column bias)"
+            "bias; accepted: families whose router has one (docs/families.md, column bias)"
         )
     signs = {}
     for path, bias in biases.items():

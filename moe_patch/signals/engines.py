@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
+from moe_patch.patching.backends import whole_shape
 from moe_patch.patching.discover import FoundBlock
-from moe_patch.patching.report import whole_shape
 from moe_patch.schema import check_choice
 from moe_patch.signals.replay import replayable
 from moe_patch.signals.trace import RoutingTrace

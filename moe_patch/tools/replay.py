@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from moe_patch.debug import nan_file
 from moe_patch.debug.nan_file import NanCall
-from moe_patch.debug.shadow import merged_weight, relative_error
+from moe_patch.debug.shadow import merged_weight
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.patching.patch import patch_model
 from moe_patch.patching.report import patch_report
+from moe_patch.runtime.compare import relative_error
 from moe_patch.runtime.module_patch import patch_of
 
 

@@ -20,9 +20,10 @@ from moe_patch.config import PatchConfig
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
+from moe_patch.patching.checkable import why_not
 from moe_patch.patching.discover import FoundBlock, discover
 from moe_patch.patching.patch import patch_model
-from moe_patch.patching.selfcheck import kind_of, why_not
+from moe_patch.patching.selfcheck import kind_of
 from moe_patch.runtime.described import layout_of
 from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.module_patch import ModulePatch, patch_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from safetensors import SafetensorError
 from transformers import (
     CONFIG_MAPPING,
@@ -22,11 +22,11 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from moe_patch.config import PatchConfig
-from moe_patch.errors import MoePatchError, UnsupportedOptionError
+from moe_patch.errors import MoePatchError, UnsupportedOptionError, first_line
 from moe_patch.quant.loading import load_quantized
 from moe_patch.quant.stored import refuse_unknown
 from moe_patch.quant.surgery import quantize_experts
-from moe_patch.schema import check_known, check_mapping, nearest
+from moe_patch.schema import check_known, check_mapping
 from moe_patch.signals.losses import GRADIENTS, TARGETS
 from moe_patch.tools.base_identity import check_base, find_base
 from moe_patch.tools.model_files import ADAPTER, refuse_other_kind
@@ -69,11 +69,9 @@ LEAST = {
 
 def one_line(error: BaseException) -> str:
     """Return the first line of an error's text, for a one-line message."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
+    line = first_line(error)
     # The text of a KeyError is only the key.
-    return f"no {lines[0]} is known" if isinstance(error, KeyError) else lines[0]
+    return f"no {line} is known" if isinstance(error, KeyError) and error.args else line
 
 
 def check_options(config: TrainConfig) -> None:
@@ -247,61 +245,3 @@ def _load(path: str, options: dict[str, Any]) -> Any:
 
 def _dtype(name: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-
-
-def add_adapters(base: Any, lora: dict[str, Any] | None, seed: int, dtype: str = "float32") -> Any:
-    """Return ``base`` itself without ``lora``, else a PeftModel around it.
-
-    Args:
-        base: the model without adapters.
-        lora: arguments of ``peft.LoraConfig``.
-        seed: of the adapters' random values.
-        dtype: "float32" casts 16-bit factors to fp32 as PEFT does; "bfloat16" makes them bf16.
-
-    Raises:
-        UnsupportedOptionError: PEFT refuses the arguments, or a target does not exist.
-    """
-    if lora is None:
-        return base
-    set_seed(seed)
-    paths = [name for name, _ in base.named_modules()]
-    modules = {name.rpartition(".")[2] for name in paths} - {""}
-    parameters = {name.rpartition(".")[2] for name, _ in base.named_parameters()}
-    try:
-        model = get_peft_model(
-            base,
-            LoraConfig(**{"task_type": "CAUSAL_LM", **lora}),
-            autocast_adapter_dtype=dtype == "float32",
-        )
-    except (TypeError, ValueError) as error:
-        raise UnsupportedOptionError(f"lora: {one_line(error)}") from error
-    if dtype == "bfloat16":
-        cast_adapters(model, torch.bfloat16)
-    # Use PEFT's final lists, where old names of experts' modules have become parameters.
-    config, tuner = model.peft_config["default"], model.base_model
-    _check_targets("target_modules", config.target_modules, tuner.targeted_module_names, modules)
-    _check_targets(
-        "target_parameters", config.target_parameters, tuner.targeted_parameter_names, parameters
-    )
-    for key in ("modules_to_save", "exclude_modules"):
-        _check_targets(key, lora.get(key), paths, modules)
-    return model
-
-
-def cast_adapters(model: Any, dtype: torch.dtype) -> None:
-    """Cast the trained adapters of a PeftModel, one tensor at a time.
-
-    Older releases of PEFT make fp32 factors where the base layer's weight is in 4 bits.
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _check_targets(key: str, targets: Any, found: list[str], names: set[str]) -> None:
-    """Refuse a missing target: PEFT needs only one match of a list and silently skips the rest."""
-    for target in sorted(targets) if isinstance(targets, (list, set)) else ():
-        if not any(name == target or name.endswith(f".{target}") for name in found):
-            near = nearest(target.rpartition(".")[2], names)
-            hint = f"; did you mean {near!r}?" if near not in (None, target) else ""
-            raise UnsupportedOptionError(f"lora.{key}: {target!r} is nowhere{hint}")

@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from moe_patch.runtime.compare import relative_error
 from moe_patch.train.config import ModelConfig
 from moe_patch.train.data import TokenBlocks
 
@@ -93,9 +94,7 @@ def check_logits(
     what: str = "logits, reloaded and unpatched",
 ) -> Check:
     """Compare two logits tensors: norm of the difference over the norm of the first, in fp64."""
-    wide = reference.double()
-    difference = (reloaded.double() - wide).norm() / wide.norm()
-    return Check(what, difference.item(), LOGITS_LIMIT[dtype])
+    return Check(what, relative_error(reloaded, reference), LOGITS_LIMIT[dtype])
 
 
 def probe_logits(model: Any, blocks: TokenBlocks, rows: int = 4) -> Tensor:

@@ -24,19 +24,16 @@ expanded in paths; a variable that is not set is an error.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_patch.errors import UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.schema import check_choice, check_known, check_mapping, check_type
 from moe_patch.train.paths import expand_paths
-from moe_patch.train.text_file import read_text
+from moe_patch.train.text_file import parse_yaml, read_text
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 SIZE_KEYS = ("tiny", "tiny_values")
@@ -109,37 +106,6 @@ class TrainConfig:
     liger: bool = False
     compare_unpatched: bool | int = False
     seed: int = 0
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number, unlike YAML 1.1, and refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key) for key, _ in node.value]
-        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
-        if twice:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {twice[0]!r} is given twice", node.start_mark
-            )
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def parse_yaml(text: str, where: str) -> Any:
-    """Parse the YAML node in ``text``.
-
-    Raises:
-        UnsupportedOptionError: a syntax error or a duplicate key (names the line).
-    """
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        # PyYAML spreads a position over several lines; the command line prints one.
-        raise UnsupportedOptionError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainConfig:

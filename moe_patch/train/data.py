@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moe_patch.errors import UnsupportedOptionError
+from moe_patch.errors import UnsupportedOptionError, first_line
 from moe_patch.train.config import DataConfig
 from moe_patch.train.text_file import read_text
 
@@ -165,7 +165,7 @@ def _read_datasets(data: DataConfig) -> list[str]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UnsupportedOptionError(
             f"data: {data.source!r} is neither a local file nor a data set that can be loaded: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     if data.text_field not in rows.column_names:
         raise UnsupportedOptionError(
@@ -212,7 +212,3 @@ def make_blocks(texts: list[str], tokenizer: Any, block_size: int) -> TokenBlock
             f"data: {len(ids)} tokens do not fill one block of data.block_size = {block_size}"
         )
     return TokenBlocks(torch.tensor(ids[: rows * block_size]).view(rows, block_size))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

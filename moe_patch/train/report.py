@@ -8,15 +8,45 @@ import platform
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from moe_patch._version import __version__
-from moe_patch.train.checks import Check
+from moe_patch.patching.report import BlockReport
+from moe_patch.train.checks import Check, first_apart
 from moe_patch.train.config import TrainConfig
 from moe_patch.train.loop import FIRST_STEPS, Trained
 from moe_patch.train.output import MARKER
 
 SHOWN_STEPS = 8
+
+
+def print_results(
+    folder: Path,
+    config: TrainConfig,
+    trained: dict[str, Trained],
+    checks: list[Check],
+    rows: list[BlockReport],
+) -> None:
+    """Print the tables and checks of a run; write its CSV files and the loss curve."""
+    if rows:
+        print(rows)
+    patched, unpatched = (
+        trained[name].losses if name in trained else {} for name in ("patched", "unpatched")
+    )
+    print(loss_table(patched, unpatched))
+    metrics = next(iter(trained.values())).metrics
+    if metrics:
+        print(metrics_table(metrics))
+        write_metrics(folder / "metrics.csv", metrics)
+    for name, one in trained.items():
+        print(time_line(name, one))
+    if patched and unpatched:
+        print(first_apart(patched, unpatched))
+    for check in checks:
+        print(check)
+    write_losses(folder / "losses.csv", patched, unpatched)
+    curves = {name: one.losses for name, one in trained.items()}
+    title = config.model.path or str(config.model.model_type)
+    print(draw_losses(folder / "loss.png", curves, title))
 
 
 def loss_table(patched: dict[int, float], unpatched: dict[int, float]) -> str:
@@ -104,7 +134,7 @@ def write_summary(
     config: TrainConfig,
     trained: dict[str, Trained],
     checks: list[Check],
-    patch_rows: list[Any],
+    patch_rows: list[BlockReport],
 ) -> None:
     """Write run.json: configuration, versions, times, final losses, checks and patch report."""
     packages = ("torch", "transformers", "peft", "accelerate")

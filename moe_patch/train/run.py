@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from moe_patch.patching.patch import patch_model
-from moe_patch.patching.report import BlockReport, patch_report
+from moe_patch.patching.report import patch_report
 from moe_patch.quant.elsewhere import materialise_adapters
 from moe_patch.quant.sharded_state import rank0_only
 from moe_patch.quant.surgery import dequantize_experts
 from moe_patch.tools.base_identity import find_base, known_base, note_base
 from moe_patch.train import build, checks, frozen, report
+from moe_patch.train.adapters import add_adapters, cast_adapters
 from moe_patch.train.build import home_of
 from moe_patch.train.checks import Check
 from moe_patch.train.config import TrainConfig
@@ -120,7 +121,7 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
         found = _compare(inputs, trained, dtype) if name == "patched" else []
         if logits is not None:
             found.append(_reload(inputs, folder, logits, dtype, device))
-            _print_results(folder, config, trained, found, rows)
+            report.print_results(folder, config, trained, found, rows)
             report.write_summary(folder, config, trained, found, rows)
     inputs.say(f"results: {output.path} ({time.perf_counter() - start:.0f} s in all)")
     return RunResult(output.path, trained, found)
@@ -163,7 +164,7 @@ def _build(inputs: _Inputs, plain: bool = False) -> Any:
     if plain and config.quantize_experts is not None:
         dequantize_experts(base)
     # Move before patching: the backend and its self-check depend on the device.
-    model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
+    model = add_adapters(base, config.lora, config.seed, config.adapter_dtype)
     if sent:
         materialise_adapters(model)
         return model
@@ -270,39 +271,10 @@ def _reload(
             base, folder / "adapter", is_trainable=True, autocast_adapter_dtype=wide
         )
         if not wide:
-            build.cast_adapters(adapted, torch.bfloat16)
+            cast_adapters(adapted, torch.bfloat16)
         reloaded = patch_model(adapted.to(home), config.moe_patch).to(own)
         return checks.check_logits(
             logits, checks.probe_logits(reloaded, inputs.blocks), dtype, "logits, reloaded"
         )
     reloaded = checks.reload_unpatched(folder, config.model, device)
     return checks.check_logits(logits, checks.probe_logits(reloaded, inputs.blocks), dtype)
-
-
-def _print_results(
-    folder: Path,
-    config: TrainConfig,
-    trained: dict[str, Trained],
-    found: list[Check],
-    rows: list[BlockReport],
-) -> None:
-    if rows:
-        print(rows)
-    patched, unpatched = (
-        trained[name].losses if name in trained else {} for name in ("patched", "unpatched")
-    )
-    print(report.loss_table(patched, unpatched))
-    metrics = next(iter(trained.values())).metrics
-    if metrics:
-        print(report.metrics_table(metrics))
-        report.write_metrics(folder / "metrics.csv", metrics)
-    for name, one in trained.items():
-        print(report.time_line(name, one))
-    if patched and unpatched:
-        print(checks.first_apart(patched, unpatched))
-    for check in found:
-        print(check)
-    report.write_losses(folder / "losses.csv", patched, unpatched)
-    curves = {name: one.losses for name, one in trained.items()}
-    title = config.model.path or str(config.model.model_type)
-    print(report.draw_losses(folder / "loss.png", curves, title))

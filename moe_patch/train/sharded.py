@@ -19,6 +19,7 @@ from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.patching.patch import patch_model
 from moe_patch.quant.sharded_state import is_sharded, rank0_only
 from moe_patch.train import build
+from moe_patch.train.adapters import add_adapters
 from moe_patch.train.config import TrainConfig
 
 
@@ -145,7 +146,7 @@ def rebuild(config: TrainConfig, tokenizer: Any, state: dict[str, Tensor]) -> An
     """
     storage = config.quantize_experts
     base = build.build_base(config.model, tokenizer, config.seed, storage)
-    model = build.add_adapters(base, config.lora, config.seed, config.adapter_dtype)
+    model = add_adapters(base, config.lora, config.seed, config.adapter_dtype)
     # Of packed models only the adapters were gathered: the rest is as it was read.
     model.load_state_dict(state, strict=storage is None)
     return model if storage is None else patch_model(model, config.moe_patch)

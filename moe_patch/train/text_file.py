@@ -1,9 +1,14 @@
-"""Read a user's text file: UTF-8 with or without a byte order mark, any line ends."""
+"""Read a user's text and YAML: UTF-8 with or without a byte order mark, any line ends."""
 
 from __future__ import annotations
 
 import codecs
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from moe_patch.errors import UnsupportedOptionError
 
@@ -47,3 +52,53 @@ def read_text(path: str | Path, what: str) -> str:
             f"{what} {path}: it is not UTF-8 ({error}); accepted: UTF-8"
         ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a number, unlike YAML 1.1, and refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # A merge key (`<<: *anchor`) is no key of the result, and keys beside it override it.
+        own = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        keys = [self.construct_object(key) for key in own]
+        twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+        if twice:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {twice[0]!r} is given twice", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse the YAML node in ``text``.
+
+    Raises:
+        UnsupportedOptionError: a syntax error or a duplicate key (names the line).
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        # PyYAML spreads a position over several lines; the command line prints one.
+        raise UnsupportedOptionError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def parse_settings(items: Iterable[str]) -> dict[str, Any]:
+    """Return the values of ``--set KEY=VALUE`` arguments by key; each value is a YAML node.
+
+    Raises:
+        UnsupportedOptionError: an argument is not of this form, or its value is no YAML.
+    """
+    settings = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not (key and equals):
+            raise UnsupportedOptionError(f"--set {item}: expected KEY=VALUE")
+        settings[key] = parse_yaml(value, f"--set {key}")
+    return settings

@@ -150,8 +150,8 @@ def test_exceptions_pass_through(at, capfd):
     ("argv", "said"),
     [
         (["run"], "expected -- COMMAND"),
-        (["run", "--", "no-such-command"], "'no-such-command' names 0 Python console commands"),
-        (["run", "--", "absent.py"], "'absent.py' names 0"),
+        (["run", "--", "no-such-command"], "has no Python console command 'no-such-command'"),
+        (["run", "--", "absent.py"], "has no Python console command 'absent.py'"),
         (["run", "--", "-m"], "-m needs"),
         (["run", "--set", "tie=torch", "--", "x.py"], "did you mean 'ties'"),
         (["run", "--set", "ties", "--", "x.py"], "expected KEY=VALUE"),

@@ -21,7 +21,7 @@ from moe_patch.kernels.common import device, versions
 from moe_patch.kernels.common.device import Device
 from moe_patch.kernels.common.tiles import OPS, Tile, pick_tile
 from moe_patch.kernels.experts import dh, dw, linear, up
-from moe_patch.kernels.experts.portable import portable_reason, smaller_tiles_reason
+from moe_patch.kernels.experts.reasons import portable_reason, smaller_tiles_reason
 from moe_patch.kernels.hopper import dh as hopper_dh
 from moe_patch.kernels.hopper import dw as hopper_dw
 from moe_patch.kernels.hopper import linear as hopper_linear

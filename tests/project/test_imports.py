@@ -86,6 +86,7 @@ def sections(tmp_path_factory) -> dict[str, Section]:
 def test_public_names():
     assert set(moe_patch.__all__) >= PUBLIC
     assert all(hasattr(moe_patch, name) for name in moe_patch.__all__)
+    assert moe_patch.__version__ == __version__
     for error in (
         moe_patch.UnsupportedModelError,
         moe_patch.UnsupportedOptionError,

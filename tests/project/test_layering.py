@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +135,19 @@ def test_every_layer_entry_exists():
         assert any(
             n == entry or f"{n}.".startswith(entry) and entry.endswith(".") for n in NAMES
         ), entry
+
+
+LISTED = re.compile(r"^    (\w+(?:\.py|/))  +\S", re.M)
+MAPS = [p for p in FILES if p.name == "__init__.py" and LISTED.search(p.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("path", MAPS, ids=name_of)
+def test_a_map_of_a_folder_has_a_line_for_each_file(path):
+    """The docstring of a folder that lists its files lists all of them, and no others."""
+    listed = LISTED.findall(ast.get_docstring(parse(path), clean=False))
+    files = {f.name for f in path.parent.glob("*.py")} - {"__init__.py"}
+    folders = {f"{f.parent.name}/" for f in path.parent.glob("*/__init__.py")}
+    assert sorted(listed) == sorted(files | folders)
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=name_of)

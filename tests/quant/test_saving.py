@@ -24,7 +24,7 @@ from moe_patch import (
     patch_model,
     quantize_experts,
 )
-from moe_patch.quant import shards
+from moe_patch.quant import shard_files
 from tests.quant.test_fp8_checkpoint import loads_fp8
 from tests.quant.test_mxfp4 import checkpoint as mxfp4_checkpoint  # noqa: F401
 from tests.quant.test_mxfp4 import ours, theirs
@@ -187,7 +187,7 @@ def test_bad_places_and_models_are_one_sentence(tmp_path: Path, monkeypatch: Any
     with pytest.raises(UnsupportedModelError, match="layers.0.*layers.1.* share one packed"):
         quantize_experts(tied, "nf4").save_pretrained(tmp_path / "new")
     with monkeypatch.context() as patched:
-        patched.setattr(shards.shutil, "disk_usage", full)
+        patched.setattr(shard_files.shutil, "disk_usage", full)
         with pytest.raises(UnsupportedOptionError, match="bytes, but the disk has 0 free"):
             model.save_pretrained(tmp_path / "new")
 

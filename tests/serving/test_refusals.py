@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from moe_patch.cli import INTERRUPTED, main
 from moe_patch.cli.merge import bytes_of
-from moe_patch.quant import shards
+from moe_patch.quant import shard_files
 from moe_patch.serving import write
 from moe_patch.tools.base_identity import Base, note_base
 from tests.support.cli_calls import answer, error_of
@@ -133,7 +133,7 @@ def test_a_full_disk(capsys, folder, monkeypatch):
     before = state(folder)
     usage = shutil.disk_usage(folder)
     with monkeypatch.context() as patched:
-        patched.setattr(shards.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        patched.setattr(shard_files.shutil, "disk_usage", lambda path: usage._replace(free=1000))
         assert "the disk has 1,000 free" in error_of(capsys, *argv(folder))
     with monkeypatch.context() as patched:
         patched.setattr(write.ShardFile, "write", after(3, OSError(28, "No space left on device")))

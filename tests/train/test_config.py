@@ -83,6 +83,17 @@ def test_load_config_reads_exponents_and_overrides(tmp_path):
     assert config.tokenizer.source == "a/b"
 
 
+def test_anchors_are_merged(tmp_path):
+    """Merge what an anchor names into a mapping, whose own keys come first."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "model: a/b\ndata: x.txt\noutput_dir: o\n"
+        "training: &usual {learning_rate: .5e-3, max_steps: 9}\n"
+        "tiny: true\ntiny_values: {training: {<<: *usual, max_steps: 2}}\n"
+    )
+    assert load_config(path).training == {"learning_rate": 5e-4, "max_steps": 2}
+
+
 def test_an_option_over_a_flag_that_is_on(tmp_path):
     """Set an option over `true`, which means all options at their defaults."""
     path = tmp_path / "c.yaml"

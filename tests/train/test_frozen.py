@@ -12,7 +12,7 @@ from torch import nn
 
 from moe_patch import lora_targets
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.train.build import add_adapters
+from moe_patch.train.adapters import add_adapters
 from moe_patch.train.config import make_config
 from moe_patch.train.frozen import check_bitsandbytes, quantize_embedding, quantize_linears
 from tests.support import tiny_models

@@ -10,7 +10,8 @@ import torch
 
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.train import liger, run
-from moe_patch.train.build import add_adapters, training_arguments
+from moe_patch.train.adapters import add_adapters
+from moe_patch.train.build import training_arguments
 from tests.support import tiny_models, window
 from tests.support.train_nodes import node, small
 

@@ -24,6 +24,7 @@ from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.define import define
 from moe_patch.ops.experts.definition import build_plan
 from moe_patch.ops.experts.rows import gather_sum, row_weights, rows_to_slots, token_rows
+from moe_patch.ops.experts.schema import gradient_of
 from moe_patch.types import ExpertWeights, Lora, Plan
 
 # Each module has a class Groups with the same methods.
@@ -202,14 +203,9 @@ def _linear_fake(x: Any, w: Any, *args: Any) -> Any:
     return x.new_empty(x.shape[0], w.shape[1])
 
 
-def _gradient_of(t: Any) -> Any:
-    """Allocate a gradient: like its weight or low-rank factor, or else contiguous."""
-    return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
-
-
 def _linear_bwd_fake(dy: Any, x: Any, w: Any, b: Any, a: Any, lb: Any, s: Any, *args: Any) -> Any:
     return [
-        _gradient_of(t) if need and t is not None else x.new_empty(0)
+        gradient_of(t) if need and t is not None else x.new_empty(0)
         for t, need in zip((x, w, b, a, lb), args[-1], strict=True)
     ]
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import packed_weights
+from moe_patch.ops.direct import in_dtype
 from moe_patch.types import ExpertsNeeds, ExpertWeights, Glu, Kept, Lora, Plan
 
 _BACKEND_MODULES = {
@@ -128,7 +129,7 @@ def experts_bwd_fake(dout: Any, *args: Any) -> Any:
     inputs, slot_of_TK, needs = args[:10], args[-7], args[-2]
     x, a13, a2 = args[0], args[6], args[8]
     grads = [
-        _gradient_of(t) if need and t is not None else x.new_empty(0)
+        gradient_of(t) if need and t is not None else x.new_empty(0)
         for t, need in zip(inputs, needs[:10], strict=True)
     ]
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -140,7 +141,7 @@ def experts_bwd_fake(dout: Any, *args: Any) -> Any:
     return grads + norms
 
 
-def _gradient_of(t: Tensor) -> Tensor:
+def gradient_of(t: Tensor) -> Tensor:
     """Allocate a gradient: like its weight or low-rank factor, or else contiguous."""
     return torch.empty_like(t) if t.dim() == 3 else t.new_empty(t.shape)
 
@@ -165,16 +166,11 @@ def _operands(
     return (
         packed_weights(ExpertWeights(w13, w2, b13, b2), scales, options.storage, dtype),
         read_glu(encoded, alpha, limit),
-        None if a13 is None else Lora(_cast(a13, dtype), _cast(lb13, dtype), s13),
-        None if a2 is None else Lora(_cast(a2, dtype), _cast(lb2, dtype), s2),
+        None if a13 is None else Lora(in_dtype(a13, dtype), in_dtype(lb13, dtype), s13),
+        None if a2 is None else Lora(in_dtype(a2, dtype), in_dtype(lb2, dtype), s2),
         _module(module),
         own,
     )
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Checking the dtype is ten times cheaper than a no-op `.to()`.
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 _NOTHING = contextlib.nullcontext()
@@ -236,7 +232,7 @@ def experts_bwd(
     if lora13 is None and lora2 is None:
         return grads
     typed = {
-        name: _cast(getattr(grads, name), factor.dtype)
+        name: in_dtype(getattr(grads, name), factor.dtype)
         for name, factor in zip(_FACTORS, operands[4:8], strict=True)
         if getattr(grads, name) is not None
     }
