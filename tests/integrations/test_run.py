@@ -225,7 +225,7 @@ def test_ms_swifts_command_runs_its_script_here(at, monkeypatch, capfd):
 
 def launched(at, *command: str) -> subprocess.CompletedProcess[str]:
     """Two processes of accelerate's launcher, on the CPU."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     launcher += [str(root / "configs/accelerate/ddp_cpu.yaml"), "--main_process_port", "0"]
     return subprocess.run(
