@@ -11,7 +11,8 @@ from tests.support.dist_helpers import needs_cards
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).parents[2]
-MARGIN_S = 8.0
+# A busy host has taken 8.3 s; without the setting it takes a minute.
+MARGIN_S = 20.0
 
 
 @pytest.mark.gpu

@@ -15,11 +15,13 @@ import atexit
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +38,7 @@ _CONTEXT.set_forkserver_preload(
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
 # Ranks beside a failed one, or at the end, get this long; then they are killed.
 GRACE_S = 5.0
+PORTS = range(20_000, 32_000)
 
 
 def needs_cards(count: int) -> pytest.MarkDecorator:
@@ -73,10 +76,16 @@ def run_ranks(worker: Callable[..., Any], *args: Any, world: int = 2) -> list[An
 
 
 def free_port() -> int:
-    """Return a TCP port that is free just now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a TCP port that is free just now.
+
+    The system gives ports from 32768 on to any socket, so that another process might take one of
+    them before the group does.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free TCP port in {PORTS}")
 
 
 class Ranks:
