@@ -10,7 +10,7 @@ from torch import nn
 from moe_patch.formats.shard import QuantShard
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.runtime.described import layout_of
-from moe_patch.runtime.experts import compute_dtype, stored_weight
+from moe_patch.runtime.experts import dtype_on, stored_weight
 from moe_patch.runtime.fp8 import DECODED, FP8_COPY
 from moe_patch.runtime.modules import is_sharded
 from moe_patch.runtime.spec import FamilySpec
@@ -50,7 +50,7 @@ def decoded_reason(
     _, rows, columns = weight.shape
     why = why_not_fp8(
         device_at(device).capability,
-        compute_dtype(weight, weight, spec.experts_fp32),
+        dtype_on(device.type, weight, spec.experts_fp32),
         (columns, rows) if layout.is_transposed else (rows, columns),
         glu,
         biased=layout.has_bias,

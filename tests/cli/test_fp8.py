@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from moe_patch.cli import CHECK_FAILED, main
 from moe_patch.cli.output import bytes_text
+from moe_patch.ops import backend
 from moe_patch.runtime import experts
 from moe_patch.runtime.fp8 import in_fp8
 from tests.support.cli_calls import answer, error_of, only_config
@@ -68,3 +70,21 @@ def test_inspect_and_plan_say_the_memory_of_a_transposed_copy(capsys, folder):
     assert "experts in fp8, twice (fp8_copy)" in capsys.readouterr().out
     said = error_of(capsys, *plan, "--compute", "fp8", "--offload")
     assert "offload_experts=True with compute='fp8'" in said
+
+
+def test_inspect_describes_a_card(capsys, folder, monkeypatch):
+    """The weights are on the meta device, for which torch has no autocast."""
+    pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
+    from moe_patch.kernels.common import device, versions
+
+    hopper = device.Device((9, 0), 227 << 10, 132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(device, "_cuda_device", lambda index: hopper)
+    monkeypatch.setattr(backend, "capability_of", lambda device: hopper.capability)
+    monkeypatch.setattr(versions, "tested", lambda: versions.Gates(True, True))
+    found = answer(capsys, "inspect", folder, "--dtype", "bfloat16")
+    assert found["device"] == "cuda"
+    assert {(b["experts_backend"], b["reason"]) for b in found["blocks"]} == {("triton", "")}
+    (block, *_) = answer(capsys, "inspect", folder, "--dtype", "float32")["blocks"]
+    assert "float32" in block["reason"]
