@@ -209,7 +209,7 @@ def _fp8_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor
         _check_cut(model.config.model_type, values, weight.shape[0])
         entries |= values
         for key, scales in _stored(model, {name: weight.scales[0]}).items():
-            # transformers 5.9 to 5.20 drop all axes of length one, and not only that of the experts.
+            # transformers 5.9 to 5.20 drop all axes of length one, not only that of the experts.
             blocks = [-(-length // fp8.BLOCK) for length in values[key].shape]
             entries[f"{key}_scale_inv"] = scales.reshape(blocks)
     return entries
