@@ -19,7 +19,7 @@ def said(recipe: Recipe) -> str:
     """Return a recipe in words."""
     words = [
         "full" if recipe.full else f"rank {recipe.rank}",
-        f"experts in {recipe.storage}" + (", twice (fp8_copy)" if recipe.copied else ""),
+        f"experts in {recipe.storage}" + (" (compute: fp8_copy)" if recipe.copied else ""),
         recipe.optimizer,
         "checkpointing" if recipe.checkpointing else "no checkpointing",
         "Liger" if recipe.liger else "no Liger",

@@ -28,7 +28,7 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     Expert projections take quant.memory.held_bytes in a packed storage, and a Linear in 4 bits the
     same as one expert in NF4. An embedding in 4 bits has an fp32 scale per 64 values and 16 levels.
     All other weights take b a value, divided by the ranks of FSDP2. Transposed copies of FP8
-    experts take as much again.
+    experts take as much again, where products are in FP8.
     """
     found = dict.fromkeys(KINDS, 0)
     for one in sizes.weights:
@@ -39,7 +39,7 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
             found[one.kind] += one.numel // 2 + 4 * (one.numel // 64) + 4 * 16
         else:
             E, rows, columns = (1, *one.shape)[-3:]
-            copies = 2 if one.kind == "experts" and recipe.copied else 1
+            copies = 2 if one.kind == "experts" and recipe.copied and not one.decoded else 1
             held = held_bytes((E, rows, columns), storage, recipe.shards)
             found[one.kind] += copies * recipe.shards * held
     return {kind: count // recipe.shards for kind, count in found.items()}
