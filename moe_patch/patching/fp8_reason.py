@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_patch.formats.fp8_scope import HOPPER, why_not_in_scope
 from moe_patch.formats.shard import QuantShard
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.kernels.experts.fp8_scope import HOPPER, why_not_in_scope
 from moe_patch.ops.backend import choose_backend
 from moe_patch.runtime.described import layout_of, read_glu
 from moe_patch.runtime.experts import dtype_on, stored_weight

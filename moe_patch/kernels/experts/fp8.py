@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats import fp8
+from moe_patch.formats.fp8_scope import why_not_in_scope
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import Device, cdiv
 from moe_patch.kernels.common.versions import hopper_module, whole_rank, why_no_fp8
 from moe_patch.kernels.experts.dh import HiddenGradients
-from moe_patch.kernels.experts.fp8_scope import why_not_in_scope
 from moe_patch.kernels.packed.rows import quantise_rows
 from moe_patch.kernels.plan.row_tiles import RowTiles
 from moe_patch.types import ExpertWeights, Glu
@@ -42,7 +42,7 @@ def why_not_fp8(
 ) -> str:
     """Return why experts stored in FP8 are decoded although FP8 products were requested, or "".
 
-    Args: as of :func:`moe_patch.kernels.experts.fp8_scope.why_not_in_scope`.
+    Args: as of :func:`moe_patch.formats.fp8_scope.why_not_in_scope`.
     """
     scope = why_not_in_scope(capability, dtype, shape, glu, biased=biased, transposed=transposed)
     return scope or why_no_fp8()
