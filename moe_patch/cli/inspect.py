@@ -82,10 +82,10 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
 
     Returns:
         Numbers of parameters and bytes, and one entry per MoE block. For the experts also the bytes
-        by storage after quantize_experts, or why it would refuse, the bytes of transposed copies
-        (``compute: fp8_copy``), and the first block without them. A block's entry has the report's
-        row, its sizes, and the bytes that its experts keep per token from forward to backward. The
-        latter are absent if the experts do not run on the operator.
+        by storage after quantize_experts, or why it would refuse. ``fp8_copy_bytes`` are those of
+        transposed copies, and ``fp8_decoded`` is the first module without. A block's entry has the
+        report's row, its sizes, and the bytes that its experts keep per token from forward to
+        backward. The latter are absent if the experts do not run on the operator.
     """
     from moe_patch.formats.packed import STORAGES
     from moe_patch.patching.patch import patch_model

@@ -74,7 +74,7 @@ def test_inspect_and_plan_say_the_memory_of_a_transposed_copy(capsys, folder):
 
 
 def test_no_copy_is_counted_where_experts_are_decoded(capsys, folder, tmp_path):
-    """Of another width, or in fp32."""
+    """Widths that are no multiples of 128, and fp32, have no copy."""
     other = only_config(tmp_path, "qwen3_moe", **(SIZES | {"moe_intermediate_size": 192}))
     for config, dtype, why in (
         (other, "bfloat16", "multiples of 128, found 128 and 192"),
