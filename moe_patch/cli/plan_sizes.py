@@ -44,7 +44,7 @@ def read_sizes(
             f"{type(model).__name__} has no MoE block; accepted: MoE models (`moe-patch families` "
             "lists them)"
         )
-    moes = {block.path: _moe(block, targets) for block in blocks}
+    moes = {block.path: _moe(block, targets, device) for block in blocks}
     layers = dict(_layers(model, blocks))
     config = model.config.get_text_config()
     fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
@@ -61,7 +61,7 @@ def read_sizes(
     )
 
 
-def _moe(block: FoundBlock, targets: dict[str, list[str]]) -> Moe:
+def _moe(block: FoundBlock, targets: dict[str, list[str]], device: torch.device) -> Moe:
     """Return a block's sizes, or say why its memory cannot be derived."""
     if block.refused:
         raise UnsupportedModelError(f"{block.path}: {block.reason}")
@@ -77,7 +77,10 @@ def _moe(block: FoundBlock, targets: dict[str, list[str]]) -> Moe:
     names = targets.get("target_parameters", [])
     adapted = sum(_ends(f"{path}.{name}", names) for name in (layout.up_name, "down_proj"))
     up = sizes["width"] * (2 if layout.has_gate else 1)
-    return Moe(sizes["experts"], sizes["top_k"], sizes["hidden"], up, sizes["width"], adapted)
+    decoded = planned_reason(experts, block.spec, device)
+    return Moe(
+        sizes["experts"], sizes["top_k"], sizes["hidden"], up, sizes["width"], adapted, decoded
+    )  # fmt: skip
 
 
 def _layers(model: nn.Module, blocks: list[FoundBlock]) -> Iterator[tuple[str, nn.Module]]:

@@ -46,7 +46,10 @@ class Input(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Sizes of an MoE block; ``up`` is H, ``adapted`` the number of adapted expert projections."""
+    """Sizes of an MoE block.
+
+    ``up`` is H, ``adapted`` the number of adapted expert projections, and ``decoded`` as in Weight.
+    """
 
     experts: int
     top_k: int
@@ -54,6 +57,7 @@ class Moe(NamedTuple):
     up: int
     width: int
     adapted: int
+    decoded: str = ""
 
 
 class Layer(NamedTuple):
