@@ -79,15 +79,19 @@ def command(args: argparse.Namespace) -> int:
         storage=args.storage or published_storage(config),
         progress=sys.stderr.isatty(),
     )
-    found = [row._asdict() for row in rows]
+    return _print([row._asdict() for row in rows], trusted, args.json)
+
+
+def _print(found: list[dict[str, Any]], trusted: Any, as_json: bool) -> int:
+    """Print the rows, and what ``--trust`` found; return the status."""
     status = 0 if trusted is None or trusted.passed else CHECK_FAILED
-    if args.json:
+    if as_json:
         print_json(found if trusted is None else {"trust": trusted.as_dict(), "blocks": found})
         return status
     if trusted is not None:
         print_trust(trusted)
     print_table(
         ("first block of its kind", "tokens", "seconds", "skipped"),
-        [(r.path, ", ".join(map(str, r.tokens)), r.seconds, r.skipped) for r in rows],
+        [(r["path"], ", ".join(map(str, r["tokens"])), r["seconds"], r["skipped"]) for r in found],
     )
     return status

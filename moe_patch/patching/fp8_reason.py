@@ -60,9 +60,7 @@ def planned_reason(experts: nn.Module, spec: FamilySpec, device: torch.device) -
     if device.type == "cuda":
         dtype = stored_weight(experts, spec).dtype
         return _why_not(experts, spec, glu, choose_backend("auto", device, dtype).name, device)
-    if glu is None:
-        return _OWN_ACTIVATION
-    return why_not_in_scope(HOPPER, *_sizes(experts, spec), glu, **_layout(experts, spec))
+    return _out_of_scope(experts, spec, glu, HOPPER)
 
 
 def _why_not(
@@ -71,27 +69,28 @@ def _why_not(
     """Return why experts that are stored in FP8 are decoded, or ""."""
     if backend != "triton" or device.type != "cuda":
         return f"experts on the {backend} backend and {device.type} are decoded"
+    from moe_patch.kernels.common.device import device_at
+    from moe_patch.kernels.common.versions import why_no_fp8
+
+    return _out_of_scope(experts, spec, glu, device_at(device).capability) or why_no_fp8()
+
+
+def _out_of_scope(
+    experts: nn.Module, spec: FamilySpec, glu: Glu | None, capability: tuple[int, int]
+) -> str:
+    """Return why experts that are stored in FP8 are decoded on every Triton, or ""."""
     if glu is None:
         return _OWN_ACTIVATION
-    from moe_patch.kernels.common.device import device_at
-    from moe_patch.kernels.experts.fp8 import why_not_fp8
-
-    capability = device_at(device).capability
-    return why_not_fp8(capability, *_sizes(experts, spec), glu, **_layout(experts, spec))
-
-
-def _sizes(experts: nn.Module, spec: FamilySpec) -> tuple[torch.dtype, tuple[int, int]]:
-    """Return the dtype of the products on a card, and (outputs, inputs) of the up projection."""
-    weight = stored_weight(experts, spec)
+    layout, weight = layout_of(experts, spec), stored_weight(experts, spec)
     _, rows, columns = weight.shape
-    transposed = layout_of(experts, spec).is_transposed
-    shape = (columns, rows) if transposed else (rows, columns)
-    return dtype_on("cuda", weight, spec.experts_fp32), shape
-
-
-def _layout(experts: nn.Module, spec: FamilySpec) -> dict[str, bool]:
-    layout = layout_of(experts, spec)
-    return {"biased": layout.has_bias, "transposed": layout.is_transposed}
+    return why_not_in_scope(
+        capability,
+        dtype_on("cuda", weight, spec.experts_fp32),
+        (columns, rows) if layout.is_transposed else (rows, columns),
+        glu,
+        biased=layout.has_bias,
+        transposed=layout.is_transposed,
+    )
 
 
 def _storage(weight: torch.Tensor) -> str:

@@ -33,7 +33,7 @@ from moe_patch.types import Routing
 
 # Rows of an average expert above the decode range: one for each further class of kernels/tiles.py.
 ROWS_PER_EXPERT = (32, 128)
-# Rows of an average expert above which packed weights are decoded into a buffer on every card.
+# Rows of an average expert for which every card decodes packed weights into a buffer.
 ROWS_IN_BUFFER = 1 + max(FRONT_ROWS.values())
 # Plans with more rows than this use kernels that smaller plans do not need.
 MANY_ROWS = 1024
@@ -156,22 +156,10 @@ def _warm(
 ) -> WarmedBlock:
     if not found.experts:
         return WarmedBlock(found.path, [], 0.0, "it has no experts module; its first call compiles")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    weight = _weight(found)
-    place = torch.device(device or default) if weight.is_meta else weight.device
-    if why := _uncompiled(found, place):
+    found, why = _ready(found, device, storage)
+    if why:
         return WarmedBlock(found.path, [], 0.0, why)
-    if weight.is_meta:
-        found = materialised(found, _modules(found), place, storage)
-    elif storage is not None:
-        raise UnsupportedOptionError(
-            f"warmup: storage={storage!r}, but {found.path} is not on the meta device; accepted: "
-            "only with a config or a model on meta; other experts keep their storage"
-        )
-    if why := why_not(found, packed=True):
-        return WarmedBlock(found.path, [], 0.0, why)
-    start = time.perf_counter()
-    weight = _weight(found)
+    start, weight = time.perf_counter(), _weight(found)
     cuda = [weight.device] if weight.is_cuda else []
     with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
         K = _top_k(found) or top_k
@@ -187,6 +175,28 @@ def _warm(
     if weight.is_cuda:
         torch.cuda.synchronize(weight.device)
     return WarmedBlock(found.path, counts, round(time.perf_counter() - start, 3), "")
+
+
+def _ready(
+    found: FoundBlock, device: str | torch.device | None, storage: str | None
+) -> tuple[FoundBlock, str]:
+    """Return a block that can run, and why not, or "".
+
+    Raises:
+        UnsupportedOptionError: a storage for experts that have values.
+    """
+    weight, default = _weight(found), "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device or default) if weight.is_meta else weight.device
+    if storage is not None and not weight.is_meta:
+        raise UnsupportedOptionError(
+            f"warmup: storage={storage!r}, but {found.path} is not on the meta device; accepted: "
+            "only with a config or a model on meta; other experts keep their storage"
+        )
+    if why := _uncompiled(found, place):
+        return found, why
+    if weight.is_meta:
+        found = materialised(found, _modules(found), place, storage)
+    return found, why_not(found, packed=True) or ""
 
 
 def _token_counts(weight: Tensor, K: int) -> list[int]:
