@@ -145,11 +145,11 @@ def test_packed_experts_run_as_in_training(compute: str, monkeypatch) -> None:
         calls[0][2:4] == {"decoded": (False, 1), "fp8": (True, 1), "fp8_copy": (True, 3)}[compute]
     )
     config = tiny_models.config("qwen3_moe", **sizes)
-    warmup(
-        config, [6], progress=False, dtype=torch.bfloat16, storage="fp8", compute=compute,
-        device="cpu",
-    )  # fmt: skip
-    assert calls[3:] == calls[1:3]
+    options = {"dtype": torch.bfloat16, "compute": compute, "device": "cpu"}
+    warmup(config, [6], progress=False, storage="fp8", **options)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    warmup(config, [6], progress=False, **options)
+    assert calls[3:] == calls[1:3] * 2
     # Plans this long are decoded into a buffer.
     (row,) = warmup(model, progress=False, training=False)
     assert row.tokens == [1, 128, 512, 2052]
