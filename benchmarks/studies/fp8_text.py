@@ -12,7 +12,9 @@ Runs with one seed see the same batches and begin with the same adapters.
 At the first step and after the last, gradients of the FP8 ways are compared with those of
 "decoded", with equal adapters and one batch. A row has the least cosine and the largest relative
 error over all adapter tensors. Factors A have no gradient at the first step, because B is zero.
-"decoded" is also compared with fp32 arithmetic. "fixed": routers choose what they did in "decoded".
+"decoded" is also compared with fp32 arithmetic, and with torch's products, which sum in another
+order. "fixed": routers choose what they did in "decoded". "flips": tokens of a layer whose experts
+are others than those.
 """
 
 from __future__ import annotations
@@ -155,6 +157,14 @@ class Choices:
     def kept(self) -> Any:
         return _Hooked(self.routers, self._keep)
 
+    def flips(self, model: nn.Module, run: Any) -> tuple[Any, float]:
+        """Run with free choices; return the result, and the share of tokens with other experts."""
+        others = Choices(model)
+        found = run(others.kept())
+        pairs = zip(others.ids, self.ids, strict=True)
+        changed = [(one.sort(-1)[0] != two.sort(-1)[0]).any(-1) for one, two in pairs]
+        return found, torch.stack(changed).double().mean().item()
+
     def fixed(self) -> Any:
         return _Hooked(self.routers, self._fix)
 
@@ -214,20 +224,24 @@ def study(model: nn.Module, batch: Tensor, fp32: bool) -> dict[str, Any]:
     unpatch_model(model)
     patch_model(model, self_check=False, fuse_lora="require")
     decoded = gradients(model, batch, choices.kept())
+
+    def compare(name: str, other: nn.Module, fixed: Choices, low: bool = True) -> None:
+        free, flips = fixed.flips(other, lambda chosen: gradients(other, batch, chosen, low=low))
+        found[name] = compared(free, decoded) | {"flips": flips}
+        again = gradients(other, batch, fixed.fixed(), low=low)
+        found[f"{name}, fixed"] = compared(again, decoded)
+
     if fp32:
         wide = copy.deepcopy(model).float()
         again = Choices(wide)
         again.ids = choices.ids
-        exact = gradients(wide, batch, nullcontext(), low=False)
-        found["decoded beside fp32"] = compared(decoded, exact)
-        exact = gradients(wide, batch, again.fixed(), low=False)
-        found["decoded beside fp32, fixed"] = compared(decoded, exact)
-        del wide, exact
-    for way in ("fp8", "fp8_copy"):
+        compare("fp32", wide, again, low=False)
+        del wide, again
+    options = {"decoded, torch": {"backend": "torch"}, "fp8": {"compute": "fp8"}}
+    for name, changed in (options | {"fp8_copy": {"compute": "fp8_copy"}}).items():
         unpatch_model(model)
-        patch_model(model, self_check=False, fuse_lora="require", compute=way)
-        found[way] = compared(gradients(model, batch, nullcontext()), decoded)
-        found[f"{way}, fixed"] = compared(gradients(model, batch, choices.fixed()), decoded)
+        patch_model(model, self_check=False, fuse_lora="require", **changed)
+        compare(name, model, choices)
     torch.set_rng_state(before)
     return found
 

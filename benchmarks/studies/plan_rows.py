@@ -8,6 +8,7 @@ the experts in host memory.
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl            the twelve
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --drawn 0  three by seed
     python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --recipes  of configs/
+    python benchmarks/studies/plan_rows.py --commit SHA --out rows.jsonl --in-fp8   products in FP8
     python benchmarks/studies/plan_rows.py --device cpu --small                     a dry run
 """
 
@@ -61,6 +62,7 @@ class Setting:
     patched: bool = True
     prepared: bool = False  # by peft.prepare_model_for_kbit_training
     offload: bool = False
+    compute: str = "decoded"
 
 
 SETTINGS = (
@@ -84,6 +86,13 @@ OFFLOADED = tuple(
     Setting("Qwen3-30B-A3B", 48, "nf4", tokens, 16, "adamw_8bit", liger=True, linear="nf4",
             adapters="bf16", offload=True)
     for tokens in (2048, 16384)
+)  # fmt: skip
+# Products in FP8, with and without transposed copies.
+IN_FP8 = (
+    Setting("Qwen3-30B-A3B", 12, "fp8", 8192, compute="fp8_copy"),
+    Setting("GLM-4.5-Air", 6, "fp8", 8192, 8, "adamw_8bit", linear="nf4", adapters="bf16",
+            compute="fp8_copy"),
+    Setting("Qwen3-30B-A3B", 12, "fp8", 8192, compute="fp8"),
 )  # fmt: skip
 # Files of configs/ at their true sizes, each under a hard cap of so many GiB.
 RECIPES = {
@@ -190,6 +199,7 @@ def recipe_of(one: Setting, hopper: bool) -> Any:
         one.tokens, one.rank, one.storage, one.linear, one.optimizer, one.checkpointing,
         liger=one.liger, full=one.full, adapters=one.adapters,
         hopper=hopper, embedding=one.embedding, offload=one.offload,
+        compute=one.compute,
     )  # fmt: skip
 
 
@@ -230,7 +240,7 @@ def measure(one: Setting, prepared: tuple[Any, Any, Any], device: Any) -> dict[s
     with torch.device(device):  # else PEFT draws the adapters on the CPU
         model = add_adapters(model, config.lora, 0, config.adapter_dtype)
     if one.patched:
-        patch_model(model, offload_experts=one.offload)
+        patch_model(model, offload_experts=one.offload, compute=one.compute)
     model.to(device)  # PEFT puts adapters beside their weights, which may be on the host
     marks.append(("patch", time.perf_counter()))
     vocabulary = sizes.vocab
@@ -441,6 +451,7 @@ def main() -> None:
         "--recipes", nargs="*", choices=RECIPES, help="files of configs/, capped; none named: all"
     )
     parser.add_argument("--offloaded", action="store_true", help="with experts in host memory")
+    parser.add_argument("--in-fp8", action="store_true", help="with products in FP8")
     parser.add_argument(
         "--only", type=int, nargs="*", help="numbers of the twelve, after --recipes"
     )
@@ -455,6 +466,8 @@ def main() -> None:
         settings = [read_recipe(name, RECIPES[name]) for name in options.recipes or RECIPES]
     if options.offloaded:
         settings = list(OFFLOADED)
+    if options.in_fp8:
+        settings = list(IN_FP8)
     if options.drawn is not None:
         settings = list(draw(3, SEED + options.drawn))
     if options.only is not None:

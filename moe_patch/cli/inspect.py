@@ -82,14 +82,15 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
 
     Returns:
         Numbers of parameters and bytes, and one entry per MoE block. For the experts also the bytes
-        by storage after quantize_experts, or why it would refuse. A block's entry has the report's
-        row, its sizes, and the bytes that its experts keep per token from forward to backward. The
-        latter are absent if the experts do not run on the operator.
+        by storage after quantize_experts, or why it would refuse. ``fp8_copy_bytes`` are those of
+        transposed copies, and ``fp8_decoded`` is the first module without. A block's entry has the
+        report's row, its sizes, and the bytes that its experts keep per token from forward to
+        backward. The latter are absent if the experts do not run on the operator.
     """
     from moe_patch.formats.packed import STORAGES
     from moe_patch.patching.patch import patch_model
     from moe_patch.patching.report import patch_report
-    from moe_patch.quant.memory import experts_memory
+    from moe_patch.quant.memory import copied_bytes, experts_memory
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the rows say why blocks are refused
@@ -100,8 +101,10 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
     experts = [p for found in discover(model) for _, m in found.experts for p in m.parameters()]
     try:
         _, quantised, unquantised = experts_memory(model)
+        copies, decoded = copied_bytes(model, device)
     except UnsupportedModelError as error:
         quantised, unquantised = {}, dict.fromkeys(STORAGES, str(error))
+        copies, decoded = 0, ""
     return {
         "parameters": sum(p.numel() for p in parameters.values()),
         "expert_parameters": sum(p.numel() for p in experts),
@@ -109,6 +112,8 @@ def examine(model: nn.Module, device: torch.device, backend: str = "auto") -> di
         "expert_bytes": sum(p.nbytes for p in experts),
         "expert_bytes_quantised": quantised,
         "not_quantised": unquantised,
+        "fp8_copy_bytes": copies,
+        "fp8_decoded": decoded,
         "saved_bytes_per_token": _total(rows, "saved_bytes_per_token"),
         "saved_with_recompute": _total(rows, "saved_with_recompute"),
         "blocks": rows,
@@ -192,6 +197,8 @@ def _unreadable(found: dict[str, Any], method: str) -> dict[str, Any]:
         "expert_bytes": None,
         "expert_bytes_quantised": {},
         "not_quantised": {},
+        "fp8_copy_bytes": 0,
+        "fp8_decoded": "",
         "saved_bytes_per_token": 0,
         "saved_with_recompute": 0,
         "blocks": [
@@ -219,7 +226,7 @@ def _print(result: dict[str, Any]) -> None:
             f"{bytes_text(result['expert_bytes'])}"
         )
         if storage == "fp8":
-            print(f"  with a transposed copy (compute: fp8_copy): {bytes_text(2 * count)}")
+            _print_copies(result, count)
     if result["expert_parameters"]:
         for reason in dict.fromkeys(result["not_quantised"].values()):
             storages = [name for name, why in result["not_quantised"].items() if why == reason]
@@ -238,6 +245,15 @@ def _print(result: dict[str, Any]) -> None:
         ("blocks", *(name.replace("_", " ") for name in names), "B/token", "reason"),
         [(_paths(paths), *cells) for cells, paths in kinds.items()],
     )
+
+
+def _print_copies(result: dict[str, Any], count: int) -> None:
+    """Print what experts of ``count`` bytes in FP8 take with copies, or why there are none."""
+    if copies := result["fp8_copy_bytes"]:
+        whole = bytes_text(count + copies)
+        print(f"  with transposed copies (compute: fp8_copy): {whole}")
+    if result["fp8_decoded"]:
+        print(f"  compute: fp8 decodes {result['fp8_decoded']}")
 
 
 def _paths(paths: list[str]) -> str:

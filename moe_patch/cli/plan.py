@@ -18,6 +18,7 @@ from moe_patch.config import COMPUTES, PatchConfig
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
 from moe_patch.formats.packed import READABLE
 from moe_patch.quant.stored import stored
+from moe_patch.runtime.fp8 import DECODED
 from moe_patch.tools.plan_memory import CONTEXT
 from moe_patch.tools.plan_total import Plan, make_plan, most_tokens
 from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
@@ -76,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
         steps.step("building the model on the meta device")
         model = models.build(config, dtype, "meta")
         targets = {} if args.full else _targets(model)
-        sizes = read_sizes(model, targets, args.attention)
+        sizes = read_sizes(model, targets, args.attention, device)
         storages = _storages(model, recipe)
     if memory is not None:
         choices = choices_of(fixed, storages, config.model_type, dtype)
@@ -213,19 +214,27 @@ def _result(
         "needed_bytes": plan.needed,
         "memory_bytes": memory,
         "most_tokens": most,
-        "notes": _notes(sizes),
+        "notes": _notes(sizes, recipe),
         "recipe": node,
     }
 
 
-def _notes(sizes: Sizes) -> list[str]:
-    """Return sentences on what the plan cannot see."""
+def _notes(sizes: Sizes, recipe: Recipe) -> list[str]:
+    """Return sentences on what the plan cannot see, and on options without effect."""
+    found: list[str] = []
+    if recipe.compute != DECODED and recipe.storage == "fp8":
+        layers = {one.decoded: one.layer for one in reversed(sizes.weights) if one.decoded}
+        found = [
+            f"compute: {recipe.compute} has no effect (as in layer {layer}): {why}"
+            for why, layer in layers.items()
+        ]
     if not any(layer.eager for layer in sizes.layers):
-        return []
+        return found
     return [
+        *found,
         "transformers has no fused attention for this model: each layer keeps T x T "
         "probabilities per head, and the plan counts them; --attention flex_attention keeps none, "
-        "where the model has it"
+        "where the model has it",
     ]
 
 

@@ -17,9 +17,10 @@ OPTIM = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_bnb_8bit", "sgd": "s
 
 def said(recipe: Recipe) -> str:
     """Return a recipe in words."""
+    in_fp8 = f" (compute: {recipe.compute})" if recipe.compute != "decoded" else ""
     words = [
         "full" if recipe.full else f"rank {recipe.rank}",
-        f"experts in {recipe.storage}" + (", twice (fp8_copy)" if recipe.copied else ""),
+        f"experts in {recipe.storage}" + in_fp8,
         recipe.optimizer,
         "checkpointing" if recipe.checkpointing else "no checkpointing",
         "Liger" if recipe.liger else "no Liger",

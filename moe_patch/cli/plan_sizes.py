@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from moe_patch.cli.inspect import block_sizes
 from moe_patch.errors import UnsupportedModelError
 from moe_patch.patching.discover import FoundBlock, discover
+from moe_patch.patching.fp8_reason import planned_reason
 from moe_patch.runtime.described import layout_of
 from moe_patch.tools.plan_types import Input, Layer, Moe, Sizes, Weight
 
 # Output projections of attention; they read what attention keeps anyway.
 OUT = ("o_proj", "out_proj", "dense", "wo")
+NO_CARD = torch.device("cpu")
 
 
-def read_sizes(model: Any, targets: dict[str, list[str]], attention: str | None = None) -> Sizes:
+def read_sizes(
+    model: Any,
+    targets: dict[str, list[str]],
+    attention: str | None = None,
+    device: torch.device = NO_CARD,
+) -> Sizes:
     """Return the sizes of a model.
 
     Args:
@@ -25,6 +33,7 @@ def read_sizes(model: Any, targets: dict[str, list[str]], attention: str | None 
         targets: as lora_targets returns them; empty for full fine-tuning.
         attention: the run's ``attn_implementation``; None is the model's own. All but "eager"
             count as fused.
+        device: the card; a CPU stands for a Hopper card elsewhere.
 
     Raises:
         UnsupportedModelError: it has no MoE block, or a block whose activations are unknown.
@@ -35,13 +44,13 @@ def read_sizes(model: Any, targets: dict[str, list[str]], attention: str | None 
             f"{type(model).__name__} has no MoE block; accepted: MoE models (`moe-patch families` "
             "lists them)"
         )
-    moes = {block.path: _moe(block, targets) for block in blocks}
+    moes = {block.path: _moe(block, targets, device) for block in blocks}
     layers = dict(_layers(model, blocks))
     config = model.config.get_text_config()
     fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
     fused = fused if attention is None else attention != "eager"
     return Sizes(
-        weights=tuple(_weights(model, blocks, list(layers), targets)),
+        weights=tuple(_weights(model, blocks, list(layers), targets, device)),
         layers=tuple(
             _layer(path, layer, blocks, moes, targets, config, fused)
             for path, layer in layers.items()
@@ -52,7 +61,7 @@ def read_sizes(model: Any, targets: dict[str, list[str]], attention: str | None 
     )
 
 
-def _moe(block: FoundBlock, targets: dict[str, list[str]]) -> Moe:
+def _moe(block: FoundBlock, targets: dict[str, list[str]], device: torch.device) -> Moe:
     """Return a block's sizes, or say why its memory cannot be derived."""
     if block.refused:
         raise UnsupportedModelError(f"{block.path}: {block.reason}")
@@ -68,7 +77,10 @@ def _moe(block: FoundBlock, targets: dict[str, list[str]]) -> Moe:
     names = targets.get("target_parameters", [])
     adapted = sum(_ends(f"{path}.{name}", names) for name in (layout.up_name, "down_proj"))
     up = sizes["width"] * (2 if layout.has_gate else 1)
-    return Moe(sizes["experts"], sizes["top_k"], sizes["hidden"], up, sizes["width"], adapted)
+    decoded = planned_reason(experts, block.spec, device)
+    return Moe(
+        sizes["experts"], sizes["top_k"], sizes["hidden"], up, sizes["width"], adapted, decoded
+    )  # fmt: skip
 
 
 def _layers(model: nn.Module, blocks: list[FoundBlock]) -> Iterator[tuple[str, nn.Module]]:
@@ -93,11 +105,15 @@ def _ends(path: str, names: list[str]) -> bool:
 
 
 def _weights(
-    model: Any, blocks: list[FoundBlock], layers: list[str], targets: dict[str, list[str]]
+    model: Any,
+    blocks: list[FoundBlock],
+    layers: list[str],
+    targets: dict[str, list[str]],
+    device: torch.device,
 ) -> Iterator[Weight]:
     kinds = _kinds(model, blocks)
     projections = {
-        f"{path}.{name}"
+        f"{path}.{name}": planned_reason(experts, block.spec, device)
         for block in blocks
         for path, experts in block.experts
         for name in (layout_of(experts, block.spec).up_name, "down_proj")
@@ -113,7 +129,10 @@ def _weights(
         by_module = last == "weight" and _ends(path, targets.get("target_modules", []))
         adapted = by_module or _ends(name, targets.get("target_parameters", []))
         packable = packed_linear or name in projections or module is embedding
-        yield Weight(kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize)
+        yield Weight(
+            kind, tuple(parameter.shape), layer, adapted, packable, parameter.itemsize,
+            projections.get(name, ""),
+        )  # fmt: skip
 
 
 def _untied_embedding(model: Any) -> nn.Module | None:

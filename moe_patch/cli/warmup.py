@@ -11,7 +11,9 @@ from moe_patch.cli.limits import check_fits
 from moe_patch.cli.output import add_json, print_json, print_table, progress
 from moe_patch.cli.selftest import jobs_for, print_trust, trust_on
 from moe_patch.cli.status import CHECK_FAILED
+from moe_patch.config import COMPUTES
 from moe_patch.errors import UnsupportedOptionError
+from moe_patch.formats.packed import STORAGES
 
 
 def add(subparsers: Any) -> None:
@@ -30,6 +32,15 @@ def add(subparsers: Any) -> None:
         "--lora", type=int, metavar="RANK", help="with adapters of this rank on a frozen model"
     )
     parser.add_argument(
+        "--storage", choices=STORAGES, help="storage of the experts; default: the checkpoint's"
+    )
+    parser.add_argument(
+        "--compute",
+        choices=COMPUTES,
+        default="decoded",
+        help="option of the patch, for FP8 experts",
+    )
+    parser.add_argument(
         "--trust",
         action="store_true",
         help="first run `selftest --trust`, to enable the Hopper kernels on an untested Triton",
@@ -41,6 +52,7 @@ def add(subparsers: Any) -> None:
 def command(args: argparse.Namespace) -> int:
     """Compile, and print one row per kind of block."""
     from moe_patch.patching.patch import patch_model
+    from moe_patch.tools.on_meta import published_storage
     from moe_patch.tools.warmup import warmup
 
     if args.tokens is not None and min(args.tokens) < 1:
@@ -58,23 +70,28 @@ def command(args: argparse.Namespace) -> int:
         model = models.build(config, dtype, "meta")
         if args.lora is not None:
             model = models.with_adapters(model, args.lora)
-        model = patch_model(model)
+        model = patch_model(model, compute=args.compute)
     rows = warmup(
         model,
         args.tokens,
         training=not args.inference,
         device=device,
+        storage=args.storage or published_storage(config),
         progress=sys.stderr.isatty(),
     )
-    found = [row._asdict() for row in rows]
+    return _print([row._asdict() for row in rows], trusted, args.json)
+
+
+def _print(found: list[dict[str, Any]], trusted: Any, as_json: bool) -> int:
+    """Print the rows, and what ``--trust`` found; return the status."""
     status = 0 if trusted is None or trusted.passed else CHECK_FAILED
-    if args.json:
+    if as_json:
         print_json(found if trusted is None else {"trust": trusted.as_dict(), "blocks": found})
         return status
     if trusted is not None:
         print_trust(trusted)
     print_table(
         ("first block of its kind", "tokens", "seconds", "skipped"),
-        [(r.path, ", ".join(map(str, r.tokens)), r.seconds, r.skipped) for r in rows],
+        [(r["path"], ", ".join(map(str, r["tokens"])), r["seconds"], r["skipped"]) for r in found],
     )
     return status

@@ -10,7 +10,7 @@ from moe_patch.ops.routing_fields import why_not_route
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.fp8_reason import decoded_reason
 from moe_patch.runtime.described import layout_of, read_glu
-from moe_patch.runtime.experts import compute_dtype, stored_weight
+from moe_patch.runtime.experts import dtype_on, stored_weight
 from moe_patch.runtime.module_patch import patch_of
 from moe_patch.runtime.spec import Arg
 from moe_patch.types import Glu, RouteSpec
@@ -51,7 +51,7 @@ def _unusual_kernels(found: FoundBlock, glu: Glu, device: torch.device) -> str:
     capability, shared_memory, _ = device_at(device)
     rows, columns = whole_shape(weight)[1:]
     shape = (columns, rows) if layout.is_transposed else (rows, columns)
-    dtype = compute_dtype(weight, weight, found.spec.experts_fp32)
+    dtype = dtype_on(device.type, weight, found.spec.experts_fp32)
     return joined(
         portable_reason(capability, dtype, shape, glu, transposed=layout.is_transposed),
         decoding_reason(capability, weight.stored_in if isinstance(weight, QuantTensor) else ""),

@@ -12,12 +12,19 @@ from moe_patch.runtime.module_patch import is_ours
 from moe_patch.runtime.modules import has_accelerate_hook, is_sharded
 
 
-def why_not(found: FoundBlock) -> str | None:
-    """Say why a block cannot be checked (weights elsewhere, hooks, wrappers), or return None."""
+def why_not(found: FoundBlock, *, packed: bool = False) -> str | None:
+    """Say why a block cannot be checked (weights elsewhere, hooks, wrappers), or return None.
+
+    Args:
+        found: the block.
+        packed: packed experts are no reason, because transformers' forward does not run.
+    """
     for module in involved(found):
         if (why := _why_not_module(module)) is not None:
             return why
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if packed and isinstance(tensor, QuantTensor) and not tensor.is_meta:
+                continue
             if (why := _why_not_tensor(tensor)) is not None:
                 return why
     return None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from moe_patch.formats import fp8, mxfp4, nf4
 from moe_patch.formats.packed import READABLE, STORAGES
 from moe_patch.formats.tensor import QuantTensor
+from moe_patch.patching.discover import discover
+from moe_patch.patching.fp8_reason import planned_reason
 from moe_patch.quant.stored import stored_method
 from moe_patch.quant.surgery import expert_projections
 
@@ -94,3 +97,27 @@ def experts_memory(model: nn.Module) -> ExpertsMemory:
         for storage in quantised:
             quantised[storage] += packed_bytes((E, rows, columns), storage)
     return ExpertsMemory(stored, quantised, refused)
+
+
+def copied_bytes(model: nn.Module, device: torch.device) -> tuple[int, str]:
+    """Return the bytes of the transposed copies of ``compute: fp8_copy``, and why some are missing.
+
+    Args:
+        model: a model whose experts can be quantised, on any device.
+        device: the card; a CPU stands for a Hopper card elsewhere.
+
+    Returns:
+        The bytes, and the first experts module that is decoded, with the reason, or "".
+
+    Raises:
+        UnsupportedModelError: as :func:`experts_memory`.
+    """
+    specs = {id(module): found.spec for found in discover(model) for _, module in found.experts}
+    total, missing = 0, ""
+    for one in expert_projections(model):
+        if why := planned_reason(one.module, specs[id(one.module)], device):
+            missing = missing or f"{one.path}: {why}"
+        else:
+            E, rows, columns = one.stored.shape
+            total += packed_bytes((E, rows, columns), "fp8")
+    return total, missing

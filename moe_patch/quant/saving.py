@@ -207,8 +207,11 @@ def _fp8_entries(model: Any, packed: dict[str, QuantTensor]) -> dict[str, Tensor
         weight = one.weight
         values = _stored(model, {name: weight.packed})
         _check_cut(model.config.model_type, values, weight.shape[0])
-        scales = _stored(model, {name: weight.scales[0]})
-        entries |= values | {f"{key}_scale_inv": scale for key, scale in scales.items()}
+        entries |= values
+        for key, scales in _stored(model, {name: weight.scales[0]}).items():
+            # transformers 5.9 to 5.20 drop all axes of length one, not only that of the experts.
+            blocks = [-(-length // fp8.BLOCK) for length in values[key].shape]
+            entries[f"{key}_scale_inv"] = scales.reshape(blocks)
     return entries
 
 

@@ -201,6 +201,16 @@ def expert_projections(
         yield from _projections_of(block)
 
 
+def pack_block(block: FoundBlock, storage: str, device: torch.device) -> None:
+    """Pack the experts of one block, as :func:`quantize_experts` does for a model.
+
+    Raises:
+        UnsupportedModelError: experts that cannot be quantised.
+    """
+    for one in _projections_of(block):
+        _put([[one]], pack(one.stored.detach(), storage, device, one.where))
+
+
 def _projections_of(block: FoundBlock) -> Iterator[Projection]:
     for path, experts in block.experts:
         if (why := _why_not(experts, block.spec)) is not None:

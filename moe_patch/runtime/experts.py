@@ -124,11 +124,20 @@ def read_projection(
 
 
 def compute_dtype(hidden: Tensor, weight: Tensor, fp32: bool = False) -> torch.dtype:
+    """Return the dtype of products on the hidden states' device (see :func:`dtype_on`)."""
+    return dtype_on(hidden.device.type, weight, fp32)
+
+
+def dtype_on(device_type: str, weight: Tensor, fp32: bool = False) -> torch.dtype:
     """Return autocast's dtype if autocast is on, or else the weights', at least fp32 with ``fp32``.
 
     Like autocast, leave fp64 weights alone.
+
+    Args:
+        device_type: where products run; torch has no autocast for "meta", where weights may be.
+        weight: of the experts.
+        fp32: the family computes its experts in fp32 at least.
     """
-    device_type = hidden.device.type
     if torch.is_autocast_enabled(device_type) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return torch.promote_types(weight.dtype, torch.float32) if fp32 else weight.dtype

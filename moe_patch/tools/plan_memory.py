@@ -12,6 +12,7 @@ from dataclasses import replace
 from moe_patch.formats.packed import decoded_at_once
 from moe_patch.ops.experts.long_context import AUTO_FROM
 from moe_patch.quant.memory import gathered_bytes, held_bytes
+from moe_patch.tools.plan_fp8 import backward_moments, forward_moments, is_in_fp8
 from moe_patch.tools.plan_types import KINDS, Layer, Moe, Recipe, Sizes, Weight
 
 # CUDA's context and the loaded kernels on an H200 by NVML; no allocator of torch counts them.
@@ -28,7 +29,7 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
     Expert projections take quant.memory.held_bytes in a packed storage, and a Linear in 4 bits the
     same as one expert in NF4. An embedding in 4 bits has an fp32 scale per 64 values and 16 levels.
     All other weights take b a value, divided by the ranks of FSDP2. Transposed copies of FP8
-    experts take as much again.
+    experts take as much again, where products are in FP8.
     """
     found = dict.fromkeys(KINDS, 0)
     for one in sizes.weights:
@@ -39,7 +40,7 @@ def weight_bytes(sizes: Sizes, recipe: Recipe) -> dict[str, int]:
             found[one.kind] += one.numel // 2 + 4 * (one.numel // 64) + 4 * 16
         else:
             E, rows, columns = (1, *one.shape)[-3:]
-            copies = 2 if one.kind == "experts" and recipe.copied else 1
+            copies = 2 if one.kind == "experts" and recipe.copied and not one.decoded else 1
             held = held_bytes((E, rows, columns), storage, recipe.shards)
             found[one.kind] += copies * recipe.shards * held
     return {kind: count // recipe.shards for kind, count in found.items()}
@@ -240,7 +241,7 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
     One of them is there at a time (formats.packed.decoded_at_once). For few rows Hopper decodes in
     front of the product, and needs NF4's scales in fp32 alone: 4 bytes per 64 values.
     """
-    if recipe.storage == "bf16":
+    if recipe.storage == "bf16" or (is_in_fp8(moe, recipe) and recipe.copied):
         return 0, 0
     shapes = (moe.up, moe.hidden), (moe.hidden, moe.width)
     few = recipe.tokens * moe.top_k <= moe.experts * FRONT_ROWS[recipe.storage]
@@ -258,6 +259,8 @@ def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
     from moe_patch.kernels.common.chunks import ALONE, KEPT, RECOMPUTED, TRAINED, auto_chunk, chunks
 
+    if is_in_fp8(moe, recipe):
+        return recipe.tokens
     limit = recipe.chunk if isinstance(recipe.chunk, int) else 0
     if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
         again = TRAINED if recipe.full else RECOMPUTED
@@ -279,6 +282,7 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     out and dx are there from the start. Unless weights are packed, y and the rows of dx have some
     columns. A chunk's gradients of factors are in fp32, beside their sums. A full fine-tune then
     holds w a of all tokens, or with ``recompute`` fp32 sums of the weight gradients.
+    Products in FP8 run at once and hold other buffers (tools/plan_fp8.py).
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
     from moe_patch.kernels.common.chunks import COLUMNS, LEAST
@@ -304,6 +308,10 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
         rows = held + dx if held > a else dx
         forward = (out + a + up, out + a + y + down)
         backward = (2 * out + sums + held + down, 2 * out + sums + rows + up)
+    if is_in_fp8(moe, recipe):
+        forward = forward_moments(moe, recipe, a, y, out)
+        if recipe.copied:
+            backward = backward_moments(moe, recipe, a, y, out)
     casts = factors * itemsize if recipe.adapter_bytes != itemsize else 0
     again = row * moe.up if recipe.recompute else 0
     return max(*forward, max(backward) + again) + casts

@@ -15,7 +15,8 @@ class Weight(NamedTuple):
 
     ``packable`` means a 3-D expert projection, or the weight of a Linear or of an untied input
     embedding for bitsandbytes.
-    ``itemsize`` is its own: some routers stay in fp32.
+    ``itemsize`` is its own: some routers stay in fp32. ``decoded`` says why a projection is not
+    multiplied in FP8 although ``compute`` requests it, or "".
     """
 
     kind: str
@@ -24,6 +25,7 @@ class Weight(NamedTuple):
     adapted: bool
     packable: bool
     itemsize: int
+    decoded: str = ""
 
     @property
     def numel(self) -> int:
@@ -44,7 +46,10 @@ class Input(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """Sizes of an MoE block; ``up`` is H, ``adapted`` the number of adapted expert projections."""
+    """Sizes of an MoE block.
+
+    ``up`` is H, ``adapted`` the number of adapted expert projections, and ``decoded`` as in Weight.
+    """
 
     experts: int
     top_k: int
@@ -52,6 +57,7 @@ class Moe(NamedTuple):
     up: int
     width: int
     adapted: int
+    decoded: str = ""
 
 
 class Layer(NamedTuple):

@@ -8,7 +8,6 @@ in Triton's cache on disk for the next process.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,22 +15,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_patch.config import PatchConfig
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
+from moe_patch.formats.packed import STORAGES
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.patching.checkable import why_not
 from moe_patch.patching.discover import FoundBlock, discover
-from moe_patch.patching.patch import patch_model
 from moe_patch.patching.selfcheck import kind_of
 from moe_patch.runtime.described import layout_of
 from moe_patch.runtime.experts import compute_dtype, stored_weight
 from moe_patch.runtime.module_patch import ModulePatch, patch_of
 from moe_patch.runtime.spec import Arg, read
+from moe_patch.schema import check_choice
+from moe_patch.tools.on_meta import materialised, on_meta, published_storage
+from moe_patch.tools.plan_memory import FRONT_ROWS
 from moe_patch.types import Routing
 
 # Rows of an average expert above the decode range: one for each further class of kernels/tiles.py.
 ROWS_PER_EXPERT = (32, 128)
+# Rows of an average expert for which every card decodes packed weights into a buffer.
+ROWS_IN_BUFFER = 1 + max(FRONT_ROWS.values())
 # Plans with more rows than this use kernels that smaller plans do not need.
 MANY_ROWS = 1024
 # A program of the routing kernels holds one of these numbers of tokens, or all if there are fewer.
@@ -62,6 +66,7 @@ def warmup(
     top_k: int | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    storage: str | None = None,
     progress: bool = True,
     **options: Any,
 ) -> list[WarmedBlock]:
@@ -80,6 +85,8 @@ def warmup(
         top_k: experts per token, for blocks whose router stays with transformers.
         device: where to run blocks that are on "meta"; default: cuda if available.
         dtype: dtype of a config's weights; default: the config's own.
+        storage: "nf4" or "fp8", in which experts on "meta" are packed; default: FP8 for the config
+            of an FP8 checkpoint, or else the weights' dtype. Other experts keep their storage.
         progress: show a progress bar on stderr.
         options: a config's :class:`moe_patch.PatchConfig` options.
 
@@ -88,7 +95,9 @@ def warmup(
 
     Raises:
         PatchStateError: the model is not patched, or a recorder would count the random tokens.
-        UnsupportedOptionError: options or a dtype together with a model, which has its own.
+        UnsupportedOptionError: options or a dtype together with a model, which has its own; an
+            unknown storage, or one for experts that are not on "meta".
+        UnsupportedModelError: experts that this storage cannot hold, by name.
     """
     if isinstance(model_or_config, nn.Module):
         if options or dtype is not None:
@@ -98,11 +107,14 @@ def warmup(
             )
         model = model_or_config
     else:
-        model = _on_meta(model_or_config, dtype, options)
+        model = on_meta(model_or_config, dtype, options)
+        storage = storage or published_storage(model_or_config)
+    if storage is not None:
+        check_choice("warmup: storage", storage, STORAGES)
     from tqdm import tqdm
 
     bar = tqdm(_kinds(model), desc="compiling MoE kernels", disable=not progress)
-    return [_warm(found, tokens, training, top_k, device) for found in bar]
+    return [_warm(found, tokens, training, top_k, device, storage) for found in bar]
 
 
 def _kinds(model: nn.Module) -> list[FoundBlock]:
@@ -114,20 +126,6 @@ def _kinds(model: nn.Module) -> list[FoundBlock]:
     if not kinds:
         raise PatchStateError(f"{type(model).__name__} is not patched; call patch_model first")
     return list(kinds.values())
-
-
-def _on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    auto = AutoModelForCausalLM
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        auto = AutoModel
-    config = copy.deepcopy(config)  # from_config modifies it
-    dtype = dtype or config.dtype or torch.float32
-    with torch.device("meta"):
-        # No attention runs here, and this machine may lack the one in the config.
-        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
-    return patch_model(model, PatchConfig.parse(None, **options))
 
 
 def _patch(module: Any) -> ModulePatch | None:
@@ -155,15 +153,14 @@ def _warm(
     training: bool,
     top_k: int | None,
     device: str | torch.device | None,
+    storage: str | None,
 ) -> WarmedBlock:
     if not found.experts:
         return WarmedBlock(found.path, [], 0.0, "it has no experts module; its first call compiles")
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    found = _materialised(found, torch.device(device or default))
-    if why := _unready(found):
+    found, why = _ready(found, device, storage)
+    if why:
         return WarmedBlock(found.path, [], 0.0, why)
-    start = time.perf_counter()
-    weight = _weight(found)
+    start, weight = time.perf_counter(), _weight(found)
     cuda = [weight.device] if weight.is_cuda else []
     with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(training):
         K = _top_k(found) or top_k
@@ -173,7 +170,7 @@ def _warm(
         if not tokens:
             for T in ROUTED_TOKENS:
                 _route(found, T)
-        counts = list(tokens or _token_counts(weight.shape[0], K))
+        counts = list(tokens or _token_counts(weight, K))
         for T in counts:
             _run_both(found, T, K, training)
     if weight.is_cuda:
@@ -181,9 +178,34 @@ def _warm(
     return WarmedBlock(found.path, counts, round(time.perf_counter() - start, 3), "")
 
 
-def _token_counts(E: int, K: int) -> list[int]:
-    """Return one token count per size class of tiles."""
-    rows = (1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS))
+def _ready(
+    found: FoundBlock, device: str | torch.device | None, storage: str | None
+) -> tuple[FoundBlock, str]:
+    """Return a block that can run, and why not, or "".
+
+    Raises:
+        UnsupportedOptionError: a storage for experts that have values.
+    """
+    weight, default = _weight(found), "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device or default) if weight.is_meta else weight.device
+    if storage is not None and not weight.is_meta:
+        raise UnsupportedOptionError(
+            f"warmup: storage={storage!r}, but {found.path} is not on the meta device; accepted: "
+            "only with a config or a model on meta; other experts keep their storage"
+        )
+    if why := _uncompiled(found, place):
+        return found, why
+    if weight.is_meta:
+        found = materialised(found, _modules(found), place, storage)
+    return found, why_not(found, packed=True) or ""
+
+
+def _token_counts(weight: Tensor, K: int) -> list[int]:
+    """Return one token count per size class of tiles, and of ways to decode."""
+    E = weight.shape[0]
+    rows = {1, *(E * rows for rows in ROWS_PER_EXPERT), max(E * ROWS_PER_EXPERT[-1], MANY_ROWS)}
+    if isinstance(weight, QuantTensor):
+        rows.add(E * ROWS_IN_BUFFER)
     return sorted({-(-N // K) for N in rows})
 
 
@@ -197,34 +219,20 @@ def _run_both(found: FoundBlock, T: int, K: int, training: bool) -> None:
             _run(found, T, routing, False)
 
 
-def _materialised(found: FoundBlock, device: torch.device) -> FoundBlock:
-    """Return the block or, if its weights are on "meta", a copy with small random weights."""
-    if not _weight(found).is_meta:
-        return found
-    twin = copy.deepcopy(found)
-    for module in [*_modules(twin), *(wrapper for _, wrapper in twin.wrappers)]:
-        if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
-            module.to_empty(device=device)
-            for tensor in [*module.parameters(), *module.buffers()]:
-                if tensor.is_floating_point():
-                    nn.init.normal_(tensor.data, std=0.02)
-                else:
-                    tensor.data.zero_()
-    return twin
+def _uncompiled(found: FoundBlock, device: torch.device) -> str:
+    """Say why a block on a device has no kernels to compile, or return "".
 
-
-def _unready(found: FoundBlock) -> str:
-    """Say why a block cannot run, or return ""."""
-    patch, weight = _patch(found.experts[0][1]), _weight(found)
+    Raises:
+        PatchStateError: a recorder would count the random tokens.
+    """
+    patch = _patch(found.experts[0][1])
     assert patch is not None
     if any(r is not None and r.taps is not None for r in map(_patch, _modules(found))):
         raise PatchStateError(
             f"{found.path}: a recorder is attached, which would count the random tokens of a "
             "warm-up; call warmup before record"
         )
-    if why := why_not(found):
-        return why
-    choice = choose_backend(patch.config.backend, weight.device, weight.dtype)
+    choice = choose_backend(patch.config.backend, device, _weight(found).dtype)
     if choice.name == "torch":
         return f"nothing to compile on the torch backend ({choice.reason})"
     if found.spec.experts_forward is not None:

@@ -179,7 +179,10 @@ def test_compiled_code_uses_a_copy_of_this_very_weight_or_makes_one() -> None:
 def test_weights_that_fsdp2_gathers_have_no_copy(
     known: None, on_hopper: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """Each rank would keep the copies of every layer: backward decodes, and the report says so."""
+    """Each rank would keep the copies of every layer: backward decodes, and the report says so.
+
+    Other cards than Hopper's decode, and the report names them.
+    """
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     model = quantize_experts(tiny_models.build("qwen3_moe", **sizes), "fp8")
     experts: Any = tiny_models.blocks(model.bfloat16())[0][1].experts
@@ -197,6 +200,12 @@ def test_weights_that_fsdp2_gathers_have_no_copy(
         return decoded_reason(experts, found.spec, SILU, "triton", torch.device("cuda"), compute)
 
     assert reason("fp8_copy") == ""
+    for other in ((8, 9), (10, 0), (12, 0)):
+        card = Device(other, 99 << 10, 132)
+        monkeypatch.setattr(device, "_cuda_device", lambda index, card=card: card)
+        said = "compute='fp8_copy' has no effect: FP8 products need compute capability 9.0, found "
+        assert reason("fp8_copy") == said + ".".join(map(str, other))
+    monkeypatch.setattr(device, "_cuda_device", lambda index: HOPPER)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

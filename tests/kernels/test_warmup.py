@@ -13,14 +13,24 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import moe_patch.tools.warmup
-from moe_patch import PatchStateError, UnsupportedOptionError, lora_targets, patch_model, record
+from moe_patch import (
+    PatchStateError,
+    UnsupportedOptionError,
+    lora_targets,
+    patch_model,
+    quantize_experts,
+    record,
+)
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.tools.warmup import warmup
 from tests.support import SUPPORT, tiny_models
+from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.limits import HANG_S
 from tests.support.parity import run_block
 from tests.support.snapshots import assert_unchanged, snapshot
 from tests.support.tiny_models import blocks
+
+LORAS = "lora13", "lora2"
 
 
 @pytest.fixture
@@ -39,6 +49,15 @@ def test_an_unpatched_model_and_options_beside_a_model_are_refused() -> None:
         warmup(model, progress=False, recompute=True)
     with pytest.raises(UnsupportedOptionError, match="dtype together with a model"):
         warmup(model, progress=False, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedOptionError, match="storage is 'int8'; accepted: nf4, fp8"):
+        warmup(model, progress=False, storage="int8")
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_a_storage_is_for_experts_on_meta() -> None:
+    model = patch_model(tiny_models.build("qwen3_moe"))
+    with pytest.raises(UnsupportedOptionError, match="storage='fp8', but .* is not on the meta"):
+        warmup(model, progress=False, storage="fp8")
 
 
 def test_progress_goes_to_stderr(capsys) -> None:
@@ -97,6 +116,46 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
+def test_packed_experts_run_as_in_training(compute: str, monkeypatch) -> None:
+    """A quantised model and a config of its storage make equal calls."""
+    calls = []
+    original = moe_patch.runtime.experts.experts_mlp
+
+    def note(x_TD, ids_TK, weights_TK, w, glu, **options):
+        ranks = [None if lora is None else lora.A_ERI.shape for lora in map(options.get, LORAS)]
+        calls.append(
+            (len(x_TD), w.w13_EHD.storage, w.w13_EHD.in_fp8, len(w.w13_EHD.scales), x_TD.dtype)
+            + (torch.is_grad_enabled(), *ranks)
+        )
+        return original(x_TD, ids_TK, weights_TK, w, glu, **options)
+
+    monkeypatch.setattr(moe_patch.runtime.fp8, "_is_hopper", lambda *_: True)
+    monkeypatch.setattr(moe_patch.runtime.fp8, "_runs", lambda *_: True)
+    monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", note)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
+    model = quantize_experts(tiny_models.build("qwen3_moe", torch.bfloat16, **sizes), "fp8")
+    patch_model(model, compute=compute)
+    x = torch.randn(1, 6, 128, dtype=torch.bfloat16, requires_grad=True)
+    blocks(model)[0][1](x)
+    (row,) = warmup(model, [6], progress=False)
+    assert row.skipped == ""
+    assert calls[1] == calls[0]
+    assert (
+        calls[0][2:4] == {"decoded": (False, 1), "fp8": (True, 1), "fp8_copy": (True, 3)}[compute]
+    )
+    config = tiny_models.config("qwen3_moe", **sizes)
+    options = {"dtype": torch.bfloat16, "compute": compute, "device": "cpu"}
+    warmup(config, [6], progress=False, storage="fp8", **options)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    warmup(config, [6], progress=False, **options)
+    assert calls[3:] == calls[1:3] * 2
+    # Plans this long are decoded into a buffer.
+    (row,) = warmup(model, progress=False, training=False)
+    assert row.tokens == [1, 128, 512, 2052]
+
+
+@pytest.mark.usefixtures("everywhere")
 def test_a_config_needs_no_model() -> None:
     (row,) = warmup(tiny_models.config("qwen3_moe"), [3, 5], progress=False, recompute=True)
     assert (row.path, row.tokens, row.skipped) == ("model.layers.0.mlp", [3, 5], "")
@@ -119,12 +178,18 @@ def test_what_is_not_run_says_why() -> None:
         warmup(model, progress=False)
 
 
+FP8_KERNELS = {
+    "_quantise_rows_kernel", "_hopper_fp8_up_kernel", "_hopper_fp8_rows_kernel",
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_no_size_compiles_afterwards_on_hopper() -> None:
+@pytest.mark.parametrize("compute", ["plain", "fp8", "fp8_copy"])
+def test_no_size_compiles_afterwards_on_hopper(compute: str) -> None:
     """Sizes other than those warmed up compile no kernel for sm_90 (offline_warmup.py)."""
     pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportError)
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SUPPORT / "offline_warmup.py")],
+        [sys.executable, "-W", "ignore", str(SUPPORT / "offline_warmup.py"), compute],
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
         capture_output=True, text=True, timeout=HANG_S, check=False,
     )  # fmt: skip
@@ -134,7 +199,12 @@ def test_no_size_compiles_afterwards_on_hopper() -> None:
 
     # On an unknown Triton the portable kernel replaces the specialised one.
     dh = "_hopper_dh_kernel" if known_triton() else "_dh_kernel"
-    assert {"forward_kernel", "_up_kernel", dh} <= set(compiled["warmup"])
+    own = {
+        "plain": {"_up_kernel", dh},
+        "fp8": FP8_KERNELS | {"_packed_rows_kernel"},
+        "fp8_copy": FP8_KERNELS | {"_hopper_fp8_dh_kernel"},
+    }
+    assert {"forward_kernel"} | own[compute] <= set(compiled["warmup"])
     assert compiled["later"] == []
 
 
@@ -158,6 +228,37 @@ def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
     for T in (512, *range(1, 601)):
         run_block(block, torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16))
     assert set(compiled) == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
+def test_gpu_no_size_compiles_afterwards_with_fp8_experts(compute, monkeypatch) -> None:
+    """A config warms what a model launches that is quantised and adapted later."""
+    import triton
+
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name)
+    )
+    sizes = {"hidden_size": 384, "moe_intermediate_size": 256, "num_hidden_layers": 1}
+    empty = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **sizes).to("meta")
+    empty = adapt(empty, lora_config(EXPERTS, [], r=8))
+    (row,) = warmup(
+        patch_model(empty, compute=compute), progress=False, device="cuda", storage="fp8"
+    )
+    assert row.skipped == ""
+    in_fp8 = torch.cuda.get_device_capability() == (9, 0) and compute != "decoded"
+    assert (set(compiled) >= FP8_KERNELS) == in_fp8
+    model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **sizes).to("cuda")
+    model = adapt(quantize_experts(model, "fp8"), lora_config(EXPERTS, [], r=8)).to("cuda")
+    patch_model(model, self_check=False, compute=compute)
+    compiled.clear()
+    for T in (6, 1, 17, 64, 128, 300, 512, 2048, 2052, 4096, 8192):
+        x = torch.randn(1, T, 384, device="cuda", dtype=torch.bfloat16)
+        run_block(blocks(model)[0][1], x)
+        with torch.no_grad():
+            blocks(model)[0][1](x)
+    assert compiled == []
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from moe_patch.ops import routing_op  # noqa: F401  (defines the operators)
 from moe_patch.ops.routing_fields import SPEC_FIELDS
 from moe_patch.runtime.peft_release import rewrites_targets
 from moe_patch.tools import plan_memory as parts
+from moe_patch.tools.plan_fp8 import forward_moments
 from moe_patch.tools.plan_types import KINDS, Moe, Recipe
 from moe_patch.train.frozen import quantize_embedding
 from moe_patch.types import RouteSpec
@@ -73,7 +74,8 @@ def test_weights_by_kind(family, storage):
 
 
 def test_transposed_copies_of_fp8_experts_take_as_much_again():
-    sizes = sizes_of(tiny_models.build("qwen3_moe"))
+    widths = {"hidden_size": 128, "moe_intermediate_size": 128}
+    sizes = sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, **widths))
     once = parts.weight_bytes(sizes, Recipe(storage="fp8"))
     for compute, factor in (("fp8", 1), ("fp8_copy", 2)):
         found = parts.weight_bytes(sizes, Recipe(storage="fp8", compute=compute))
@@ -358,6 +360,44 @@ def test_quantised_experts_as_measured():
     for row in rows("quantised", since, **{"pass": "fwd+bwd"}):
         _, peak = planned_block(row)
         assert peak == pytest.approx(row["peak_bytes"], rel=0.05), (row["shape"], row["dtype"])
+
+
+def test_products_in_fp8_as_measured():
+    """Forward of FP8 holds the quantised rows beside what bf16 holds."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "fp8.jsonl"
+    peaks = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        # Replayed launches of fewer tokens free the quantised x before the peak.
+        if row["pass"] == "fwd" and row["T"] == 16384:
+            peaks[row["impl"], row["shape"]] = row
+    seen = 0
+    for (impl, shape), row in peaks.items():
+        if impl == "moe_patch:fp8":
+            more = row["peak_bytes"] - peaks["moe_patch", shape]["peak_bytes"]
+            T = row["T"]
+            D, F, N = row["D"], row["F"], row["K"] * T
+            moe = Moe(row["E"], row["K"], D, 2 * F, F, 2)
+            recipe = Recipe(tokens=T, storage="fp8", compute="fp8")
+            a, y, out = 2 * N * F, 2 * N * D, 2 * T * D
+            (planned,) = forward_moments(moe, recipe, a, y, out)
+            assert planned - (a + y + out) == pytest.approx(more, rel=0.02), row
+            seen += 1
+    assert seen >= 3
+
+
+def test_products_in_fp8_decode_nothing_and_run_at_once():
+    """With copies; without, backward decodes. Where experts are decoded, nothing changes."""
+    moe = Moe(128, 8, 2048, 1536, 768, 2)
+    recipe = Recipe(tokens=16384, storage="fp8", compute="fp8_copy")
+    decoded = replace(recipe, compute="decoded")
+    assert parts.decode_bytes(moe, recipe, 2) == (0, 0)
+    assert parts.decode_bytes(moe, replace(recipe, compute="fp8"), 2) != (0, 0)
+    other = moe._replace(decoded="why")
+    for name in ("decode_bytes", "block_bytes"):
+        function = getattr(parts, name)
+        assert function(other, recipe, 2) == function(moe, decoded, 2) != function(moe, recipe, 2)
+    long = replace(recipe, tokens=1 << 20)
+    assert parts.chunk_of(moe, long, 2) == 1 << 20 > parts.chunk_of(other, long, 2)
 
 
 def test_long_contexts_as_measured():

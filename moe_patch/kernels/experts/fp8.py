@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats import fp8
+from moe_patch.formats.fp8_scope import why_not_in_scope
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.kernels.common.device import Device, cdiv
 from moe_patch.kernels.common.versions import hopper_module, whole_rank, why_no_fp8
@@ -41,27 +42,10 @@ def why_not_fp8(
 ) -> str:
     """Return why experts stored in FP8 are decoded although FP8 products were requested, or "".
 
-    Args:
-        capability: compute capability of the device.
-        dtype: dtype of the rows.
-        shape: (outputs, inputs) of the up projection.
-        glu: the activation.
-        biased, transposed: the experts have biases; the weights are stored [E, in, out].
+    Args: as of :func:`moe_patch.formats.fp8_scope.why_not_in_scope`.
     """
-    outputs, inputs = shape
-    if capability != (9, 0):
-        found = ".".join(map(str, capability))
-        return f"FP8 products need compute capability 9.0, found {found}"
-    if why := why_no_fp8():
-        return why
-    if dtype.itemsize != 2:
-        return f"FP8 products take bf16 and fp16, found {dtype}"
-    if not glu.gated or glu.interleaved or biased or transposed:
-        return "FP8 products need gate and up in halves, no biases and [E, out, in] storage"
-    if inputs % fp8.BLOCK or outputs % (2 * fp8.BLOCK):
-        width = outputs // 2
-        return f"FP8 products need widths of multiples of 128, found {inputs} and {width}"
-    return ""
+    scope = why_not_in_scope(capability, dtype, shape, glu, biased=biased, transposed=transposed)
+    return scope or why_no_fp8()
 
 
 def fp8_products(

@@ -1,0 +1,70 @@
+"""Models and blocks without weights, and random weights for a block."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_patch.config import PatchConfig
+from moe_patch.patching.discover import FoundBlock
+from moe_patch.patching.patch import patch_model
+from moe_patch.quant.stored import stored
+from moe_patch.quant.surgery import pack_block
+
+
+def on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> nn.Module:
+    """Return the patched model of a transformers config, without weights.
+
+    Args:
+        config: the config.
+        dtype: dtype of the weights; None is the config's own.
+        options: of :class:`moe_patch.PatchConfig`.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    auto = AutoModelForCausalLM
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        auto = AutoModel
+    config = copy.deepcopy(config)  # from_config modifies it
+    dtype = dtype or config.dtype or torch.float32
+    with torch.device("meta"):
+        # No attention runs here, and this machine may lack the one in the config.
+        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
+    return patch_model(model, PatchConfig.parse(None, **options))
+
+
+def published_storage(config: Any) -> str | None:
+    """Return "fp8" if a config's checkpoint has its experts in FP8 as this library stores them."""
+    found = stored(config)
+    return "fp8" if found is not None and found.is_read and found.method == "fp8" else None
+
+
+def materialised(
+    found: FoundBlock, modules: list[nn.Module], device: torch.device, storage: str | None
+) -> FoundBlock:
+    """Return a copy of a block with small random weights.
+
+    Args:
+        found: a block on the meta device.
+        modules: its modules.
+        device: where the copy's weights are.
+        storage: in which its experts are packed; None keeps their dtype.
+
+    Raises:
+        UnsupportedModelError: experts that this storage cannot hold.
+    """
+    twin, owned = copy.deepcopy((found, modules))
+    for module in [*owned, *(wrapper for _, wrapper in twin.wrappers)]:
+        if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
+            module.to_empty(device=device)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                if tensor.is_floating_point():
+                    nn.init.normal_(tensor.data, std=0.02)
+                else:
+                    tensor.data.zero_()
+    if storage is not None:
+        pack_block(twin, storage, device)
+    return twin
