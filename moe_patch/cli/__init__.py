@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(str(error))
         return UNUSABLE
     except torch.OutOfMemoryError as error:
-        complain(f"{first_line(error)} Use fewer tokens or layers, or another --dtype")
+        complain(f"{first_line(error).rstrip('.')}. Use fewer tokens or layers, or another --dtype")
         return UNUSABLE
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)

@@ -202,8 +202,8 @@ def redefined(module: nn.Module, name: str) -> Any:
 def overridden_by_user(block: FoundBlock, bindings: Iterable[tuple[str, Binding]]) -> str | None:
     """Say which module that the patch would bind has a method of the user's, if any."""
     attributes = {path: (b.module, b.attribute) for path, b in bindings if b.patch.role != "lora"}
-    served = {path: (module, "forward") for path, module in block.experts}
-    for path, (module, attribute) in {**served, **attributes}.items():
+    experts = {path: (module, "forward") for path, module in block.experts}
+    for path, (module, attribute) in {**experts, **attributes}.items():
         if (found := redefined(module, attribute)) is not None:
             name = type(module).__name__
             return (

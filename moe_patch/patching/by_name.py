@@ -74,18 +74,7 @@ def experts_by_name(
         spec = _first_traced_call(id(experts))
     elif spec is None:
         spec = _first_call(experts)
-    return run_experts(
-        experts,
-        spec,
-        hidden_states,
-        top_k_index,
-        top_k_weights,
-        backend=_DEFAULTS.backend,
-        recompute=_DEFAULTS.recompute,
-        chunk_tokens=_DEFAULTS.chunk_tokens,
-        batch_invariant=_DEFAULTS.batch_invariant,
-        fuse_lora=_DEFAULTS.fuse_lora,
-    )
+    return run_experts(experts, spec, hidden_states, top_k_index, top_k_weights, _DEFAULTS)
 
 
 def _first_traced_call(identity: int) -> FamilySpec:

@@ -125,7 +125,7 @@ def falls_to_experts(block: FoundBlock) -> bool:
     A user-registered entry is refused instead, because the entry itself may be wrong.
     """
     spec = block.spec
-    return bool(block.experts) and spec.serves_experts_alone and is_shipped(spec)
+    return bool(block.experts) and spec.runs_experts_alone and is_shipped(spec)
 
 
 def fitted(blocks: list[FoundBlock]) -> list[FoundBlock]:
@@ -155,10 +155,10 @@ def _misfit(block: FoundBlock) -> str:
     return ""
 
 
-def warn_of_mismatches(found: list[FoundBlock], served: list[FoundBlock]) -> None:
+def warn_of_mismatches(found: list[FoundBlock], patched: list[FoundBlock]) -> None:
     """Warn once about new blocks whose router and block stay with transformers, if any."""
     known = {block.path for block in found if block.mismatch}
-    new = [block for block in served if block.mismatch and block.path not in known]
+    new = [block for block in patched if block.mismatch and block.path not in known]
     if new:
         warnings.warn(
             f"moe_patch patches only the experts of {len(new)} of {len(found)} MoE blocks, first "

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_patch.config import PatchConfig
 from moe_patch.errors import MoePatchError, UnsupportedModelError, first_line
 from moe_patch.ops.routing_op import route_impl
 from moe_patch.patching.checkable import involved, why_not
@@ -175,10 +176,10 @@ def _check_experts(path: str, experts: nn.Module, spec: FamilySpec, backend: str
     x = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype).requires_grad_()
     weights = torch.rand(ids.shape, device=weight.device).to(weight.dtype).requires_grad_()
     grad = torch.randn(TOKENS, D, device=weight.device, dtype=weight.dtype)
-    original = undecorated_forward(experts)
+    original, config = undecorated_forward(experts), PatchConfig(backend=backend)
 
-    def ours(module: nn.Module, *args: Tensor) -> Tensor:
-        return run_experts(module, spec, *args, backend=backend)
+    def ours(module: nn.Module, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return run_experts(module, spec, hidden, ids, weights, config)
 
     def run(function: Any) -> tuple[Tensor, ...]:
         out = torch.func.functional_call(Direct(experts, function), tensors, (x, ids, weights))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moe_patch.config import PatchConfig
 from moe_patch.formats.tensor import QuantTensor, packed_weight
 from moe_patch.formats.weights import projection, require_float
 from moe_patch.ops.backend import refuse_batch_invariant
@@ -23,7 +24,7 @@ from moe_patch.runtime.adapters import (
     to_lora,
 )
 from moe_patch.runtime.described import layout_of, read_glu
-from moe_patch.runtime.fp8 import DECODED, Copies, in_fp8
+from moe_patch.runtime.fp8 import Copies, in_fp8
 from moe_patch.runtime.module_patch import current_factors, patch_of
 from moe_patch.runtime.offload import Seat
 from moe_patch.runtime.row_norms import RowNorms
@@ -163,13 +164,8 @@ def run_experts(
     hidden_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
+    config: PatchConfig,
     *,
-    backend: str,
-    recompute: bool = False,
-    chunk_tokens: int | str = 0,
-    batch_invariant: bool = False,
-    fuse_lora: str = "auto",
-    compute: str = DECODED,
     copies: Copies | None = None,
     layer: LayerSignals | None = None,
     seat: Seat | None = None,
@@ -177,14 +173,21 @@ def run_experts(
     """Run an experts module on this library; return its output in the dtype of ``hidden_TD``.
 
     If the fused operator lacks the module's activation or post-expert norm, the module's own code
-    runs between grouped products. ``layer``, if given, records the call. ``compute`` and ``copies``
-    are those of :func:`moe_patch.runtime.fp8.in_fp8`. ``seat`` is given if the weights are in host
-    memory (patch_model refuses that for experts without a fused activation).
+    runs between grouped products.
+
+    Args:
+        experts, spec: the live module and its family entry.
+        hidden_TD, ids_TK, weights_TK: arguments of transformers' experts.
+        config: options of the patch.
+        copies: transposed copies of packed weights, as in :func:`moe_patch.runtime.fp8.in_fp8`.
+        layer: if given, records the call.
+        seat: given if the weights are in host memory (patch_model refuses that for experts without
+            a fused activation).
     """
     layout = layout_of(experts, spec)
     stored = stored_weight(experts, spec, layout)
     dtype = compute_dtype(hidden_TD, stored, spec.experts_fp32)
-    tensors = read_tensors(experts, layout, dtype, fuse_lora, cast=seat is None)
+    tensors = read_tensors(experts, layout, dtype, config.fuse_lora, cast=seat is None)
     glu = read_glu(experts, spec, layout)
     x_TD = in_dtype(hidden_TD, dtype)
     signals = None
@@ -194,9 +197,9 @@ def run_experts(
             fused=glu is not None,
         )  # fmt: skip
     if glu is None:
-        if batch_invariant:
+        if config.batch_invariant:
             refuse_batch_invariant(f"{type(experts).__name__} runs its own activation or norm")
-        args = x_TD, ids_TK, weights_TK, tensors, signals, backend
+        args = x_TD, ids_TK, weights_TK, tensors, signals, config.backend
         out_TD = _run_composed(experts, layout, *args)
     else:
         run = functools.partial(
@@ -207,22 +210,22 @@ def run_experts(
             glu=glu,
             lora13=tensors.lora13,
             lora2=tensors.lora2,
-            backend=backend,
-            recompute=recompute,
-            batch_invariant=batch_invariant,
+            backend=config.backend,
+            recompute=config.recompute,
+            batch_invariant=config.batch_invariant,
             signals=signals,
         )
         if seat is None:
             kept = copies if torch.is_grad_enabled() else None
-            w = in_fp8(tensors.weights, compute, kept, x_TD, glu, backend)
+            w = in_fp8(tensors.weights, config.compute, kept, x_TD, glu, config.backend)
             # FP8 products write whole tensors, not slices; PatchConfig refuses a number with them.
-            out_TD = run(w, chunk_tokens=chunk_tokens if w is tensors.weights else 0)
+            out_TD = run(w, chunk_tokens=config.chunk_tokens if w is tensors.weights else 0)
         else:
             for lora in filter(None, (tensors.lora13, tensors.lora2)):
                 seat.check_adapter(lora, x_TD.device)
             loan = seat.loan(tensors.weights, dtype, x_TD.device)
             with loan.forward(ids_TK) as weights:
-                out_TD = run(weights, lend=loan.backward, chunk_tokens=chunk_tokens)
+                out_TD = run(weights, lend=loan.backward, chunk_tokens=config.chunk_tokens)
     return in_dtype(out_TD, hidden_TD.dtype)
 
 

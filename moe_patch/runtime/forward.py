@@ -80,22 +80,14 @@ def experts_forward(
 def _experts(
     experts: Any, patch: ModulePatch, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
 ) -> Tensor:
-    args = (experts, patch.spec, hidden_TD, ids_TK, weights_TK)
-    options: dict[str, Any] = {
-        "backend": patch.config.backend,
-        "recompute": patch.config.recompute,
-        "chunk_tokens": patch.config.chunk_tokens,
-        "batch_invariant": patch.config.batch_invariant,
-        "fuse_lora": patch.config.fuse_lora,
-        "compute": patch.config.compute,
-        "copies": patch.copies,
-    }
-    if (seat := patch.seat) is not None:
-        layer = None if patch.taps is None else patch.taps.layer
-        return seat.eagerly(run_experts, *args, layer=layer, seat=seat, **options)
-    if patch.taps is None or patch.taps.layer is None:
-        return run_experts(*args, **options)
-    return patch.taps.eagerly(run_experts, *args, layer=patch.taps.layer, **options)
+    args = (experts, patch.spec, hidden_TD, ids_TK, weights_TK, patch.config)
+    copies, seat, taps = patch.copies, patch.seat, patch.taps
+    layer = None if taps is None else taps.layer
+    if seat is not None:
+        return seat.eagerly(run_experts, *args, copies=copies, layer=layer, seat=seat)
+    if layer is not None:
+        return taps.eagerly(run_experts, *args, copies=copies, layer=layer)
+    return run_experts(*args, copies=copies)
 
 
 @bound

@@ -199,7 +199,7 @@ class FamilySpec:
         return "transformers" if decides is None else decides.__name__
 
     @property
-    def serves_experts_alone(self) -> bool:
+    def runs_experts_alone(self) -> bool:
         """True if the experts can run under transformers' own router and block."""
         return self.experts is not None and self.experts_forward is None
 

@@ -95,10 +95,10 @@ def run(config: TrainConfig, overwrite: bool = False) -> RunResult:
     output = OutputFolder(config.output_dir, overwrite)
     inputs = _prepare(config, output)
     model = _build(inputs)
-    said, served = _patch(model, config, inputs.args.device)
+    said, patched = _patch(model, config, inputs.args.device)
     check_equal(model)
     inputs.say(_describe(model), said)
-    name = "patched" if served else "unpatched"
+    name = "patched" if patched else "unpatched"
     with output.open(inputs.main, inputs.args.distributed_state.wait_for_everyone) as folder:
         trained = {
             name: train_once(
@@ -187,11 +187,11 @@ def _patch(model: Any, config: TrainConfig, device: torch.device) -> tuple[str, 
         model.to(device)
     rows = patch_report(model)
     refused = [row for row in rows if row.tier == "refused"]
-    served = len(rows) - len(refused)
-    said = f"moe_patch: {served} MoE blocks patched"
+    patched = len(rows) - len(refused)
+    said = f"moe_patch: {patched} MoE blocks patched"
     if refused:
         said += f", {len(refused)} refused ({refused[0].path}: {refused[0].reason})"
-    return said, served
+    return said, patched
 
 
 def _router_losses(config: TrainConfig) -> RouterLossConfig | None:

@@ -107,12 +107,16 @@ def test_bench_without_a_model_says_what_it_takes(capsys):
 
 
 def test_a_device_without_enough_memory_is_one_line(capsys, tmp_path, monkeypatch):
+    texts = ["CUDA out of memory. Tried to allocate 2.00 GiB.\nand more", ""]
+
     def full(*args, **kwargs):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nand more")
+        raise torch.OutOfMemoryError(texts.pop(0))
 
     monkeypatch.setattr(Qwen3MoeExperts, "forward", full)
-    said = error_of(capsys, "bench", only_config(tmp_path, "qwen3_moe"), "--tokens", "8")
+    command = "bench", only_config(tmp_path, "qwen3_moe"), "--tokens", "8"
+    said = error_of(capsys, *command)
     assert "CUDA out of memory. Tried to allocate 2.00 GiB. Use fewer tokens" in said
+    assert "OutOfMemoryError. Use fewer tokens" in error_of(capsys, *command)
 
 
 def test_bench_hands_ops_to_the_script_of_the_checkout(monkeypatch):

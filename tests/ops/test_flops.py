@@ -179,7 +179,7 @@ def test_norms_of_adapters_take_the_factors_products() -> None:
 
 def test_the_counts_are_what_the_torch_backend_multiplies(monkeypatch) -> None:
     """Count composed steps by their products, which the counter sees without the operator."""
-    monkeypatch.setattr("moe_patch.ops.experts.op.is_plain_eager", lambda tensors: True)
+    monkeypatch.setattr("moe_patch.ops.experts.autograd.is_plain_eager", lambda tensors: True)
     t = make_inputs(BOTH)
     seen = count(lambda: probe(ours(BOTH, t)).backward())
     assert seen == {"aten.mm": 2 * N * (3 * (UP + DOWN) + 3 * FACTORS)}

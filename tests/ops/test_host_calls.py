@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_patch.ops import routing
-from moe_patch.ops.experts import grouped, op, torch_backend
+from moe_patch.ops.experts import autograd, grouped, op, torch_backend
 from moe_patch.types import ExpertsNeeds
 from tests.support.experts_cases import Case, arguments, gradients, make_inputs, ours
 from tests.support.numerics import assert_bits
@@ -91,14 +91,14 @@ def test_autograd_is_given_no_more_than_the_tensors_and_one_argument(
 ) -> None:
     """Pass few arguments and, without norms, return one output: each costs a microsecond."""
     given: list[tuple[int, type]] = []
-    apply = op._Experts.apply
+    apply = autograd.Experts.apply
 
     def noting(*args: Any) -> Any:
         out = apply(*args)
         given.append((len(args), type(out)))
         return out
 
-    monkeypatch.setattr(op._Experts, "apply", noting)
+    monkeypatch.setattr(autograd.Experts, "apply", noting)
     t = make_inputs(ADAPTED, torch.float32)
     gradients(ours(ADAPTED, t), t)
     signals = op.Signals(torch.zeros(3, *t["ids"].shape))

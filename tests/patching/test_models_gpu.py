@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from moe_patch import lora_targets, patch_model, patch_report, unpatch_model
+from moe_patch.config import PatchConfig
 from moe_patch.families import lookup
 from moe_patch.runtime.experts import run_experts
 from tests.support import tiny_models
@@ -97,7 +98,7 @@ def test_bf16_experts_on_equal_ids(model_type):
         leaves = [xs, ws, *module.parameters()]
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    mine = run(experts, lambda m, *a: run_experts(m, spec, *a, backend="triton"))
+    mine = run(experts, lambda m, *a: run_experts(m, spec, *a, PatchConfig(backend="triton")))
     for ours, theirs, exact in zip(mine, run(experts, original), run(twin, original), strict=True):
         bf16_rule(ours, theirs, exact, type(experts).__name__)
 

@@ -1,7 +1,8 @@
 """The experts operator.
 
     definition.py      READ FIRST. The experts in plain torch; everything else follows it
-    op.py              experts_mlp, its operators and their autograd
+    op.py              experts_mlp, which every other package calls
+    autograd.py        the operators of forward and backward
     schema.py          implementations and fakes of the operators
     torch_backend.py   forward and backward in torch
     grouped.py         grouped products in torch

@@ -95,7 +95,7 @@ def without_saved(
 
     Args:
         run: the operator's function.
-        call: its other arguments (``_Call`` in op.py).
+        call: its other arguments (``Call`` in autograd.py).
         x_TD, ids_TK, others: the routing weights and the tensors of weights and factors.
     """
     scalars = *call.scalars[:-1], alone_options(call.scalars[-1], call.alone)

@@ -1,8 +1,8 @@
 """Schemas, implementations and fakes of the experts operators.
 
 ``experts``, ``inference`` and ``experts_bwd`` are the implementations.
-:mod:`moe_patch.ops.experts.op` defines the operators and their autograd formulas. In plain eager
-execution it calls the implementations directly.
+:mod:`moe_patch.ops.experts.autograd` defines the operators and their autograd formulas. In plain
+eager execution the implementations are called directly.
 """
 
 from __future__ import annotations
