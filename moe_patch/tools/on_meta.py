@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_patch.config import PatchConfig
+from moe_patch.formats.tensor import QuantTensor
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.patch import patch_model
 from moe_patch.quant.stored import stored
@@ -51,12 +52,13 @@ def materialised(
         found: a block on the meta device.
         modules: its modules.
         device: where the copy's weights are.
-        storage: in which its experts are packed; None keeps their dtype.
+        storage: in which its experts are packed, if they are not yet; None keeps their dtype.
 
     Raises:
         UnsupportedModelError: experts that this storage cannot hold.
     """
     twin, owned = copy.deepcopy((found, modules))
+    storage = _unpacked(twin) or storage
     for module in [*owned, *(wrapper for _, wrapper in twin.wrappers)]:
         if any(tensor.is_meta for tensor in [*module.parameters(), *module.buffers()]):
             module.to_empty(device=device)
@@ -68,3 +70,15 @@ def materialised(
     if storage is not None:
         pack_block(twin, storage, device)
     return twin
+
+
+def _unpacked(block: FoundBlock) -> str | None:
+    """Replace packed experts on meta by plain ones; return their storage, or None."""
+    storage = None
+    for _, experts in block.experts:
+        for name, value in experts._parameters.items():
+            if isinstance(value, QuantTensor):
+                storage = value.stored_in
+                plain = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                experts._parameters[name] = nn.Parameter(plain, requires_grad=False)
+    return storage

@@ -206,6 +206,9 @@ def test_weights_that_fsdp2_gathers_have_no_copy(
         said = "compute='fp8_copy' has no effect: FP8 products need compute capability 9.0, found "
         assert reason("fp8_copy") == said + ".".join(map(str, other))
     monkeypatch.setattr(device, "_cuda_device", lambda index: HOPPER)
+    with monkeypatch.context() as patched:
+        patched.setattr(versions, "gates", lambda: Gates(True, False, "a hazard"))
+        assert "stay off on triton" in reason("fp8")
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
     )

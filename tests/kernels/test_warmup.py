@@ -21,6 +21,7 @@ from moe_patch import (
     quantize_experts,
     record,
 )
+from moe_patch.cli import main
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.tools.warmup import warmup
 from tests.support import SUPPORT, tiny_models
@@ -117,8 +118,8 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
 
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
-def test_packed_experts_run_as_in_training(compute: str, monkeypatch) -> None:
-    """A quantised model and a config of its storage make equal calls."""
+def test_packed_experts_run_as_in_training(compute: str, monkeypatch, tmp_path) -> None:
+    """A quantised model and a config of its storage make equal calls; the command does too."""
     calls = []
     original = moe_patch.runtime.experts.experts_mlp
 
@@ -147,9 +148,17 @@ def test_packed_experts_run_as_in_training(compute: str, monkeypatch) -> None:
     config = tiny_models.config("qwen3_moe", **sizes)
     options = {"dtype": torch.bfloat16, "compute": compute, "device": "cpu"}
     warmup(config, [6], progress=False, storage="fp8", **options)
+    command = ["warmup", str(tmp_path), "--compute", compute, "--device", "cpu", "--tokens", "6"]
+    command += ["--dtype", "bfloat16", "--json"]
+    config.save_pretrained(tmp_path)
+    assert main([*command, "--storage", "fp8"]) == 0
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     warmup(config, [6], progress=False, **options)
-    assert calls[3:] == calls[1:3] * 2
+    config.save_pretrained(tmp_path)
+    assert main(command) == 0
+    # Packed experts on meta keep their storage.
+    warmup(copy.deepcopy(model).to("meta"), [6], progress=False, device="cpu")
+    assert calls[3:] == calls[1:3] * 5
     # Plans this long are decoded into a buffer.
     (row,) = warmup(model, progress=False, training=False)
     assert row.tokens == [1, 128, 512, 2052]
