@@ -64,6 +64,8 @@ PROOFS = (
           "stack/test_ranks.py", "ddp_without", world=2, on="ranks"),
     Proof("ddp", "saved and resumed; full and LoRA", "stack/test_ranks.py", "resume and ddp",
           world=2, on="ranks"),
+    Proof("ddp", "experts in NF4, FP8 and MXFP4 with LoRA and checkpointing",
+          "stack/test_packed_ranks.py", "ddp", world=2, on="ranks"),
     Proof("ddp", "the training command under torchrun", "train/test_train.py", "two_processes",
           world=2),
     Proof("ddp", "accelerate launch with configs/accelerate/ddp_cpu.yaml", "stack/test_launch.py",

@@ -1,4 +1,4 @@
-"""FSDP2 over experts in 4 and 8 bits, two processes: steps, states, what is refused.
+"""FSDP2 and DDP over experts in 4 and 8 bits, two processes: steps, states, what is refused.
 
 gloo on a CPU, NCCL on two cards. Every worker runs all storages, because each call costs seconds.
 """
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_patch import patch_model
 from moe_patch.errors import UnsupportedModelError
@@ -98,6 +99,22 @@ def test_steps_with_parts_in_host_memory_equal_one_process():
 def test_steps_of_one_rank():
     """FSDP2 gathers otherwise on a mesh of one."""
     check_steps(run_ranks(steps, KINDS[1:], 1, world=1), KINDS[1:])
+
+
+def ddp_steps(rank, kinds):
+    """Return what :func:`steps` does, of ranks that hold all experts and reduce the adapters."""
+    found = {}
+    for kind in kinds:
+        model, batch = adapted(*kind, rank), batch_of(rank)
+        before, loss = logits(model, batch), model(**batch).loss.item()
+        run = train(DistributedDataParallel(model), batch, STEPS, optimizer_of(model, 0.9))
+        found[kind] = before, loss, *run
+    return found
+
+
+def test_steps_under_ddp_equal_one_process():
+    kinds = [KINDS[0], *KINDS[2:]]
+    check_steps(run_ranks(ddp_steps, kinds), kinds)
 
 
 def states(rank, folder):
