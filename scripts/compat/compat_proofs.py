@@ -212,13 +212,6 @@ NOT_RUN = (
         "LoRA on four and eight cards, ep_fsdp2",
         "machines of more than two cards were not lent",
     ),
-    (
-        "releases",
-        "all tests on the oldest pair in one run",
-        "the machine had no time left. Folder by folder, 129f569 ran there without slow tests, "
-        "tests/kernels, project and stack: 4615 passed, 82 skipped, 56 failed. These ask for what "
-        "the pair lacks; they are corrected or skipped by name since",
-    ),
 )
 
 INTRODUCTION = """\
