@@ -16,6 +16,8 @@ from typing import Any
 
 from plan_rows import GIB, RECIPES, Setting, prepare, recipe_of
 
+from moe_patch.config import COMPUTES  # after plan_rows, which puts the package on the path
+
 HERE = Path(__file__).resolve()
 ROWS = HERE.parents[1] / "results" / "plan_memory.jsonl"
 ALLOCATED, RESERVED = 0.05, 0.10
@@ -24,6 +26,7 @@ ALLOCATED, RESERVED = 0.05, 0.10
 def setting_of(row: dict[str, Any]) -> Setting:
     """Return the setting of a row; storages of Linear modules and adapters are in its words."""
     words = row["recipe"].replace("Linear modules in", "Linear in")
+    computes = [one for one in COMPUTES if f"(compute: {one})" in words]
     capped = "under a cap" in words  # a file of configs/, and all of them have the same targets
     return Setting(
         row["model"], row["layers"], row["storage"], row["tokens"], row["rank"] or 0,
@@ -33,6 +36,7 @@ def setting_of(row: dict[str, Any]) -> Setting:
         adapters="bf16" if "bf16 adapters" in words or "adapters in bf16" in words else "fp32",
         attention="flex_attention" if "flex_attention" in words else None,
         config=next(iter(RECIPES)) if capped else None, offload=row["offload"],
+        compute=computes[0] if computes else "decoded",
     )  # fmt: skip
 
 

@@ -87,12 +87,14 @@ OFFLOADED = tuple(
             adapters="bf16", offload=True)
     for tokens in (2048, 16384)
 )  # fmt: skip
-# Products in FP8, with and without transposed copies.
+# Products in FP8, with and without transposed copies. In the last two a block decides the peak.
 IN_FP8 = (
     Setting("Qwen3-30B-A3B", 12, "fp8", 8192, compute="fp8_copy"),
     Setting("GLM-4.5-Air", 6, "fp8", 8192, 8, "adamw_8bit", linear="nf4", adapters="bf16",
             compute="fp8_copy"),
     Setting("Qwen3-30B-A3B", 12, "fp8", 8192, compute="fp8"),
+    Setting("Qwen3-30B-A3B", 6, "fp8", 32768, 8, liger=True, compute="fp8_copy"),
+    Setting("Qwen3-30B-A3B", 6, "fp8", 32768, 8, liger=True, compute="fp8"),
 )  # fmt: skip
 # Files of configs/ at their true sizes, each under a hard cap of so many GiB.
 RECIPES = {
