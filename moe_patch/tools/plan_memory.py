@@ -256,13 +256,20 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 
 def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
-    from moe_patch.kernels.common.chunks import ALONE, KEPT, RECOMPUTED, TRAINED, auto_chunk, chunks
+    from moe_patch.kernels.common.chunks import (
+        KEPT,
+        PACKED,
+        RECOMPUTED,
+        TRAINED,
+        auto_chunk,
+        chunks,
+    )
 
     limit = recipe.chunk if isinstance(recipe.chunk, int) else 0
     if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
         again = TRAINED if recipe.full else RECOMPUTED
         use = again if recipe.recompute else KEPT
-        use = use if recipe.storage == "bf16" else ALONE
+        use = use if recipe.storage == "bf16" else PACKED
         limit = auto_chunk(use, moe.top_k, (moe.hidden, moe.up, moe.width), itemsize)
     if not 0 < limit < recipe.tokens:
         return recipe.tokens
@@ -281,7 +288,7 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     holds w a of all tokens, or with ``recompute`` fp32 sums of the weight gradients.
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
-    from moe_patch.kernels.common.chunks import COLUMNS, LEAST
+    from moe_patch.kernels.common.chunks import COLUMNS, LEAST, forward_columns
 
     up, down = decode_bytes(moe, recipe, itemsize)
     tokens = chunk_of(moe, recipe, itemsize)
@@ -294,7 +301,9 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     if tokens < recipe.tokens:
         dx = y
         if recipe.storage == "bf16":
-            y = row * min(moe.hidden, COLUMNS if recipe.recompute else LEAST)
+            least, freed = (COLUMNS, moe.up) if recipe.recompute else (LEAST, 0)
+            count = math.ceil(recipe.tokens / tokens)
+            y = row * forward_columns(count, moe.top_k, moe.hidden, least, freed)
             dx = row * min(moe.hidden, max(COLUMNS, moe.width // LEAST * LEAST))
         sums, held = 4 * factors, a
         if recipe.full and recipe.recompute:

@@ -26,6 +26,7 @@ from moe_patch.kernels.common.chunks import (
     auto_chunk,
     chunk_count,
     chunks,
+    forward_columns,
     half_columns,
     tapered,
 )
@@ -274,10 +275,13 @@ def test_tokens_of_a_chunk() -> None:
         assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
     # Numbers of chunks of Qwen3-30B-A3B's experts.
     own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
+    alone = own(ALONE)
     counts = [chunk_count(262144, own(use)) for use in (PACKED, KEPT, RECOMPUTED, TRAINED)]
     assert counts == [6, 3, 5, 3]
+    own = partial(forward_columns, top_k=8, hidden=2048)
+    assert [own(3, least=256), own(3, least=512, freed=1536), own(2, least=256)] == [768, 2048, 512]
     # Later chunks have a beside y, in the memory of y of earlier ones.
-    cut = tapered(262144, 8, own(ALONE), 2048, 768, half_columns(2048))
+    cut = tapered(262144, 8, alone, 2048, 768, half_columns(2048))
     found = [part.tokens.stop - part.tokens.start for part in cut.chunks]
     assert found == [54272, 51968, 38976, 31008, 31008, 31008, 23904]
     assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == (848 << 20) // (2 * 3072 * 2)

@@ -95,6 +95,23 @@ def half_columns(hidden: int) -> int:
     return min(hidden, -(-hidden // (2 * LEAST)) * LEAST)
 
 
+def forward_columns(count: int, top_k: int, hidden: int, least: int, freed: int = 0) -> int:
+    """Return the columns of y that exist at a time in a forward that backward follows.
+
+    They may take as much as backward holds besides: the gradient of x, and ``freed`` columns of a
+    chunk's rows.
+
+    Args:
+        count: number of chunks.
+        top_k: K.
+        hidden: D.
+        least: columns that exist in any case.
+        freed: H if backward makes h anew.
+    """
+    fit = (count * hidden // top_k + freed) // LEAST * LEAST
+    return min(hidden, max(least, fit))
+
+
 def auto_chunk(use: str, top_k: int, sizes: tuple[int, int, int], itemsize: int) -> int:
     """Return the tokens of a chunk under ``chunk_tokens="auto"``, at least 32,768.
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moe_patch.formats.packed import PackedWeight
-from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks, forward_columns
 from moe_patch.kernels.common.device import on_device_of
 from moe_patch.kernels.experts.alone import forward_alone
 from moe_patch.kernels.experts.call import Call
@@ -95,15 +95,16 @@ def experts_forward(
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
     plans: list[Plan] = []
-    # Chunks of a call that keeps h are large; if it is recomputed, backward needs the memory.
-    least = LEAST if save_h else COLUMNS
+    parts, H = chunks(T, K, chunk), w.w13_EHD.shape[1]
+    least, freed = (LEAST, 0) if save_h else (COLUMNS, H)
+    columns = forward_columns(len(parts), K, x_TD.shape[1], least, freed)
     with on_device_of(x_TD):
-        for part in chunks(T, K, chunk):
+        for part in parts:
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
             weights = weights_TK[part.tokens].contiguous()
-            _forward(call, part, weights, kept, out_TD, norm_TK, least)
+            _forward(call, part, weights, kept, out_TD, norm_TK, columns)
             plans.append(tiles.plan)
     plan = Plan(*map(torch.cat, zip(*plans, strict=True)))
     return ExpertsForward(out_TD, plan, kept, norm_TK)
@@ -116,11 +117,11 @@ def _forward(
     kept: Kept,
     out_TD: Tensor,
     norm_TK: Tensor,
-    least: int,
+    columns: int,
 ) -> None:
     """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it.
 
-    Outputs of later tokens are not written yet, so y is there if ``least`` columns of it fit.
+    Outputs of later tokens are not written yet, so y is there if ``columns`` of it fit.
     """
     N, F = call.tiles.count, call.w.w2_EDF.shape[2]
     u13_NR = call.inputs_of_B13()
@@ -144,7 +145,7 @@ def _forward(
         )
     else:
         spare = out_TD[part.tokens.stop :]
-        for some, compute in call.down_by_columns(a_NF, u2_NR, spare, least):
+        for some, compute in call.down_by_columns(a_NF, u2_NR, spare, columns):
             # Without a name, rows are freed before the next ones.
             combine(compute(), call.plan, weights_TK, out_TD[part.tokens, some])
 
