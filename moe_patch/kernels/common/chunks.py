@@ -31,11 +31,12 @@ class Chunk(NamedTuple):
 class Cut(NamedTuple):
     """Chunks of a call that keeps nothing, see :func:`tapered`.
 
-    A chunk has as many tokens as a ``share`` of those left, in multiples of ``step``, but at least
-    ``late`` and at most ``size``.
+    A chunk has as many tokens as a ``share`` of those left before ``end``, in whole steps. But it
+    has at least ``late`` and at most ``size``.
     """
 
     chunks: list[Chunk]
+    end: int
     size: int
     late: int
     share: int
@@ -59,7 +60,9 @@ def chunks(tokens: int, top_k: int, chunk: int) -> list[Chunk]:
     return [Chunk(slice(a, b), slice(a * top_k, b * top_k)) for a, b in bounds]
 
 
-def tapered(tokens: int, top_k: int, chunk: int, hidden: int, width: int, columns: int) -> Cut:
+def tapered(
+    tokens: int, top_k: int, chunk: int, hidden: int, width: int, columns: int, extra: int
+) -> Cut:
     """Cut tokens into chunks of at most ``chunk``, which have fewer tokens the fewer are left.
 
     While a of a chunk fits where outputs of later chunks will be, only y needs memory of its own.
@@ -70,21 +73,22 @@ def tapered(tokens: int, top_k: int, chunk: int, hidden: int, width: int, column
         chunk: the most tokens of a chunk.
         hidden, width: columns of x and a.
         columns: columns of y that exist at a time.
+        extra: the most rows of other tokens in a chunk.
     """
     size, late = _most(chunk), _most(max(1, chunk * columns // (width + columns)))
     step = _ALIGNED if chunk >= _ALIGNED else 1
-    # t tokens have t K rows of a, and leave room for (left - t) D values.
-    share = 1 - (-top_k * width // hidden)
+    # t tokens have t K + extra rows of a, and leave room for (left - t) D values.
+    share, room = 1 - (-top_k * width // hidden), tokens + (-extra * width // hidden)
     starts = [0]
     while starts[-1] < tokens:
-        early = (tokens - starts[-1]) // (share * step) * step
+        early = (room - starts[-1]) // (share * step) * step
         starts.append(starts[-1] + min(size, max(late, early)))
     starts[-1] = tokens
     found = [
         Chunk(slice(first, end), slice(first * top_k, end * top_k))
         for first, end in zip(starts, starts[1:], strict=False)
     ]
-    return Cut(found, size, late, share, step)
+    return Cut(found, room, size, late, share, step)
 
 
 def half_columns(hidden: int) -> int:

@@ -43,7 +43,6 @@ def forward_alone(
     (T, K), (E, D, F) = ids_TK.shape, w.w2_EDF.shape
     out_TD, nothing = x_TD.new_empty(x_TD.shape), x_TD.new_empty(0)
     columns = half_columns(D)
-    cut = tapered(T, K, chunk, D, F, columns)
     with on_device_of(x_TD):
         whole, x_TD, weights_TK = build_plan(ids_TK, E), unit_stride(x_TD), weights_TK.contiguous()
 
@@ -52,8 +51,10 @@ def forward_alone(
             args = x_TD, w, glu, lora13, lora2, batch_invariant
             return Call(RowTiles(plan), *args, rows=T * K)
 
-        full = FullTiles(whole, ids_TK, cut, call_of(whole).tile("up").m)
-        carried_MD = x_TD.new_empty(E * full.block_m if len(cut.chunks) > 1 else 1, D)
+        block_m = call_of(whole).tile("up").m
+        cut = tapered(T, K, chunk, D, F, columns, E * (block_m - 1))
+        full = FullTiles(whole, ids_TK, cut, block_m)
+        carried_MD = x_TD.new_empty(E * block_m if len(cut.chunks) > 1 else 1, D)
         places = [_place(full, number, D, F, columns) for number in range(len(cut.chunks))]
         own = x_TD.new_empty(max(y + a for y, a in places))
         for number, part in enumerate(cut.chunks):

@@ -30,12 +30,13 @@ def combine_carried(
         out_TD: where to write, last axis contiguous.
     """
     (T, K), (N, D) = plan.slot_of_TK.shape, rows_ND.shape
-    block = min(next_power_of_2(D), 2048)
+    block = min(next_power_of_2(D), _COLUMNS)
+    columns = cdiv(D, block)
     _launch_combine(
-        (T, cdiv(D, block)),
+        (T * columns,),
         (rows_ND, carried_MD, plan.slot_of_TK, weights_TK, out_TD),
-        (N,), (D, carried_MD.stride(0), out_TD.stride(0)),
-        K=K, BLOCK=block, num_warps=max(1, block // 256),
+        (N,), (columns, D, carried_MD.stride(0), out_TD.stride(0)),
+        K=K, BLOCK=block, num_warps=1,
     )  # fmt: skip
 
 
@@ -61,12 +62,13 @@ def carry(rows_ND: Tensor, full: FullTiles, number: int, carried_MD: Tensor) -> 
 
 @triton.jit(do_not_specialize=["N"])
 def _combine_kernel(
-    rows_ptr, carried_ptr, slot_ptr, weights_ptr, out_ptr, N, D, stride_carried, stride_out,
+    rows_ptr, carried_ptr, slot_ptr, weights_ptr, out_ptr, N, columns, D, stride_carried,
+    stride_out,
     K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (T, cdiv(D, BLOCK)): BLOCK output columns of one token per program."""
-    t = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Grid (T * columns,): BLOCK of the output columns of one token per program."""
+    t = (tl.program_id(0) // columns).to(tl.int64)
+    d = tl.program_id(0) % columns * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + t * K + k).to(tl.int64)

@@ -61,7 +61,8 @@ class FullTiles:
         self.ends = Ends(*made[:, :, : E + 1])
         _launch_ends(
             (count,), (whole.row_of_N, whole.offsets_S, made),
-            (T, cut.size, cut.late, cut.share * cut.step, cut.step, count, made.stride(1)), (K, E),
+            (cut.end, cut.size, cut.late, cut.share * cut.step, cut.step, count, made.stride(1)),
+            (K, E),
             BLOCK_M=block_m, BINS=next_power_of_2(E + 1), STEPS=(T * K).bit_length(),
         )  # fmt: skip
 
@@ -109,9 +110,9 @@ def _rows_below(row_ptr, first, count, bound, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["T", "size", "late", "parts", "step", "chunks", "stride"])
+@triton.jit(do_not_specialize=["end", "size", "late", "parts", "step", "chunks", "stride"])
 def _ends_kernel(
-    row_ptr, offsets_ptr, ends_ptr, T, size, late, parts, step, chunks, stride, K, E,
+    row_ptr, offsets_ptr, ends_ptr, end, size, late, parts, step, chunks, stride, K, E,
     BLOCK_M: tl.constexpr, BINS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks,): :class:`Ends` of one chunk per program, whose tokens are those of a Cut."""
@@ -119,7 +120,7 @@ def _ends_kernel(
     end_token = 0
     for _ in range(tl.program_id(0) + 1):
         first_token = end_token
-        end_token += tl.minimum(size, tl.maximum(late, (T - first_token) // parts * step))
+        end_token += tl.minimum(size, tl.maximum(late, (end - first_token) // parts * step))
     chunk = tl.program_id(0)
     e = tl.arange(0, BINS)
     first = tl.load(offsets_ptr + e, mask=e < E, other=0)
