@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -335,7 +336,12 @@ class Card:
             import pynvml
 
             pynvml.nvmlInit()
-            self.handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            # NVML counts all cards of the host, also those that CUDA does not see here.
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            if seen.isdigit():
+                self.handle = pynvml.nvmlDeviceGetHandleByIndex(int(seen))
+            else:
+                self.handle = pynvml.nvmlDeviceGetHandleByUUID(seen)
 
     def used(self) -> int:
         """Return the bytes in use."""

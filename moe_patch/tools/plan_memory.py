@@ -257,7 +257,14 @@ def decode_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> tuple[int, int]:
 
 def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     """Return how many tokens a block computes at a time (kernels/common/chunks.py)."""
-    from moe_patch.kernels.common.chunks import ALONE, KEPT, RECOMPUTED, TRAINED, auto_chunk, chunks
+    from moe_patch.kernels.common.chunks import (
+        KEPT,
+        PACKED,
+        RECOMPUTED,
+        TRAINED,
+        auto_chunk,
+        chunks,
+    )
 
     if is_in_fp8(moe, recipe):
         return recipe.tokens
@@ -265,7 +272,7 @@ def chunk_of(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     if recipe.chunk == "auto" and recipe.tokens > AUTO_FROM:
         again = TRAINED if recipe.full else RECOMPUTED
         use = again if recipe.recompute else KEPT
-        use = use if recipe.storage == "bf16" else ALONE
+        use = use if recipe.storage == "bf16" else PACKED
         limit = auto_chunk(use, moe.top_k, (moe.hidden, moe.up, moe.width), itemsize)
     if not 0 < limit < recipe.tokens:
         return recipe.tokens
@@ -285,7 +292,7 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     Products in FP8 run at once and hold other buffers (tools/plan_fp8.py).
     Adapters in another dtype are cast for the products: one copy of the block's factors.
     """
-    from moe_patch.kernels.common.chunks import COLUMNS, LEAST
+    from moe_patch.kernels.common.chunks import COLUMNS, LEAST, forward_columns
 
     up, down = decode_bytes(moe, recipe, itemsize)
     tokens = chunk_of(moe, recipe, itemsize)
@@ -298,7 +305,9 @@ def block_bytes(moe: Moe, recipe: Recipe, itemsize: int) -> int:
     if tokens < recipe.tokens:
         dx = y
         if recipe.storage == "bf16":
-            y = row * min(moe.hidden, COLUMNS if recipe.recompute else LEAST)
+            least, freed = (COLUMNS, moe.up) if recipe.recompute else (LEAST, 0)
+            count = math.ceil(recipe.tokens / tokens)
+            y = row * forward_columns(count, moe.top_k, moe.hidden, least, freed)
             dx = row * min(moe.hidden, max(COLUMNS, moe.width // LEAST * LEAST))
         sums, held = 4 * factors, a
         if recipe.full and recipe.recompute:

@@ -20,11 +20,15 @@ pytest.importorskip("triton", reason="triton is not installed", exc_type=ImportE
 from moe_patch.kernels.common.chunks import (
     ALONE,
     KEPT,
+    PACKED,
     RECOMPUTED,
     TRAINED,
     auto_chunk,
     chunk_count,
     chunks,
+    forward_columns,
+    half_columns,
+    tapered,
 )
 from moe_patch.ops.experts import op
 from moe_patch.ops.experts.long_context import chunks_of
@@ -93,19 +97,31 @@ def check_kept(device: str) -> None:
 
 
 @contextlib.contextmanager
-def small_auto(alone: int, kept: int, case: Case, itemsize: int) -> Iterator[None]:
+def small_auto(alone: int, kept: int) -> Iterator[None]:
     """Let "auto" take chunks of these numbers of tokens."""
     from moe_patch.kernels.common import chunks as sizes
     from moe_patch.ops.experts import long_context
 
-    alone *= case.K * (case.F + min(case.D, sizes.COLUMNS)) * itemsize
-    kept *= case.K * (case.F + min(case.D, sizes.LEAST)) * itemsize
+    found = {ALONE: alone, KEPT: kept}
     with (
         mock.patch.object(long_context, "AUTO_FROM", 0),
-        mock.patch.object(sizes, "_AUTO_TOKENS", 1),
-        mock.patch.dict(sizes._AUTO_BYTES, {ALONE: alone, KEPT: kept}),
+        mock.patch.object(sizes, "auto_chunk", lambda use, **_: found[use]),
     ):
         yield
+
+
+def check_alone(case: Case, chunks: tuple[int, ...], device: str) -> None:
+    """Compute the output of all tokens at once, where each expert's rows fill tiles or do not."""
+    inputs = make_inputs(case, F32, device)
+    t, (w, lora13, lora2) = inputs.tensors, operands(inputs.tensors)
+    found = {}
+    for chunk in (0, *chunks):
+        with triton_anywhere(), torch.no_grad():
+            found[chunk] = op.experts_mlp(
+                t["x"], inputs.ids_TK, t["weights"], w, case.glu,
+                lora13=lora13, lora2=lora2, backend="triton", chunk_tokens=chunk,
+            )  # fmt: skip
+        same(found[chunk], found[0], f"chunks of {chunk}")
 
 
 def check_checkpoints(device: str) -> None:
@@ -129,7 +145,7 @@ def check_checkpoints(device: str) -> None:
     for reentrant in (False, True):
         with (
             triton_anywhere(),
-            small_auto(2, 5, inputs.case, 4),
+            small_auto(2, 5),
             mock.patch.object(chunked, "experts_forward", wraps=chunked.experts_forward) as spy,
         ):
             out_TD = checkpoint(forward, tensors["x"], use_reentrant=reentrant)
@@ -163,6 +179,10 @@ CASES = {
     "ungated_odd": partial(check, Case(5, 2, 3, 33, 17, Glu("relu2", gated=False)), 2),
     "one_expert": partial(check, Case(12, 2, 3, 16, 16, ids="one"), 5),
     "empty_slots_only": partial(check, Case(6, 2, 3, 16, 16, ids="empty", rank=2), 3),
+    # Tiles have 16 rows under the interpreter: an expert has more or fewer of them in a chunk.
+    "alone": partial(check_alone, Case(60, 2, 3, 40, 24, rank=4, bias=True), (30, 9)),
+    "alone_ungated": partial(check_alone, Case(20, 3, 8, 17, 9, Glu("relu2", gated=False)), (7,)),
+    "alone_empty": partial(check_alone, Case(12, 2, 3, 16, 16, ids="empty"), (5,)),
     "signals": check_signals,
     "kept": check_kept,
     "checkpoints": check_checkpoints,
@@ -211,7 +231,7 @@ def test_bits_of_bf16_on_a_card(trained: str) -> None:
             else:
                 assert_close(value, whole[name], 4e-3, name)
     w, lora13, lora2 = operands(tensors)
-    with torch.no_grad(), small_auto(48, 48, case, 2):
+    with torch.no_grad(), small_auto(48, 48):
         out_TD = op.experts_mlp(
             tensors["x"], inputs.ids_TK, tensors["weights"], w, case.glu,
             lora13=lora13, lora2=lora2, backend="triton", chunk_tokens="auto",
@@ -245,7 +265,7 @@ def test_tokens_of_a_chunk() -> None:
 
     assert [found(10), found(10, backend="torch"), found(0)] == [(10, 10), (0, 0), (0, 0)]
     assert found("auto") == found("auto", 65536) == found("auto", 65537, "torch") == (0, 0)
-    alone, many = (896 << 20) // (2 * (48 + 64) * 2), 65537
+    alone, many = (848 << 20) // (2 * 64 * 2), 65537
     assert found("auto", many) == found("auto", many, recompute=True) == (alone, alone)
     assert found("auto", many, graph=True) == ((1376 << 20) // (2 * (48 + 64) * 2), alone)
     again = {"graph": True, "recompute": True}
@@ -255,9 +275,17 @@ def test_tokens_of_a_chunk() -> None:
         assert found("auto", many, **again) == ((most << 20) // (2 * (48 + 96) * 2), alone)
     # Numbers of chunks of Qwen3-30B-A3B's experts.
     own = partial(auto_chunk, top_k=8, sizes=(2048, 1536, 768), itemsize=2)
-    counts = [chunk_count(262144, own(use)) for use in (ALONE, KEPT, RECOMPUTED, TRAINED)]
+    alone = own(ALONE)
+    counts = [chunk_count(262144, own(use)) for use in (PACKED, KEPT, RECOMPUTED, TRAINED)]
     assert counts == [6, 3, 5, 3]
-    assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == 32768
+    own = partial(forward_columns, top_k=8, hidden=2048)
+    assert [own(3, least=256), own(3, least=512, freed=1536), own(2, least=256)] == [768, 2048, 512]
+    # Later chunks have a beside y, in the memory of y of earlier ones.
+    cut = tapered(262144, 8, alone, 2048, 768, half_columns(2048), extra=128 * 127)
+    found = [part.tokens.stop - part.tokens.start for part in cut.chunks]
+    assert found == [54272, 50440, 37832, 31008, 31008, 31008, 26576]
+    assert auto_chunk(ALONE, 2, (6144, 65536, 32768), 2) == (848 << 20) // (2 * 3072 * 2)
+    assert auto_chunk(ALONE, 16, (6144, 65536, 32768), 2) == 32768
 
 
 if __name__ == "__main__":
@@ -265,6 +293,8 @@ if __name__ == "__main__":
         mock.patch("moe_patch.kernels.experts.call.COLUMNS", 32),
         mock.patch("moe_patch.kernels.experts.call.LEAST", 16),
         # NumPy's products depend on the columns too, so all forwards take the same ones.
+        mock.patch("moe_patch.kernels.common.chunks.LEAST", 16),
+        mock.patch("moe_patch.kernels.experts.alone.LEAST", 16),
         mock.patch("moe_patch.kernels.experts.chunked.LEAST", 16),
         mock.patch("moe_patch.kernels.experts.chunked.COLUMNS", 16),
     ):

@@ -203,24 +203,15 @@ class Call:
         assert found is not None
         return found
 
-    def down_into(
-        self,
-        a_NF: Tensor,
-        u2_NR: Tensor | None,
-        weights_TK: Tensor,
-        out_TD: Tensor,
-        spare: Tensor,
-        least: int,
-    ) -> None:
-        """Write the sum over each token's experts, some columns of y at a time.
+    def down_by_columns(
+        self, a_NF: Tensor, u2_NR: Tensor | None, spare: Tensor, least: int
+    ) -> Iterator[tuple[slice, Callable[[], Tensor]]]:
+        """Yield ranges of columns of y, and functions that compute them.
 
         These are in ``spare``, contiguous memory, if ``least`` columns fit there.
         """
         low_rank = None if u2_NR is None else (u2_NR, self._b2_EOR)
-        operands = a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank
-        for some, rows in self._by_columns("down", *operands, least, spare):
-            # Without a name, rows are freed before the next ones.
-            combine(rows(), self.plan, weights_TK, out_TD[:, some])
+        return self._by_columns("down", a_NF, self.w.w2_EDF, self.w.b2_ED, low_rank, least, spare)
 
     def input_gradient(
         self, dh_NH: Tensor, p_NR: Tensor | None, into_TD: Tensor | None = None

@@ -21,12 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks
+from moe_patch.formats.packed import PackedWeight
+from moe_patch.kernels.common.chunks import COLUMNS, LEAST, Chunk, chunks, forward_columns
 from moe_patch.kernels.common.device import on_device_of
+from moe_patch.kernels.experts.alone import forward_alone
 from moe_patch.kernels.experts.call import Call
 from moe_patch.kernels.experts.dw import outer_sum
 from moe_patch.kernels.experts.experts import gradients, intermediate, unit_stride
 from moe_patch.kernels.experts.norms import combine_with_norms
+from moe_patch.kernels.experts.reduce import combine
 from moe_patch.kernels.experts.steps import steps_of
 from moe_patch.kernels.plan.plan import build_plan
 from moe_patch.kernels.plan.row_tiles import RowTiles
@@ -68,13 +71,18 @@ def experts_forward(
 
     Args:
         chunk: tokens of a chunk.
-        alone: nothing but the output is used.
+        alone: nothing but the output and ``norms`` is used.
 
     Returns:
         ExpertsForward; the plan holds the chunks' plans one after another, whose rows, slots and
-        offsets count from the start of their chunk. With ``alone`` it is that of the last one.
+        offsets count from the start of their chunk. With ``alone`` it may be that of all rows.
     """
     (T, K), E = ids_TK.shape, w.w13_EHD.shape[0]
+    if alone and not norms and not isinstance(w.w13_EHD, PackedWeight):
+        return forward_alone(
+            x_TD, ids_TK, weights_TK, w, glu, lora13, lora2,
+            chunk=chunk, batch_invariant=batch_invariant,
+        )  # fmt: skip
 
     def rows(width: int, saved: bool) -> Tensor:
         return x_TD.new_empty((T * K, width) if saved else 0)
@@ -87,19 +95,18 @@ def experts_forward(
     out_TD = x_TD.new_empty(x_TD.shape)
     norm_TK = weights_TK.new_empty((T, K) if norms else 0, dtype=torch.float32)
     plans: list[Plan] = []
-    # Chunks of a call that keeps h are large; if it is recomputed, backward needs the memory.
-    least = LEAST if save_h else COLUMNS
+    parts, H = chunks(T, K, chunk), w.w13_EHD.shape[1]
+    least, freed = (LEAST, 0) if save_h else (COLUMNS, H)
+    columns = forward_columns(len(parts), K, x_TD.shape[1], least, freed)
     with on_device_of(x_TD):
-        for part in chunks(T, K, chunk):
+        for part in parts:
             tiles = RowTiles(build_plan(ids_TK[part.tokens], E))
             x = unit_stride(x_TD[part.tokens])
             call = Call(tiles, x, w, glu, lora13, lora2, batch_invariant, rows=T * K)
             weights = weights_TK[part.tokens].contiguous()
-            _forward(call, part, weights, kept, out_TD, norm_TK, least)
+            _forward(call, part, weights, kept, out_TD, norm_TK, columns)
             plans.append(tiles.plan)
-            if alone:
-                plans = plans[-1:]
-    plan = plans[0] if alone else Plan(*map(torch.cat, zip(*plans, strict=True)))
+    plan = Plan(*map(torch.cat, zip(*plans, strict=True)))
     return ExpertsForward(out_TD, plan, kept, norm_TK)
 
 
@@ -110,11 +117,11 @@ def _forward(
     kept: Kept,
     out_TD: Tensor,
     norm_TK: Tensor,
-    least: int,
+    columns: int,
 ) -> None:
     """Run one chunk; write what ``kept``, ``out_TD`` and, unless empty, ``norm_TK`` hold of it.
 
-    Outputs of later tokens are not written yet, so y is there if ``least`` columns of it fit.
+    Outputs of later tokens are not written yet, so y is there if ``columns`` of it fit.
     """
     N, F = call.tiles.count, call.w.w2_EDF.shape[2]
     u13_NR = call.inputs_of_B13()
@@ -138,7 +145,9 @@ def _forward(
         )
     else:
         spare = out_TD[part.tokens.stop :]
-        call.down_into(a_NF, u2_NR, weights_TK, out_TD[part.tokens], spare, least)
+        for some, compute in call.down_by_columns(a_NF, u2_NR, spare, columns):
+            # Without a name, rows are freed before the next ones.
+            combine(compute(), call.plan, weights_TK, out_TD[part.tokens, some])
 
 
 def experts_backward(

@@ -55,9 +55,10 @@ def chunks_of(
     own = functools.partial(
         chunks.auto_chunk, top_k=ids_TK.shape[1], sizes=sizes, itemsize=x_TD.element_size()
     )
-    alone = own(chunks.ALONE)
     # Packed experts hold all columns of y.
-    if not graph or isinstance(w.w13_EHD, PackedWeight):
+    packed = isinstance(w.w13_EHD, PackedWeight)
+    alone = own(chunks.PACKED if packed else chunks.ALONE)
+    if not graph or packed:
         return alone, alone
     if not recompute:
         return own(chunks.KEPT), alone
