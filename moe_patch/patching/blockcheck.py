@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moe_patch.patching.bindings import Binding
 from moe_patch.patching.discover import DECORATED, FoundBlock
 from moe_patch.patching.entry_fit import fitting, mismatch, require_call
-from moe_patch.patching.selfcheck import TOKENS, random_tensors
+from moe_patch.patching.selfcheck import TOKENS, moderate, random_tensors
 from moe_patch.runtime.adapters import is_param_wrapper
 from moe_patch.runtime.compare import Direct, compare, limit_for
 from moe_patch.runtime.forward import EXPERTS_NAME
@@ -41,13 +41,17 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     for module, function, patch, attribute in bindings:
         if patch.role != "lora":
             bind(ours[module], function, patch, attribute)
+    prefix = f"module.{found.spec.router_attr}."
     with fitting(block):
         router: nn.Module = getattr(theirs[block], found.spec.router_attr)
-        tensors = random_tensors(router, f"module.{found.spec.router_attr}.")
+        tensors = random_tensors(router, prefix)
         width = next(p for p in router.parameters() if p.dim() == 2).shape[1]
     # Experts hold the largest weight; some families keep the router beside it in fp32.
     weight = max((p for p in block.parameters() if p.is_floating_point()), key=Tensor.numel)
     x = torch.randn(2, TOKENS // 2, width, device=weight.device, dtype=weight.dtype)
+    if found.spec.shared is not None and found.spec.router_forward is None:
+        with fitting(block):  # only the common forwards give the router what the block gets
+            tensors = moderate(router, found.spec, tensors, x.flatten(0, 1), prefix)
     limit = limit_for(weight)
     exact = limit <= 1e-5
     call = found.spec.check_call or _call

@@ -30,6 +30,8 @@ from moe_patch.runtime.spec import Arg, FamilySpec
 
 TOKENS = 48
 EXPERTS = 4
+# Largest standard deviation of random logits, and how often matrices are halved to get there.
+_LARGEST, _HALVINGS = 4.0, 16
 
 
 def kind_of(found: FoundBlock) -> tuple:
@@ -81,6 +83,27 @@ def random_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return tensors
 
 
+def moderate(
+    router: nn.Module, spec: FamilySpec, tensors: dict[str, Tensor], x_TD: Tensor, prefix: str
+) -> dict[str, Tensor]:
+    """Halve the random matrices of a router with adapters until its logits are about one in size.
+
+    An adapter's scaling may be large. Scores that underflow tie, and transformers breaks ties in an
+    order of its own.
+    """
+    adapted = any("base_layer" in module._modules for module in router.modules())
+    if spec.logits is None or not adapted:
+        return tensors
+    direct = Direct(router, spec.logits)
+    with torch.no_grad():
+        for _ in range(_HALVINGS):
+            own = {f"module.{name.removeprefix(prefix)}": t for name, t in tensors.items()}
+            if torch.func.functional_call(direct, own, (x_TD,)).std() <= _LARGEST:
+                break
+            tensors = {name: t / 2 if t.dim() > 1 else t for name, t in tensors.items()}
+    return tensors
+
+
 def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) -> None:
     tensors = random_tensors(router, "module.")
     args: tuple = ()
@@ -91,6 +114,7 @@ def _check_router(path: str, router: nn.Module, spec: FamilySpec, backend: str) 
             x = x.view(2, TOKENS // 2, -1)
         if isinstance(spec.bias, Arg):
             args = (torch.randn(weight.shape[0], device=weight.device) * 0.3,)
+        tensors = moderate(router, spec, tensors, x, "module.")
     _compare_routers(path, router, spec, backend, tensors, x, args)
     # Positive scores hide how excluded groups are filled; negative ones reveal it. Where zeros fill
     # them, excluded experts tie, so use transformers' own order of ties.
