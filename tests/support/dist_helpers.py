@@ -12,6 +12,7 @@ transformers once. Forking the test process itself is not safe after it has run 
 from __future__ import annotations
 
 import atexit
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -173,15 +174,26 @@ def _serve(pipe: Any, rank: int, world: int, port: int, limit_s: float) -> None:
         else:  # hide devices that ranks would share from code that searches for a device
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
-        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=limit_s))
-        while True:
+        limit = timedelta(seconds=limit_s)
+        store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0, limit)
+        for number in itertools.count():
             worker, args, folder = pipe.recv()
+            # Each call has a group of its own. Groups that a worker makes end with it; their
+            # threads would take time from all later calls.
+            torch.distributed.init_process_group(
+                backend,
+                store=torch.distributed.PrefixStore(str(number), store),
+                rank=rank,
+                world_size=world,
+                timeout=limit,
+            )
             torch.manual_seed(0)
             torch.save(worker(rank, *args), f"{folder}/{rank}.pt")
             torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
             pipe.send(None)
     except EOFError:
-        torch.distributed.destroy_process_group()
+        pass
     except BaseException:
         pipe.send(traceback.format_exc())
         raise
