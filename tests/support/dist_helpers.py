@@ -12,7 +12,6 @@ transformers once. Forking the test process itself is not safe after it has run 
 from __future__ import annotations
 
 import atexit
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -39,6 +38,8 @@ _CONTEXT.set_forkserver_preload(
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500"}
 # Ranks beside a failed one, or at the end, get this long; then they are killed.
 GRACE_S = 5.0
+# Ranks end after this many calls, because the groups that workers make keep threads that compute.
+CALLS = 6
 PORTS = range(20_000, 32_000)
 
 
@@ -72,7 +73,11 @@ def run_ranks(worker: Callable[..., Any], *args: Any, world: int = 2) -> list[An
     except BaseException:
         ranks.kill()
         raise
-    _WAITING[world] = ranks
+    ranks.calls += 1
+    if ranks.calls < CALLS:
+        _WAITING[world] = ranks
+    else:
+        ranks.kill()
     return results
 
 
@@ -95,6 +100,7 @@ class Ranks:
     def __init__(self, world: int, limit_s: float = HANG_S) -> None:
         """Start ``world`` processes; a collective that takes ``limit_s`` seconds fails."""
         port = free_port()
+        self.calls = 0
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
         for rank in range(world):
@@ -174,26 +180,15 @@ def _serve(pipe: Any, rank: int, world: int, port: int, limit_s: float) -> None:
         else:  # hide devices that ranks would share from code that searches for a device
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         backend = "gloo" if own.type == "cpu" else "cpu:gloo,cuda:nccl"
-        limit = timedelta(seconds=limit_s)
-        store = torch.distributed.TCPStore("127.0.0.1", port, world, rank == 0, limit)
-        for number in itertools.count():
+        torch.distributed.init_process_group(backend, timeout=timedelta(seconds=limit_s))
+        while True:
             worker, args, folder = pipe.recv()
-            # Each call has a group of its own. Groups that a worker makes end with it; their
-            # threads would take time from all later calls.
-            torch.distributed.init_process_group(
-                backend,
-                store=torch.distributed.PrefixStore(str(number), store),
-                rank=rank,
-                world_size=world,
-                timeout=limit,
-            )
             torch.manual_seed(0)
             torch.save(worker(rank, *args), f"{folder}/{rank}.pt")
             torch.distributed.barrier()
-            torch.distributed.destroy_process_group()
             pipe.send(None)
     except EOFError:
-        pass
+        torch.distributed.destroy_process_group()
     except BaseException:
         pipe.send(traceback.format_exc())
         raise
