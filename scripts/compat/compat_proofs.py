@@ -238,7 +238,9 @@ NOTES = """\
   50), probably because the card waits for the host: transformers' all-to-all reads the numbers of
   tokens there in every layer
   (`tolist` in `distributed/expert_parallel.py`). NCCL runs alone for 181 to 246 ms, and other
-  kernels take 162 to 169 ms longer. The two cards' own work differs by 1%.
+  kernels take 162 to 169 ms longer. The two cards' own work differs by 1%. In that run a layer's
+  experts shared their memory. Without that, tokens/s were 6% lower on 12 layers and 7% higher on
+  48, on other machines; the step of 65,536 tokens was not repeated.
 - **QLoRA on 12 layers is bound by the host**: a step of 4096 tokens took 169 to 247 ms on different
   machines, nearly all of it in Python. Compare rows of one run only.
 - **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
