@@ -17,6 +17,8 @@ from moe_patch.tools.plan_types import Input, Layer, Moe, Sizes, Weight
 
 # Output projections of attention; they read what attention keeps anyway.
 OUT = ("o_proj", "out_proj", "dense", "wo")
+# Query projections of latent attention; that of A.X-K2 holds a gate as well.
+QUERIES = ("q_b_proj", "q_proj", "q_gate_proj")
 NO_CARD = torch.device("cpu")
 
 
@@ -44,9 +46,14 @@ def read_sizes(
             f"{type(model).__name__} has no MoE block; accepted: MoE models (`moe-patch families` "
             "lists them)"
         )
+    config = model.config.get_text_config()
+    if not hasattr(config, "vocab_size"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no vocabulary, so a run has no logits to count; accepted: "
+            "models that predict tokens"
+        )
     moes = {block.path: _moe(block, targets, device) for block in blocks}
     layers = dict(_layers(model, blocks))
-    config = model.config.get_text_config()
     fused = type(model)._supports_sdpa or config._attn_implementation != "eager"
     fused = fused if attention is None else attention != "eager"
     return Sizes(
@@ -290,6 +297,6 @@ def _attention(linears: dict[str, nn.Linear]) -> int:
     """
     out = next(linears[name].in_features for name in OUT if name in linears)
     if "kv_b_proj" in linears:
-        query = linears["q_b_proj" if "q_b_proj" in linears else "q_proj"].out_features
+        query = next(linears[name] for name in QUERIES if name in linears).out_features
         return 2 * query + 2 * out
     return out + sum(m.out_features for name, m in linears.items() if name not in OUT)

@@ -10,8 +10,10 @@ from transformers import LlamaConfig
 
 from moe_patch.cli import main
 from moe_patch.cli.plan import memory_bytes
+from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.train.build import check_options
 from moe_patch.train.config import load_config
+from tests.support import tiny_models
 from tests.support.cli_calls import answer, error_of, only_config
 
 WIDE = {"hidden_size": 64, "moe_intermediate_size": 64, "vocab_size": 4096}
@@ -167,6 +169,20 @@ def test_a_dense_model(capsys, tmp_path):
     LlamaConfig(**sizes).save_pretrained(tmp_path)
     message = error_of(capsys, "plan", str(tmp_path), "--memory", "24GB")
     assert "LlamaForCausalLM has no MoE block; accepted: MoE models" in message
+
+
+@pytest.mark.families("dots3_note_vision")
+def test_a_model_without_a_vocabulary(capsys, tmp_path):
+    folder = only_config(tmp_path, "dots3_note_vision")
+    message = error_of(capsys, "plan", folder, "--memory", "24GB")
+    assert "has no vocabulary, so a run has no logits to count" in message
+
+
+@pytest.mark.families("axk2")
+def test_a_query_with_a_gate():
+    """A.X-K2's latent attention has another name for its query projection."""
+    sizes = read_sizes(tiny_models.build("axk2"), targets={})
+    assert {layer.attention for layer in sizes.layers} == {2 * 64 + 2 * 32}
 
 
 def test_checkpoints_that_are_quantised(capsys, tmp_path):
