@@ -8,7 +8,7 @@ bound on the model itself, and none of its hooks fires.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,11 +36,7 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     """
     block: Any = found.block
     ours, theirs = twins(block), twins(block)
-    for _, experts in found.experts:
-        _run_eagerly(ours[experts], theirs[experts])
-    for module, function, patch, attribute in bindings:
-        if patch.role != "lora":
-            bind(ours[module], function, patch, attribute)
+    _prepare(found, bindings, ours, theirs)
     prefix = f"module.{found.spec.router_attr}."
     with fitting(block):
         router: nn.Module = getattr(theirs[block], found.spec.router_attr)
@@ -65,6 +61,20 @@ def check_block(found: FoundBlock, bindings: Sequence[Binding]) -> None:
     for name, theirs_of in reference.items():
         pair = mine[name], theirs_of
         compare(found.path, name, *(pair if exact else _closest_rows(*pair)), limit)
+
+
+def _prepare(
+    found: FoundBlock,
+    bindings: Sequence[Binding],
+    ours: Mapping[Any, Any],
+    theirs: Mapping[Any, Any],
+) -> None:
+    """Bind our forwards to one twin of a block, and let both run their experts eagerly."""
+    for _, experts in found.experts:
+        _run_eagerly(ours[experts], theirs[experts])
+    for module, function, patch, attribute in bindings:
+        if patch.role != "lora":
+            bind(ours[module], function, patch, attribute)
 
 
 def _run_eagerly(*experts: Any) -> None:
