@@ -30,9 +30,9 @@ from tests.support.adapters import (
     lora_config,
     step,
 )
-from tests.support.dist_helpers import free_port
-from tests.support.numerics import assert_bits, rel_err
-from tests.support.packed_ranks import layers
+from tests.support.dist_helpers import device, free_port, needs_cards, run_ranks
+from tests.support.numerics import FP32, assert_bits, assert_close, rel_err
+from tests.support.packed_ranks import layers, shard
 from tests.support.signals_cases import last_layer
 
 pytestmark = pytest.mark.gpu
@@ -52,13 +52,17 @@ def hopper():
     torch._dynamo.reset()
 
 
+def on_device(where: str | torch.device) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a bf16 model with experts in FP8 and adapters, unpatched, and a batch."""
+    base = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **SIZES)
+    batch = {name: t.to(where) for name, t in tiny_models.inputs(base, 2, 96).items()}
+    model = quantize_experts(base.to(where), "fp8")
+    return adapt(model, lora_config(EXPERTS, attention("qwen3_moe"), r=8)), batch
+
+
 @pytest.fixture(scope="module")
 def quantised() -> tuple[nn.Module, dict[str, Tensor]]:
-    """A bf16 model with experts in FP8 and adapters, unpatched, and a batch."""
-    base = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **SIZES)
-    batch = {name: t.to("cuda") for name, t in tiny_models.inputs(base, 2, 96).items()}
-    model = quantize_experts(base.to("cuda"), "fp8")
-    return adapt(model, lora_config(EXPERTS, attention("qwen3_moe"), r=8)), batch
+    return on_device("cuda")
 
 
 def patched(quantised: Any, compute: str, **options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -170,6 +174,37 @@ def test_fsdp2_keeps_no_copy(group: None, quantised: Any) -> None:
     assert copies(model) == []
     gradients = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
     assert_same(gradients, wanted)
+
+
+def on_ranks(rank: int, compute: str) -> dict[str, dict[str, Tensor]]:
+    """Return the results of a rank's own tokens: alone, under DDP, and under FSDP2."""
+    pair = on_device(device(2, rank))
+    batch = {name: t.roll(7 * rank, -1) for name, t in pair[1].items()}
+    found = {kind: results(patched(pair, kind)[0], batch) for kind in {"fp8", compute}}
+    wrapped = DistributedDataParallel(patched(pair, compute)[0])
+    ddp = dict(zip(found[compute], results(wrapped, batch).values(), strict=True))
+    model = shard(patched(pair, compute)[0])
+    fsdp2 = {"logits": step(model, batch)}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            fsdp2[name] = p.grad.full_tensor()
+    return found | {"ddp": ddp, "fsdp2": fsdp2}
+
+
+@needs_cards(2)
+@pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
+def test_two_ranks_give_the_mean_of_their_gradients(compute: str) -> None:
+    """Logits are those of each rank alone, bit for bit. FSDP2 keeps no copy for backward."""
+    both = run_ranks(on_ranks, compute)
+    assert rel_err(both[0]["ddp"]["logits"], both[1]["ddp"]["logits"]) > 0.1
+    for kind, alone in (("ddp", compute), ("fsdp2", "fp8")):
+        wanted = [found[alone] for found in both]
+        for rank, found in enumerate(both):
+            assert found[kind].keys() == wanted[rank].keys()
+            assert_bits(found[kind]["logits"], wanted[rank]["logits"], f"{kind} {rank}")
+            for name in found[kind].keys() - {"logits"}:
+                mean = (wanted[0][name] + wanted[1][name]) / 2
+                assert_close(found[kind][name], mean, FP32, f"{kind} {rank} {name}")
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8_copy"])
