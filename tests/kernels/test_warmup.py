@@ -7,6 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +26,7 @@ from moe_patch import (
 )
 from moe_patch.cli import main
 from moe_patch.ops.backend import BackendChoice
-from moe_patch.tools.warmup import warmup
+from moe_patch.tools.warmup import WarmedBlock, warmup
 from tests.support import SUPPORT, tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.limits import HANG_S
@@ -217,57 +220,69 @@ def test_no_size_compiles_afterwards_on_hopper(compute: str) -> None:
     assert compiled["later"] == []
 
 
+def launched_by(warm: Callable[[], list[WarmedBlock]]) -> set[str]:
+    """Return the kernels that a warmup of one block launches.
+
+    It may compile none of them, because other tests of this process have.
+    """
+    from triton import knobs
+
+    names: set[str] = set()
+    hook = lambda launch: names.add(launch.get()["name"])  # noqa: E731
+    with mock.patch.object(knobs.runtime, "launch_enter_hook", hook):
+        (row,) = warm()
+    assert row.skipped == ""
+    return names
+
+
+def compiled_by(run: Callable[[], Any]) -> set[str]:
+    """Return the kernels that are compiled meanwhile."""
+    from triton import knobs
+
+    names: set[str] = set()
+    hook = lambda *_, fn, **__: names.add(fn.name)  # noqa: E731
+    with mock.patch.object(knobs.runtime, "jit_post_compile_hook", hook):
+        run()
+    return names
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
-def test_gpu_no_size_compiles_afterwards(model_type, monkeypatch) -> None:
-    import triton
-
-    compiled: list[str] = []
-
-    def note(*_, fn, **__) -> None:
-        compiled.append(fn.name)
-
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", note)
+def test_gpu_no_size_compiles_afterwards(model_type) -> None:
     model = patch_model(tiny_models.build(model_type, dtype=torch.bfloat16).to("cuda"))
     block, D = blocks(model)[0][1], tiny_models.SIZES["hidden_size"]
-    (row,) = warmup(model, progress=False)
-    assert row.skipped == ""
-    assert compiled
-    compiled.clear()
-    for T in (512, *range(1, 601)):
-        run_block(block, torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16))
-    assert set(compiled) == set()
+    assert "forward_kernel" in launched_by(lambda: warmup(model, progress=False))
+
+    def every_size() -> None:
+        for T in (512, *range(1, 601)):
+            run_block(block, torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16))
+
+    assert compiled_by(every_size) == set()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
-def test_gpu_no_size_compiles_afterwards_with_fp8_experts(compute, monkeypatch) -> None:
+def test_gpu_no_size_compiles_afterwards_with_fp8_experts(compute) -> None:
     """A config warms what a model launches that is quantised and adapted later."""
-    import triton
-
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name)
-    )
     sizes = {"hidden_size": 384, "moe_intermediate_size": 256, "num_hidden_layers": 1}
     empty = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **sizes).to("meta")
-    empty = adapt(empty, lora_config(EXPERTS, [], r=8))
-    (row,) = warmup(
-        patch_model(empty, compute=compute), progress=False, device="cuda", storage="fp8"
-    )
-    assert row.skipped == ""
-    in_fp8 = torch.cuda.get_device_capability() == (9, 0) and compute != "decoded"
-    assert (set(compiled) >= FP8_KERNELS) == in_fp8
+    empty = patch_model(adapt(empty, lora_config(EXPERTS, [], r=8)), compute=compute)
+    launched = launched_by(lambda: warmup(empty, progress=False, device="cuda", storage="fp8"))
+    of = {"decoded": set(), "fp8": FP8_KERNELS, "fp8_copy": FP8_KERNELS | {"_hopper_fp8_dh_kernel"}}
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert launched & of["fp8_copy"] == (of[compute] if hopper else set())
     model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **sizes).to("cuda")
     model = adapt(quantize_experts(model, "fp8"), lora_config(EXPERTS, [], r=8)).to("cuda")
     patch_model(model, self_check=False, compute=compute)
-    compiled.clear()
-    for T in (6, 1, 17, 64, 128, 300, 512, 2048, 2052, 4096, 8192):
-        x = torch.randn(1, T, 384, device="cuda", dtype=torch.bfloat16)
-        run_block(blocks(model)[0][1], x)
-        with torch.no_grad():
-            blocks(model)[0][1](x)
-    assert compiled == []
+
+    def sizes_of_all_kinds() -> None:
+        for T in (6, 1, 17, 64, 128, 300, 512, 2048, 2052, 4096, 8192):
+            x = torch.randn(1, T, 384, device="cuda", dtype=torch.bfloat16)
+            run_block(blocks(model)[0][1], x)
+            with torch.no_grad():
+                blocks(model)[0][1](x)
+
+    assert compiled_by(sizes_of_all_kinds) == set()
 
 
 @pytest.mark.gpu
@@ -290,20 +305,10 @@ def test_gpu_warms_and_trains_in_two_gigabytes() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_warmed_from_a_config_serves_the_model(monkeypatch) -> None:
-    import triton
-
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        triton.knobs.runtime, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name)
-    )
+def test_gpu_warmed_from_a_config_serves_the_model() -> None:
     config = tiny_models.config("olmoe")
-    rows = warmup(copy.deepcopy(config), progress=False, dtype=torch.bfloat16, device="cuda")
-    assert [row.skipped for row in rows] == [""]
-    assert compiled
-    compiled.clear()
+    options: Any = {"progress": False, "dtype": torch.bfloat16, "device": "cuda"}
+    assert "forward_kernel" in launched_by(lambda: warmup(copy.deepcopy(config), **options))
     model = patch_model(tiny_models.build("olmoe", dtype=torch.bfloat16).to("cuda"))
     x = torch.randn(2, 9, tiny_models.SIZES["hidden_size"], device="cuda", dtype=torch.bfloat16)
-    compiled.clear()
-    run_block(blocks(model)[0][1], x)
-    assert not compiled
+    assert compiled_by(lambda: run_block(blocks(model)[0][1], x)) == set()
