@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import interpreted, tiny_models
+from tests.support import dist_helpers, interpreted, tiny_models
 
 # On tiny tensors the threads of an operator only wait for each other, more so beside a worker.
 torch.set_num_threads(1)
@@ -47,6 +47,13 @@ def _frozen() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end() -> Iterator[None]:
+    """End a file's ranks, which would slow down the tests of others."""
+    yield
+    dist_helpers.end_ranks()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

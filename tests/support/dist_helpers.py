@@ -163,9 +163,13 @@ _WAITING: dict[int, Ranks] = {}
 
 
 @atexit.register
-def _close_all() -> None:
-    for ranks in _WAITING.values():
-        ranks.close()
+def end_ranks() -> None:
+    """End the ranks that wait for another call.
+
+    Hundreds of threads of their groups wake up many times a second meanwhile.
+    """
+    while _WAITING:
+        _WAITING.popitem()[1].close()
 
 
 def _serve(pipe: Any, rank: int, world: int, port: int, limit_s: float) -> None:
