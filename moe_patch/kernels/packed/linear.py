@@ -29,7 +29,7 @@ from moe_patch.kernels.plan.row_tiles import RowTiling, depth_block
 
 # Mean rows per expert up to which this kernel beats the buffer, by storage. Measured on an H100
 # with two models: NF4 was faster on both at 256 and on one at 384, FP8 on both at 512
-# (docs/quantisation.md).
+# (docs/quantisation-measurements.md).
 _MOST_ROWS = {"nf4": 320, "fp8": 512}
 _FEW_ROWS = 32
 _TILE = Tile(256, 128, 64, 8, 4)
