@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import accelerate
 import pytest
 import torch
@@ -30,10 +28,7 @@ def model():
 
 @pytest.fixture
 def process_group():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    store = torch.distributed.TCPStore("127.0.0.1", port, 1, is_master=True)
+    store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
