@@ -1,4 +1,4 @@
-"""The parts of :mod:`moe_patch.tools.plan_memory` put together, and the search for what fits."""
+"""The parts of plan_memory.py and plan_weights.py together, and the search for what fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_patch.tools import plan_memory as parts
+from moe_patch.tools import plan_weights as lasting
 from moe_patch.tools.plan_types import Recipe, Sizes
 
 MOST_TOKENS = 1 << 22
@@ -55,8 +56,8 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     """
     b, layers = sizes.itemsize, sizes.layers
     share = recipe.shards
-    weights = parts.resident_bytes(sizes, recipe)
-    trained = parts.trained_bytes(sizes, recipe)
+    weights = lasting.resident_bytes(sizes, recipe)
+    trained = lasting.trained_bytes(sizes, recipe)
     gradients = trained // share
     each = [parts.kept_bytes(layer, recipe, b) for layer in layers]
     inputs = recipe.tokens * sizes.hidden * b
@@ -70,7 +71,7 @@ def make_plan(sizes: Sizes, recipe: Recipe) -> Plan:
     found = {
         "adapters": 0 if recipe.full else gradients,
         "gradients": gradients,
-        "optimizer": parts.optimizer_bytes(sizes, recipe) // share,
+        "optimizer": lasting.optimizer_bytes(sizes, recipe) // share,
         "ddp_buckets": trained if recipe.ranks > share else 0,
         "gathered_layers": gathered_bytes(sizes, recipe),
         "kept": kept,
@@ -97,7 +98,7 @@ def gathered_bytes(sizes: Sizes, recipe: Recipe) -> int:
     """Return what FSDP2 gathers: one layer, the next one, and with ``full`` a layer's gradients."""
     if recipe.shards == 1:
         return 0
-    return (3 if recipe.full else 2) * parts.layer_bytes(sizes, recipe)
+    return (3 if recipe.full else 2) * lasting.layer_bytes(sizes, recipe)
 
 
 def most_tokens(sizes: Sizes, recipe: Recipe, memory: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.formats.shard import QuantShard
 from moe_patch.formats.tensor import QuantTensor
-from moe_patch.tools import plan_memory
+from moe_patch.tools import plan_weights
 from moe_patch.tools.plan_types import Recipe
 from tests.stack.test_packed_ranks import KINDS
 from tests.support import packed_ranks as cases
@@ -99,9 +99,9 @@ def planned(kind, ranks):
     targets = {"target_modules": attention(name), "target_parameters": list(EXPERTS)}
     recipe = Recipe(storage=storage, ranks=ranks, rank=4)
     sizes = read_sizes(plain, targets)
-    packed = tuple(w for w in sizes.weights if plan_memory.storage_of(w, recipe) == storage)
-    experts = plan_memory.weight_bytes(replace(sizes, weights=packed), recipe)["experts"]
-    return experts, plan_memory.layer_bytes(sizes, recipe)
+    packed = tuple(w for w in sizes.weights if plan_weights.storage_of(w, recipe) == storage)
+    experts = plan_weights.weight_bytes(replace(sizes, weights=packed), recipe)["experts"]
+    return experts, plan_weights.layer_bytes(sizes, recipe)
 
 
 def check_bytes(results, kinds=KINDS):

@@ -18,6 +18,7 @@ from moe_patch.ops import routing_op  # noqa: F401  (defines the operators)
 from moe_patch.ops.routing_fields import SPEC_FIELDS
 from moe_patch.runtime.peft_release import rewrites_targets
 from moe_patch.tools import plan_memory as parts
+from moe_patch.tools import plan_weights as lasting
 from moe_patch.tools.plan_fp8 import forward_moments
 from moe_patch.tools.plan_types import KINDS, Moe, Recipe
 from moe_patch.train.frozen import quantize_embedding
@@ -50,7 +51,7 @@ def test_weights_by_kind(family, storage):
     widths = {"intermediate_size": 64} if family in ("gpt_oss", "mixtral", "olmoe") else {}
     over = {"hidden_size": 64, **(widths or {"moe_intermediate_size": 64})}
     model = tiny_models.build(family, torch.bfloat16, **over)
-    planned = parts.weight_bytes(sizes_of(model), Recipe(storage=storage))
+    planned = lasting.weight_bytes(sizes_of(model), Recipe(storage=storage))
     if storage != "bf16":
         quantize_experts(model, storage)
     found = dict.fromkeys(KINDS, 0)
@@ -76,21 +77,21 @@ def test_weights_by_kind(family, storage):
 def test_transposed_copies_of_fp8_experts_take_as_much_again():
     widths = {"hidden_size": 128, "moe_intermediate_size": 128}
     sizes = sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, **widths))
-    once = parts.weight_bytes(sizes, Recipe(storage="fp8"))
+    once = lasting.weight_bytes(sizes, Recipe(storage="fp8"))
     for compute, factor in (("fp8", 1), ("fp8_copy", 2)):
-        found = parts.weight_bytes(sizes, Recipe(storage="fp8", compute=compute))
+        found = lasting.weight_bytes(sizes, Recipe(storage="fp8", compute=compute))
         assert found["experts"] == factor * once["experts"]
         assert found["linear"] == once["linear"]
     sharded = Recipe(storage="fp8", compute="fp8_copy", ranks=2)
-    assert parts.weight_bytes(sizes, sharded)["experts"] < once["experts"]
+    assert lasting.weight_bytes(sizes, sharded)["experts"] < once["experts"]
     plain = Recipe(storage="bf16", compute="fp8_copy")
-    assert parts.weight_bytes(sizes, plain) == parts.weight_bytes(sizes, Recipe())
+    assert lasting.weight_bytes(sizes, plain) == lasting.weight_bytes(sizes, Recipe())
 
 
 def test_a_linear_in_4_bits_is_what_bitsandbytes_makes():
     functional = pytest.importorskip("bitsandbytes").functional
     model = tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE)
-    planned = parts.weight_bytes(sizes_of(model), Recipe(linear="nf4"))["linear"]
+    planned = lasting.weight_bytes(sizes_of(model), Recipe(linear="nf4"))["linear"]
     found = 0
     for name, module in model.named_modules():
         if type(module) is nn.Linear and "layers" in name:
@@ -107,21 +108,21 @@ def test_an_embedding_in_4_bits_is_what_bitsandbytes_makes():
     pytest.importorskip("bitsandbytes")
     model = tiny_models.build("qwen3_moe", torch.bfloat16, **WIDE, tie_word_embeddings=False)
     sizes = sizes_of(model)
-    planned = parts.weight_bytes(sizes, Recipe(embedding="nf4"))["embeddings"]
+    planned = lasting.weight_bytes(sizes, Recipe(embedding="nf4"))["embeddings"]
     quantize_embedding(model)
     packed = model.get_input_embeddings().weight
     state = packed.quant_state
     found = sum(t.nbytes for t in (packed.data, state.absmax, state.code))
     assert planned == found + model.get_output_embeddings().weight.nbytes
     tied = sizes_of(tiny_models.build("qwen3_moe", torch.bfloat16, tie_word_embeddings=True))
-    plain, same = (parts.weight_bytes(tied, Recipe(embedding=e)) for e in ("bf16", "nf4"))
+    plain, same = (lasting.weight_bytes(tied, Recipe(embedding=e)) for e in ("bf16", "nf4"))
     assert plain == same
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_and_their_gradients(family):
     model = tiny_models.build(family, torch.bfloat16)
-    planned = parts.trained_bytes(sizes_of(model), Recipe(rank=3))
+    planned = lasting.trained_bytes(sizes_of(model), Recipe(rank=3))
     batch = tiny_models.inputs(model)
     adapted = with_adapters(model, 3)
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -148,8 +149,8 @@ def test_states_of_adamw(full):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model(**batch).logits.float().square().mean().backward()
     optimizer.step()
-    assert parts.optimizer_bytes(sizes, Recipe(rank=3, full=full)) == states(optimizer)
-    assert parts.optimizer_bytes(sizes, Recipe(rank=3, full=full, optimizer="sgd")) == 0
+    assert lasting.optimizer_bytes(sizes, Recipe(rank=3, full=full)) == states(optimizer)
+    assert lasting.optimizer_bytes(sizes, Recipe(rank=3, full=full, optimizer="sgd")) == 0
 
 
 def test_states_of_8_bit_adamw():
@@ -163,7 +164,7 @@ def test_states_of_8_bit_adamw():
     for i, p in enumerate(trained):
         optimizer.init_state(optimizer.param_groups[0], p, 0, i)
     recipe = Recipe(rank=16, optimizer="adamw_8bit")
-    assert parts.optimizer_bytes(sizes, recipe) == states(optimizer)
+    assert lasting.optimizer_bytes(sizes, recipe) == states(optimizer)
 
 
 def kept_by(call, known) -> int:
@@ -460,6 +461,7 @@ MUTANTS = [
 @pytest.mark.families("glm4_moe")
 def test_a_part_left_out_or_with_another_factor_is_found(monkeypatch, name, wrong, check):
     check()
-    monkeypatch.setattr(parts, name, wrong(getattr(parts, name)))
+    module = parts if hasattr(parts, name) else lasting
+    monkeypatch.setattr(module, name, wrong(getattr(module, name)))
     with pytest.raises(AssertionError):
         check()
