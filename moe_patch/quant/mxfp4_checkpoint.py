@@ -14,8 +14,9 @@ from moe_patch.errors import UnsupportedModelError
 from moe_patch.formats import mxfp4
 from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor, parameter
+from moe_patch.patching.discover import FoundBlock
 from moe_patch.quant import state
-from moe_patch.quant.surgery import Projection, expert_projections
+from moe_patch.quant.surgery import Projection, block_projections, expert_projections
 
 Expected = list[tuple[Projection, torch.dtype, tuple[str, ...]]]
 
@@ -30,12 +31,7 @@ def expect(model: nn.Module) -> Expected:
         (one, one.stored.dtype, tuple(one.module._parameters)) for one in expert_projections(model)
     ]
     for one, *_ in found:
-        E, rows, columns = one.stored.shape
-        out, inputs = (columns, rows) if one.transposed else (rows, columns)
-        if inputs % mxfp4.BLOCK:
-            raise UnsupportedModelError(
-                f"{one.where}: mxfp4 needs inputs of a multiple of {mxfp4.BLOCK}, found {inputs}"
-            )
+        E, out, inputs = _sizes(one)
         blocks = torch.empty(E, out, inputs // mxfp4.BLOCK, 16, dtype=torch.uint8, device="meta")
         scales = torch.empty(blocks.shape[:3], dtype=torch.uint8, device="meta")
         del one.module._parameters[one.name]
@@ -58,6 +54,34 @@ def collect(expected: Expected) -> None:
         weight = PackedWeight("mxfp4", blocks.flatten(2), (scales,), dtype, one.transposed)
         state.put_back(one.module, one.name, parameter(QuantTensor(weight)), order)
         state.watch(one.module)
+
+
+def fill_block(block: FoundBlock) -> None:
+    """Replace the experts of one block by random ones in MXFP4, with a deviation of 0.02.
+
+    Raises:
+        UnsupportedModelError: experts that cannot be stored in MXFP4, by name.
+    """
+    for one in block_projections(block):
+        E, out, inputs = _sizes(one)
+        device, dtype = one.stored.device, one.stored.dtype
+        packed = torch.randint(256, (E, out, inputs // 2), dtype=torch.uint8, device=device)
+        # The values of e2m1 deviate by 2.9 from 0; a scale of 120 is 2^-7.
+        scales = packed.new_full((E, out, inputs // mxfp4.BLOCK), 120)
+        weight = PackedWeight("mxfp4", packed, (scales,), dtype, one.transposed)
+        setattr(one.module, one.name, parameter(QuantTensor(weight)))
+        state.watch(one.module)
+
+
+def _sizes(one: Projection) -> tuple[int, int, int]:
+    """Return the experts, outputs and inputs of a projection."""
+    E, rows, columns = one.stored.shape
+    out, inputs = (columns, rows) if one.transposed else (rows, columns)
+    if inputs % mxfp4.BLOCK:
+        raise UnsupportedModelError(
+            f"{one.where}: mxfp4 needs inputs of a multiple of {mxfp4.BLOCK}, found {inputs}"
+        )
+    return E, out, inputs
 
 
 def _loaded(one: Projection, suffix: str) -> Tensor:

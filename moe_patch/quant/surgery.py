@@ -198,7 +198,7 @@ def expert_projections(
             raise UnsupportedModelError(
                 f"{block.path}: it has no experts module to quantise; use exclude to skip it"
             )
-        yield from _projections_of(block)
+        yield from block_projections(block)
 
 
 def pack_block(block: FoundBlock, storage: str, device: torch.device) -> None:
@@ -207,11 +207,12 @@ def pack_block(block: FoundBlock, storage: str, device: torch.device) -> None:
     Raises:
         UnsupportedModelError: experts that cannot be quantised.
     """
-    for one in _projections_of(block):
+    for one in block_projections(block):
         _put([[one]], pack(one.stored.detach(), storage, device, one.where))
 
 
-def _projections_of(block: FoundBlock) -> Iterator[Projection]:
+def block_projections(block: FoundBlock) -> Iterator[Projection]:
+    """Yield the expert parameters of one block; see :func:`expert_projections`."""
     for path, experts in block.experts:
         if (why := _why_not(experts, block.spec)) is not None:
             raise UnsupportedModelError(

@@ -12,6 +12,7 @@ from moe_patch.config import PatchConfig
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.patch import patch_model
+from moe_patch.quant.mxfp4_checkpoint import fill_block
 from moe_patch.quant.stored import stored
 from moe_patch.quant.surgery import pack_block
 
@@ -38,9 +39,11 @@ def on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> 
 
 
 def published_storage(config: Any) -> str | None:
-    """Return "fp8" if a config's checkpoint has its experts in FP8 as this library stores them."""
+    """Return the storage of a config's checkpoint, "fp8" or "mxfp4", if its experts keep it."""
     found = stored(config)
-    return "fp8" if found is not None and found.is_read and found.method == "fp8" else None
+    if found is None or not found.is_read or found.method not in ("fp8", "mxfp4"):
+        return None
+    return found.method
 
 
 def materialised(
@@ -67,7 +70,9 @@ def materialised(
                     nn.init.normal_(tensor.data, std=0.02)
                 else:
                     tensor.data.zero_()
-    if storage is not None:
+    if storage == "mxfp4":
+        fill_block(twin)
+    elif storage is not None:
         pack_block(twin, storage, device)
     return twin
 

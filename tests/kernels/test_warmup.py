@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
 
 import moe_patch.tools.warmup
 from moe_patch import (
     PatchStateError,
+    UnsupportedModelError,
     UnsupportedOptionError,
     lora_targets,
     patch_model,
@@ -30,6 +32,7 @@ from moe_patch.tools.warmup import WarmedBlock, warmup
 from tests.support import SUPPORT, tiny_models
 from tests.support.adapters import EXPERTS, adapt, lora_config
 from tests.support.limits import HANG_S
+from tests.support.packed_ranks import base
 from tests.support.parity import run_block
 from tests.support.snapshots import assert_unchanged, snapshot
 from tests.support.tiny_models import blocks
@@ -53,7 +56,7 @@ def test_an_unpatched_model_and_options_beside_a_model_are_refused() -> None:
         warmup(model, progress=False, recompute=True)
     with pytest.raises(UnsupportedOptionError, match="dtype together with a model"):
         warmup(model, progress=False, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedOptionError, match="storage is 'int8'; accepted: nf4, fp8"):
+    with pytest.raises(UnsupportedOptionError, match="'int8'; accepted: nf4, fp8, mxfp4"):
         warmup(model, progress=False, storage="int8")
 
 
@@ -119,11 +122,10 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
     assert [grad for *_, grad in calls[1:]] == ([True, False] if training else [False])
 
 
-@pytest.mark.usefixtures("everywhere")
-@pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
-def test_packed_experts_run_as_in_training(compute: str, monkeypatch, tmp_path) -> None:
-    """A quantised model and a config of its storage make equal calls; the command does too."""
-    calls = []
+@pytest.fixture
+def packed_calls(monkeypatch) -> list[tuple]:
+    """Record what each call of the fused operator over packed experts is compiled for."""
+    calls: list[tuple] = []
     original = moe_patch.runtime.experts.experts_mlp
 
     def note(x_TD, ids_TK, weights_TK, w, glu, **options):
@@ -134,9 +136,40 @@ def test_packed_experts_run_as_in_training(compute: str, monkeypatch, tmp_path) 
         )
         return original(x_TD, ids_TK, weights_TK, w, glu, **options)
 
+    monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", note)
+    return calls
+
+
+@pytest.mark.usefixtures("everywhere")
+def test_mxfp4_experts_run_as_in_training(packed_calls, tmp_path) -> None:
+    """A loaded model, one on meta, a config and the command make equal calls."""
+    calls, model = packed_calls, patch_model(base("mxfp4"))
+    D = model.config.hidden_size
+    blocks(model)[0][1](torch.randn(1, 6, D, requires_grad=True))
+    assert calls[0][:2] == (6, "mxfp4")
+    warmup(model, [6], progress=False)
+    warmup(copy.deepcopy(model).to("meta"), [6], progress=False, device="cpu")
+    config = copy.deepcopy(model.config)
+    warmup(config, [6], progress=False, storage="mxfp4")
+    config.quantization_config = {"quant_method": "mxfp4"}
+    warmup(config, [6], progress=False)
+    config.save_pretrained(tmp_path)
+    command = ["warmup", str(tmp_path), "--device", "cpu", "--tokens", "6", "--json"]
+    assert main([*command, "--dtype", "float32"]) == 0
+    assert calls[1] == calls[0]
+    assert calls[1:] == calls[1:3] * 5
+    narrow = tiny_models.config("gpt_oss", hidden_size=48)
+    with pytest.raises(UnsupportedModelError, match="mxfp4 needs inputs of a multiple of 32"):
+        warmup(narrow, [6], progress=False, storage="mxfp4")
+
+
+@pytest.mark.usefixtures("everywhere")
+@pytest.mark.parametrize("compute", ["decoded", "fp8", "fp8_copy"])
+def test_fp8_experts_run_as_in_training(compute, packed_calls, monkeypatch, tmp_path) -> None:
+    """A quantised model and a config of its storage make equal calls; the command does too."""
+    calls = packed_calls
     monkeypatch.setattr(moe_patch.runtime.fp8, "_is_hopper", lambda *_: True)
     monkeypatch.setattr(moe_patch.runtime.fp8, "_runs", lambda *_: True)
-    monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", note)
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 1}
     model = quantize_experts(tiny_models.build("qwen3_moe", torch.bfloat16, **sizes), "fp8")
     patch_model(model, compute=compute)
@@ -246,6 +279,15 @@ def compiled_by(run: Callable[[], Any]) -> set[str]:
     return names
 
 
+def run_sizes(block: nn.Module, D: int) -> None:
+    """Run a block in bf16 on token counts of all classes of tiles, with and without gradients."""
+    for T in (6, 1, 17, 64, 128, 300, 512, 2048, 2052, 4096, 8192):
+        x = torch.randn(1, T, D, device="cuda", dtype=torch.bfloat16)
+        run_block(block, x)
+        with torch.no_grad():
+            block(x)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_gpu_no_size_compiles_afterwards(model_type) -> None:
@@ -274,15 +316,17 @@ def test_gpu_no_size_compiles_afterwards_with_fp8_experts(compute) -> None:
     model = tiny_models.build("qwen3_moe", dtype=torch.bfloat16, **sizes).to("cuda")
     model = adapt(quantize_experts(model, "fp8"), lora_config(EXPERTS, [], r=8)).to("cuda")
     patch_model(model, self_check=False, compute=compute)
+    assert compiled_by(lambda: run_sizes(blocks(model)[0][1], 384)) == set()
 
-    def sizes_of_all_kinds() -> None:
-        for T in (6, 1, 17, 64, 128, 300, 512, 2048, 2052, 4096, 8192):
-            x = torch.randn(1, T, 384, device="cuda", dtype=torch.bfloat16)
-            run_block(blocks(model)[0][1], x)
-            with torch.no_grad():
-                blocks(model)[0][1](x)
 
-    assert compiled_by(sizes_of_all_kinds) == set()
+@pytest.mark.gpu
+def test_gpu_no_size_compiles_afterwards_with_mxfp4_experts() -> None:
+    model = patch_model(base("mxfp4").to("cuda", torch.bfloat16), self_check=False)
+    config = copy.deepcopy(model.config)
+    config.quantization_config = {"quant_method": "mxfp4"}
+    options: Any = {"progress": False, "dtype": torch.bfloat16, "device": "cuda"}
+    assert "_mxfp4_kernel" in launched_by(lambda: warmup(config, **options))
+    assert compiled_by(lambda: run_sizes(blocks(model)[0][1], config.hidden_size)) == set()
 
 
 @pytest.mark.gpu
