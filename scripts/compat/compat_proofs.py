@@ -231,16 +231,15 @@ NOTES = """\
 ## Notes
 
 - **What a step on two cards loses** against half of one card's time, in the rows of a step of
-  65,536 tokens. DDP loses 2%. FSDP2 loses 34%: NCCL runs alone for 82 to 120 ms, and other kernels
-  take 154 to 185 ms longer. Probable causes, not measured: copies of gathered weights, and NCCL's
-  share of the memory for 185 to 357 ms. A layer's experts are gathered twice for each of a card's
-  four batches. Expert parallelism loses 53%. Nothing runs for 284 to 355 ms (half of one card's:
-  50), probably because the card waits for the host: transformers' all-to-all reads the numbers of
+  65,536 tokens. DDP loses 2%. FSDP2 loses 27%: NCCL runs alone for 63 to 92 ms, and other kernels
+  take 143 to 184 ms longer. Probable causes, not measured: copies of gathered weights, and NCCL's
+  share of the memory for 284 to 431 ms. A layer's experts are gathered twice for each of a card's
+  four batches. Expert parallelism loses 45%. Nothing runs for 187 to 227 ms (half of one card's:
+  20), probably because the card waits for the host: transformers' all-to-all reads the numbers of
   tokens there in every layer
-  (`tolist` in `distributed/expert_parallel.py`). NCCL runs alone for 181 to 246 ms, and other
-  kernels take 162 to 169 ms longer. The two cards' own work differs by 1%. In that run a layer's
-  experts shared their memory. Without that, tokens/s were 6% lower on 12 layers and 7% higher on
-  48, on other machines; the step of 65,536 tokens was not repeated.
+  (`tolist` in `distributed/expert_parallel.py`). NCCL runs alone for 166 to 169 ms, and other
+  kernels take 156 to 160 ms longer. The two cards' own work differs by 1%. An earlier run on
+  other machines lost 34% and 53% (df0692c).
 - **QLoRA on 12 layers is bound by the host**: a step of 4096 tokens took 169 to 247 ms on different
   machines, nearly all of it in Python. Compare rows of one run only.
 - **Launch lines** for several processes are the first line of each file in `configs/accelerate/`.
