@@ -16,14 +16,13 @@ from moe_patch.cli.plan_recipe import said, text_of, training_node, write
 from moe_patch.cli.plan_sizes import read_sizes
 from moe_patch.config import COMPUTES, PatchConfig
 from moe_patch.errors import UnsupportedModelError, UnsupportedOptionError
-from moe_patch.formats.packed import READABLE
+from moe_patch.formats.packed import NAMES, READABLE
 from moe_patch.quant.stored import stored
 from moe_patch.runtime.fp8 import DECODED
 from moe_patch.tools.plan_memory import CONTEXT
 from moe_patch.tools.plan_total import Plan, make_plan, most_tokens
 from moe_patch.tools.plan_types import OPTIMIZERS, Recipe, Sizes
 
-STORAGES = ("bf16", *READABLE)
 UNITS = {"": 10**9, "gb": 10**9, "g": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
 
 
@@ -41,7 +40,7 @@ def add(subparsers: Any) -> None:
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--tokens", type=int, default=2048, help="tokens per forward (2048)")
     parser.add_argument("--rank", type=int, help="rank of the adapters; default: 16")
-    parser.add_argument("--storage", choices=STORAGES, help="storage of the experts")
+    parser.add_argument("--storage", choices=NAMES, help="storage of the experts")
     parser.add_argument("--linear", choices=("bf16", "nf4"), help="storage of frozen Linear layers")
     parser.add_argument("--embedding", choices=("bf16", "nf4"), help="storage of the embedding")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
@@ -175,7 +174,7 @@ def _targets(model: Any) -> dict[str, list[str]]:
 
 
 def _storages(model: Any, recipe: Recipe) -> tuple[str, ...]:
-    """Return the storages that the experts can have, in the order of STORAGES.
+    """Return the storages that the experts can have, in the order of NAMES.
 
     Raises:
         UnsupportedOptionError: the recipe's is none of them; says which expert, and why.

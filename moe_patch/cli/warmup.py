@@ -13,7 +13,7 @@ from moe_patch.cli.selftest import jobs_for, print_trust, trust_on
 from moe_patch.cli.status import CHECK_FAILED
 from moe_patch.config import COMPUTES
 from moe_patch.errors import UnsupportedOptionError
-from moe_patch.formats.packed import READABLE
+from moe_patch.formats.packed import NAMES
 
 
 def add(subparsers: Any) -> None:
@@ -32,7 +32,7 @@ def add(subparsers: Any) -> None:
         "--lora", type=int, metavar="RANK", help="with adapters of this rank on a frozen model"
     )
     parser.add_argument(
-        "--storage", choices=READABLE, help="storage of the experts; default: the checkpoint's"
+        "--storage", choices=NAMES, help="storage of the experts; default: the checkpoint's"
     )
     parser.add_argument(
         "--compute",

@@ -17,6 +17,8 @@ from moe_patch.types import ExpertWeights
 # Storages into which weights can be packed; READABLE adds those found only in checkpoints.
 STORAGES = ("nf4", "fp8")
 READABLE = (*STORAGES, "mxfp4")
+# Choices of an option; "bf16" stands for weights that are not packed, of any dtype.
+NAMES = ("bf16", *READABLE)
 # Words after a storage's name in the operator's options.
 _TRANSPOSED, _IN_FP8 = "transposed", "in_fp8"
 # Packed experts are decoded some at a time. Fewer parts mean fewer launches and fewer partial

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from moe_patch.config import PatchConfig
+from moe_patch.formats.packed import STORAGES
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.patching.patch import patch_model
 from moe_patch.quant.mxfp4_checkpoint import fill_block
-from moe_patch.quant.stored import stored
+from moe_patch.quant.stored import quantisation, stored
 from moe_patch.quant.surgery import pack_block
 
 
@@ -39,11 +40,14 @@ def on_meta(config: Any, dtype: torch.dtype | None, options: dict[str, Any]) -> 
 
 
 def published_storage(config: Any) -> str | None:
-    """Return the storage of a config's checkpoint, "fp8" or "mxfp4", if its experts keep it."""
+    """Return the storage of a config's checkpoint, "fp8" or "mxfp4", if its experts keep it.
+
+    They do unless transformers is to dequantise them (``dequantize`` in the config).
+    """
     found = stored(config)
     if found is None or not found.is_read or found.method not in ("fp8", "mxfp4"):
         return None
-    return found.method
+    return None if (quantisation(config) or {}).get("dequantize") else found.method
 
 
 def materialised(
@@ -55,7 +59,7 @@ def materialised(
         found: a block on the meta device.
         modules: its modules.
         device: where the copy's weights are.
-        storage: in which its experts are packed, if they are not yet; None keeps their dtype.
+        storage: in which its experts are packed, if they are not yet; None or "bf16": they are not.
 
     Raises:
         UnsupportedModelError: experts that this storage cannot hold.
@@ -72,7 +76,7 @@ def materialised(
                     tensor.data.zero_()
     if storage == "mxfp4":
         fill_block(twin)
-    elif storage is not None:
+    elif storage in STORAGES:
         pack_block(twin, storage, device)
     return twin
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_patch.errors import PatchStateError, UnsupportedOptionError
-from moe_patch.formats.packed import READABLE
+from moe_patch.formats.packed import NAMES
 from moe_patch.formats.tensor import QuantTensor
 from moe_patch.ops.backend import choose_backend
 from moe_patch.ops.routing_op import route_impl
@@ -85,8 +85,9 @@ def warmup(
         top_k: experts per token, for blocks whose router stays with transformers.
         device: where to run blocks that are on "meta"; default: cuda if available.
         dtype: dtype of a config's weights; default: the config's own.
-        storage: "nf4", "fp8" or "mxfp4", in which experts on "meta" are stored; default: that of a
-            config's checkpoint (FP8, MXFP4), or else the weights' dtype. Other experts keep theirs.
+        storage: "nf4", "fp8" or "mxfp4", in which experts on "meta" are stored; "bf16" does not
+            pack them. Default: that of a config's checkpoint, or else "bf16". Other experts keep
+            their storage.
         progress: show a progress bar on stderr.
         options: a config's :class:`moe_patch.PatchConfig` options.
 
@@ -110,7 +111,7 @@ def warmup(
         model = on_meta(model_or_config, dtype, options)
         storage = storage or published_storage(model_or_config)
     if storage is not None:
-        check_choice("warmup: storage", storage, READABLE)
+        check_choice("warmup: storage", storage, NAMES)
     from tqdm import tqdm
 
     bar = tqdm(_kinds(model), desc="compiling MoE kernels", disable=not progress)

@@ -27,6 +27,7 @@ from moe_patch import (
     record,
 )
 from moe_patch.cli import main
+from moe_patch.formats.packed import PackedWeight
 from moe_patch.ops.backend import BackendChoice
 from moe_patch.tools.warmup import WarmedBlock, warmup
 from tests.support import SUPPORT, tiny_models
@@ -56,7 +57,7 @@ def test_an_unpatched_model_and_options_beside_a_model_are_refused() -> None:
         warmup(model, progress=False, recompute=True)
     with pytest.raises(UnsupportedOptionError, match="dtype together with a model"):
         warmup(model, progress=False, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedOptionError, match="'int8'; accepted: nf4, fp8, mxfp4"):
+    with pytest.raises(UnsupportedOptionError, match="'int8'; accepted: bf16, nf4, fp8, mxfp4"):
         warmup(model, progress=False, storage="int8")
 
 
@@ -124,16 +125,16 @@ def test_the_same_call_as_the_block_makes(training, monkeypatch) -> None:
 
 @pytest.fixture
 def packed_calls(monkeypatch) -> list[tuple]:
-    """Record what each call of the fused operator over packed experts is compiled for."""
+    """Record what each call of the fused operator is compiled for, by storage of the experts."""
     calls: list[tuple] = []
     original = moe_patch.runtime.experts.experts_mlp
 
     def note(x_TD, ids_TK, weights_TK, w, glu, **options):
         ranks = [None if lora is None else lora.A_ERI.shape for lora in map(options.get, LORAS)]
-        calls.append(
-            (len(x_TD), w.w13_EHD.storage, w.w13_EHD.in_fp8, len(w.w13_EHD.scales), x_TD.dtype)
-            + (torch.is_grad_enabled(), *ranks)
-        )
+        w13, of = w.w13_EHD, ("bf16", False, 0)
+        if isinstance(w13, PackedWeight):
+            of = w13.storage, w13.in_fp8, len(w13.scales)
+        calls.append((len(x_TD), *of, x_TD.dtype, torch.is_grad_enabled(), *ranks))
         return original(x_TD, ids_TK, weights_TK, w, glu, **options)
 
     monkeypatch.setattr(moe_patch.runtime.experts, "experts_mlp", note)
@@ -158,6 +159,12 @@ def test_mxfp4_experts_run_as_in_training(packed_calls, tmp_path) -> None:
     assert main([*command, "--dtype", "float32"]) == 0
     assert calls[1] == calls[0]
     assert calls[1:] == calls[1:3] * 5
+    calls.clear()
+    # Where transformers dequantises them, they are plain.
+    assert main([*command, "--storage", "bf16"]) == 0
+    config.quantization_config["dequantize"] = True
+    warmup(config, [6], progress=False)
+    assert [each[1] for each in calls] == ["bf16"] * 4
     narrow = tiny_models.config("gpt_oss", hidden_size=48)
     with pytest.raises(UnsupportedModelError, match="mxfp4 needs inputs of a multiple of 32"):
         warmup(narrow, [6], progress=False, storage="mxfp4")
