@@ -16,7 +16,7 @@ from moe_patch.formats.packed import PackedWeight
 from moe_patch.formats.tensor import QuantTensor, parameter
 from moe_patch.patching.discover import FoundBlock
 from moe_patch.quant import state
-from moe_patch.quant.surgery import Projection, block_projections, expert_projections
+from moe_patch.quant.surgery import Projection, block_projections, expert_projections, put
 
 Expected = list[tuple[Projection, torch.dtype, tuple[str, ...]]]
 
@@ -68,9 +68,7 @@ def fill_block(block: FoundBlock) -> None:
         packed = torch.randint(256, (E, out, inputs // 2), dtype=torch.uint8, device=device)
         # The values of e2m1 deviate by 2.9 from 0; a scale of 120 is 2^-7.
         scales = packed.new_full((E, out, inputs // mxfp4.BLOCK), 120)
-        weight = PackedWeight("mxfp4", packed, (scales,), dtype, one.transposed)
-        setattr(one.module, one.name, parameter(QuantTensor(weight)))
-        state.watch(one.module)
+        put([[one]], PackedWeight("mxfp4", packed, (scales,), dtype, one.transposed))
 
 
 def _sizes(one: Projection) -> tuple[int, int, int]:

@@ -100,7 +100,7 @@ def quantize_experts(
     for group in tied(todo):
         first = group[0][0]
         target = first.stored.device if device is None else torch.device(device)
-        _put(group, pack_at(first.stored, storage, pack_on, target, first.where))
+        put(group, pack_at(first.stored, storage, pack_on, target, first.where))
     saving.guard_saving(model)
     merging.guard_merging(model, merging.QUANTIZE)
     logger.info("moe_patch: %d expert parameters stored in %s", len(todo), storage)
@@ -122,7 +122,7 @@ def pack_at(
     return replace(found, packed=found.packed.to(device), scales=scales)
 
 
-def _put(group: list[list[Projection]], packed: PackedWeight) -> None:
+def put(group: list[list[Projection]], packed: PackedWeight) -> None:
     """Replace parameters that share memory by one packed weight."""
     for same in group:
         made = parameter(QuantTensor(packed))
@@ -208,7 +208,7 @@ def pack_block(block: FoundBlock, storage: str, device: torch.device) -> None:
         UnsupportedModelError: experts that cannot be quantised.
     """
     for one in block_projections(block):
-        _put([[one]], pack(one.stored.detach(), storage, device, one.where))
+        put([[one]], pack(one.stored.detach(), storage, device, one.where))
 
 
 def block_projections(block: FoundBlock) -> Iterator[Projection]:

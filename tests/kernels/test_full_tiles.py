@@ -74,13 +74,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """Outcome of each case under the interpreter: an empty string, or the failure."""
-    interpreted.skip_without_histogram()
-    return interpreted.run(__file__)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == ""
